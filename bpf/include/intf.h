@@ -320,6 +320,8 @@ struct placement_table {
 /* In a flow's `before`: its SYN-ACK was not stamped, and the client has sent nothing since (lb_cookie.h). */
 #define HALF_OPEN_FLOW 0xfffeu
 
+#define NO_BROADCAST_VLAN 0xffffu
+
 /* 64 bytes: a cache line of its own for each service. */
 struct service_state {
 	/* Offset of its placement table; 0: it has none. */
@@ -333,7 +335,8 @@ struct service_state {
 	__u64 has_flows;
 	/* enum forwarding. */
 	__u64 forwarding;
-	__u64 unused;
+	/* VLAN of all its servers, 0: untagged; or NO_BROADCAST_VLAN: they are in several. */
+	__u64 broadcast_vlan;
 };
 
 /* ---- the broadcast fallback ------------------------------------------------------------------------------------ */
@@ -468,7 +471,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 12
+#define LB_LAYOUT_VERSION 13
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {
@@ -503,6 +506,8 @@ struct lb_state {
 	__u8 service_names[MAX_SERVICES][SERVICE_NAME_BYTES];
 	/* Source of IPv6 outer headers: the device's first IPv6 address that is not link-local. */
 	__u64 own_address_ipv6[2];
+	/* VLAN of each server, by id; 0: untagged. */
+	__u16 server_vlans[SERVER_ID_COUNT];
 };
 
 /*

@@ -15,6 +15,7 @@
 #include "parse.h"
 #include "rewrite.h"
 #include "stats.h"
+#include "vlan.h"
 
 /* Forwards the packet to the server of the decision. */
 static __always_inline int forward_to_server(struct xdp_md *ctx, const struct packet *packet,
@@ -57,7 +58,7 @@ static __always_inline int apply_decision(struct xdp_md *ctx, const struct packe
 		return forward_to_server(ctx, packet, decision);
 	rewrite_mac(data, decision->destination);
 	count_packet(ctx, decision->service, decision->outcome, data_end - data);
-	return XDP_TX;
+	return decision->destination == BROADCAST_MAC ? transmit_broadcast(decision->service) : XDP_TX;
 }
 
 #define UNDECIDED                                                                                                      \

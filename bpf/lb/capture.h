@@ -108,21 +108,21 @@ static __noinline int capture_arrived(struct xdp_md *ctx)
 	return 0;
 }
 
-/* Runs after the decision. Returns `action`. */
+/* Runs after the decision on an XDP action. Returns 0. */
 static __noinline int capture_decided(struct xdp_md *ctx, int action)
 {
 	struct captured_packet packet = {.action = action, .outcome = NO_OUTCOME};
 	const struct lb_counters *of_service, *of_none;
 
 	if (!is_captured[bpf_get_smp_processor_id() & (MAX_CPUS - 1)])
-		return action;
+		return 0;
 	of_service = counters_of(ctx, capture_of.service);
 	of_none = counters_of(ctx, LB_COUNTERS_NO_SERVICE);
 	if (of_service && of_none)
 		packet.outcome =
 			of_service->last_outcome != NO_OUTCOME ? of_service->last_outcome : of_none->last_outcome;
 	send_captured(ctx, &packet);
-	return action;
+	return 0;
 }
 
 #endif

@@ -16,6 +16,7 @@
 #include "forwarding.h"
 #include "service.h"
 #include "state.h"
+#include "vlan.h"
 
 /* As `before`: the packet's identification stays. */
 #define KEEP_IDENTIFICATION 0x10000u
@@ -102,8 +103,8 @@ static __always_inline bool server_is_known(__u32 service, __u32 id)
 static __always_inline void decide_broadcast(enum limited_kind reason, __u32 source, enum lb_counter over_rate,
 					     struct decision *decision)
 {
-	/* A broadcast ends at the first router. */
-	if (forwarding_of(decision->service) != FORWARDING_L2) {
+	/* A broadcast ends at the first router, and in its VLAN. */
+	if (forwarding_of(decision->service) != FORWARDING_L2 || !has_broadcast_vlan(decision->service)) {
 		decision->outcome = LB_COUNTER_DROP_NOT_BROADCAST;
 		return;
 	}

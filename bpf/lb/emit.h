@@ -18,6 +18,7 @@
 #include "placement.h"
 #include "rewrite.h"
 #include "stats.h"
+#include "vlan.h"
 
 /* emit() on the same segment: only MAC addresses change. */
 static __always_inline int emit_l2(struct xdp_md *ctx, server_entry_t server, __u32 service, __u32 id,
@@ -31,7 +32,7 @@ static __always_inline int emit_l2(struct xdp_md *ctx, server_entry_t server, __
 	rewrite_mac(data, server);
 	count_traffic(ctx, id, data_end - data);
 	count_packet(ctx, service, outcome, data_end - data);
-	return XDP_TX;
+	return transmit_to_server(id);
 }
 
 /*

@@ -25,6 +25,7 @@
 #include "state.h"
 #include "stats.h"
 #include "tunnel.h"
+#include "vlan.h"
 
 /* Form of an outer header: constants at each call, of which the compiler makes code without branches. */
 struct encapsulation {
@@ -124,7 +125,7 @@ static __always_inline int encapsulate_as(struct xdp_md *ctx, const struct encap
 		return drop(ctx, service, LB_COUNTER_DROP_INTERNAL);
 	count_traffic(ctx, server_id, frame_bytes(ctx) - overhead);
 	count_packet(ctx, service, outcome, frame_bytes(ctx) - overhead);
-	return XDP_TX;
+	return transmit_to_server(server_id);
 }
 
 /* The same by the service's kind of forwarding. */

@@ -4,9 +4,9 @@
  *
  * 1. Packets of the load balancer: TCP and UDP to a service (VIP, port, protocol) and to the device's own MAC address,
  *    of IPv4 and IPv6 (ipv6.h), and ICMP errors about packets of a service. All others pass to the kernel unchanged
- *    (XDP_PASS): other protocols, UDP without a UDP service, other ICMP to a VIP, VLAN-tagged frames, and
- *    frames to a group address or another machine, so that no second load balancer on the wire takes the broadcasts of
- *    section 7.
+ *    (XDP_PASS): other protocols, UDP without a UDP service, other ICMP to a VIP, frames of a VLAN
+ *    that is not the VIPs' (vlan.h), and frames to a group address or another machine, so that no second load balancer
+ *    on the wire takes the broadcasts of section 7.
  *
  * 2. Forwarding. The frame gets the MAC addresses of a server (destination) and of this device (source) and leaves by
  *    the device it came on (XDP_TX). Above Ethernet nothing changes but for sections 5 and 6: the server holds the VIP,
@@ -77,6 +77,7 @@
 #include "service.h"
 #include "service_mode.h"
 #include "stats.h"
+#include "vlan.h"
 
 /* ---- section 3, the fast path ---------------------------------------------------------------------------------- */
 
@@ -350,15 +351,38 @@ static __always_inline int forward(struct xdp_md *ctx)
 	return action < 0 ? forward_other(ctx) : action;
 }
 
-SEC("xdp")
-int lb(struct xdp_md *ctx)
+/* A frame that is not of the VIPs' VLAN: a server's reply, or not ours. */
+static __noinline int forward_from_other_vlan(struct xdp_md *ctx)
 {
+	int action = timestamps_lb_in_use ? forward_reply(ctx) : -1;
+
+	if (action >= 0)
+		return action;
+	count_packet(ctx, LB_COUNTERS_NO_SERVICE, LB_COUNTER_PASSED_NOT_SERVICE, 0);
+	return XDP_PASS;
+}
+
+/* forward() with steps before and after it: VLANs and capture. Inlined, as its stack would count in every call. */
+static __always_inline int forward_with_steps(struct xdp_md *ctx)
+{
+	bool is_ours = !vlans_in_use || remove_tag(ctx);
 	int action;
 
 	if (capture_in_use)
 		capture_arrived(ctx);
-	action = forward(ctx);
-	return capture_in_use ? capture_decided(ctx, action) : action;
+	action = is_ours ? forward(ctx) : forward_from_other_vlan(ctx);
+	if (capture_in_use)
+		capture_decided(ctx, action & ACTION_MASK);
+	return vlans_in_use ? tag_frame(ctx, action) : action;
+}
+
+/* VLANs or capture are in use; fixed at load time. One constant, because the fast path loads each. */
+const volatile bool steps_in_use;
+
+SEC("xdp")
+int lb(struct xdp_md *ctx)
+{
+	return steps_in_use ? forward_with_steps(ctx) : forward(ctx);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

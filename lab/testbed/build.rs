@@ -6,7 +6,7 @@ use std::process::Command;
 
 use libbpf_cargo::SkeletonBuilder;
 
-const PROGRAMS: [&str; 4] = ["rss_emulation", "xdp_pass", "receive_queues", "drop_counter"];
+const PROGRAMS: [&str; 5] = ["rss_emulation", "xdp_pass", "receive_queues", "drop_counter", "access_port"];
 
 fn main() {
     let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());

@@ -12,6 +12,7 @@ use coreward_dataplane::clock::{monotonic_ms, monotonic_ns};
 use coreward_dataplane::pins;
 use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
 use coreward_dataplane::sockets::open_sockets;
+use coreward_dataplane::vlan_device;
 use coreward_dispatch::dispatcher::{self, Dispatcher};
 use coreward_intf as intf;
 use coreward_model::FourTuple;
@@ -55,6 +56,8 @@ const HAZARDS_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
     config: Config,
+    /// Device with the receive queues: that of the file, or the one below a VLAN device.
+    nic: String,
     memory: SettingsStore,
     programs: ServerPrograms,
     rss: RssManager,
@@ -90,10 +93,10 @@ fn interface_index(interface: &str) -> anyhow::Result<u32> {
         .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
 }
 
-fn rss_device(config: &Config) -> Box<dyn RssDevice> {
+fn rss_device(config: &Config, nic: &str) -> Box<dyn RssDevice> {
     match &config.rss {
-        config::Rss::Ethtool {} => Box::new(EthtoolRss::new(&config.interface)),
-        config::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), &config.interface, *entries)),
+        config::Rss::Ethtool {} => Box::new(EthtoolRss::new(nic)),
+        config::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), nic, *entries)),
     }
 }
 
@@ -102,6 +105,7 @@ impl Agent {
     /// Fails when the interface does not exist or the kernel rejects a program.
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
+        let nic = vlan_device::nic(&config.interface);
         let memory = SettingsStore::open(&config.pin_directory)?;
         let programs = ServerPrograms::attach(ServerOptions {
             interface_index,
@@ -127,7 +131,8 @@ impl Agent {
             decapsulator: Decapsulator::start(&config, interface_index)?,
             stalls: StallDetector::from(stall_counters(&programs)),
             unstamped_syn_acks: UnstampedSynAcks::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
-            rss: RssManager::new(rss_device(&config)),
+            rss: RssManager::new(rss_device(&config, &nic)),
+            nic,
             config,
             memory,
             programs,
@@ -282,7 +287,7 @@ impl Agent {
         if self.rss.sync(&mut self.memory) {
             self.rss_changed();
         }
-        self.cpu_of_queue = queues::cpus(&self.config.interface, self.rss.receive_queues());
+        self.cpu_of_queue = queues::cpus(&self.nic, self.rss.receive_queues());
         self.load.refresh(&self.cpu_of_queue);
         self.keep_times_near();
         self.daisy_chain.apply_changes(&mut self.programs);
@@ -306,7 +311,7 @@ impl Agent {
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
         if self.hazards_at.is_none_or(|at| at.elapsed() > HAZARDS_INTERVAL) {
-            self.rss_conflicts = RssConflicts::gather(&self.config.interface).describe(&self.config.interface);
+            self.rss_conflicts = RssConflicts::gather(&self.nic).describe(&self.nic);
             self.hazards_at = Some(Instant::now());
         }
         self.warnings.extend(self.rss_conflicts.iter().cloned());
@@ -351,7 +356,7 @@ impl Agent {
         if verdict == Verdict::NotInForce {
             return Some(format!(
                 "the RSS table that {} shows is not in force: {mismatched} of {} SYNs arrived on another receive queue",
-                self.config.interface,
+                self.nic,
                 matched + mismatched
             ));
         }
@@ -361,7 +366,7 @@ impl Agent {
             format!(
                 "{} moves open connections to other receive queues than RSS chose: {mismatched} of {} packets sampled (ATR of \
                  ixgbe and i40e? `coreward doctor` names the remedy)",
-                self.config.interface,
+                self.nic,
                 matched + mismatched
             )
         })

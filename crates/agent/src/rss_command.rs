@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::{self, Direction};
+use coreward_dataplane::vlan_device;
 use coreward_intf as intf;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 use coreward_model::tuple::address_of;
@@ -91,7 +92,7 @@ impl From<intf::rss_sample> for Syn {
 pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
-    let mut device = EthtoolRss::new(&args.interface);
+    let mut device = EthtoolRss::new(&vlan_device::nic(&args.interface));
     set(args, &mut device)?;
     let rss = device.read()?;
     let queues = device.receive_queues();

@@ -10,6 +10,7 @@ use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::Protocol;
+use coreward_model::vlan::Vlan;
 use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
@@ -46,6 +47,8 @@ number!(Weight as u64, Weight::new, format!("0 (no new connections) to {}", Weig
     { "type": "integer", "minimum": 0, "maximum": Weight::MAX });
 number!(Capacity as f64, Capacity::new, "a number above 0, at most 1000000: cores of the usual speed",
     { "type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000 });
+number!(Vlan as u64, Vlan::new, format!("1 to {}", Vlan::MAX),
+    { "type": "integer", "minimum": 1, "maximum": Vlan::MAX });
 number!(TableSize as u64, TableSize::try_from, "a power of two from 1024 to 4194304",
     { "type": "integer", "minimum": 1024, "maximum": 4_194_304 });
 

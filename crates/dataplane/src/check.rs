@@ -119,6 +119,8 @@ fn load_lb(variant: &str, rules: u32, modes: u32) -> anyhow::Result<Vec<Verifier
     rodata.traffic_in_use = several;
     rodata.capture_in_use = several;
     rodata.packets_read_clock = several;
+    rodata.vlans_in_use = several;
+    rodata.steps_in_use = several;
     let what = || format!("with the placement rules {rules:#b} and the modes of consistency {modes:#b}");
     costs(&format!("lb {variant}"), open.load().with_context(what)?.object())
 }

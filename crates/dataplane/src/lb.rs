@@ -36,8 +36,9 @@ mod services;
 mod tables;
 mod tunnels;
 mod variant;
+mod vlans;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -46,10 +47,12 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
 use coreward_model::cookie::FleetKeys;
+use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
 pub use counters::{COUNTERS, Counters, EVENTS};
+pub(crate) use device::mac_of;
 pub use lb_stamping::{ClockState, IdTooLarge, ServerClock};
 pub use pinned::{PinnedServers, pinned_problem, pinned_program};
 pub use services::ModeError;
@@ -63,6 +66,7 @@ use link::XdpLink;
 use program::{Maps, Sizes};
 use services::{Service, in_use, services_of};
 use variant::{EnabledFeatures, Variant};
+use vlans::VlansInUse;
 
 /// A rate of packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,6 +138,8 @@ pub struct Options {
     /// Capacity for connections of stateful services, 64 bytes each. A table of another size that is taken over is
     /// replaced when it is empty, and rejected otherwise.
     pub connection_table: TableSize,
+    /// VLAN of clients' packets.
+    pub vlan: Vlan,
 }
 
 impl Default for Options {
@@ -145,6 +151,7 @@ impl Default for Options {
             lb_stamping_clock: LbStampingClock::default(),
             packets_read_clock: false,
             connection_table: TableSize::default(),
+            vlan: Vlan::UNTAGGED,
         }
     }
 }
@@ -214,6 +221,8 @@ pub struct LoadBalancer {
     places: Vec<Option<ServiceAddress>>,
     /// Last known source address of the answers of servers with LB-side stamping.
     lb_stamped: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
+    /// VLANs that servers are in.
+    server_vlans: BTreeSet<Vlan>,
     grace_periods: GracePeriods,
     /// Time at which programs were switched away from the idle half of the service directory.
     directory_retired_at: GraceTicket,
@@ -267,6 +276,7 @@ impl LoadBalancer {
             broadcast: options.broadcast,
             lb_stamping_clock: options.lb_stamping_clock,
             packets_read_clock: options.packets_read_clock,
+            vlans: VlansInUse { vip: options.vlan, servers: false },
         };
         let sizes = Sizes::new(options.flow_table_entries, options.connection_table)?;
         let taken_over = link.is_some();
@@ -279,6 +289,7 @@ impl LoadBalancer {
                 let mut services = services_of(&maps);
                 placement::adopt_tables(&mut maps, &mut services);
                 variant.in_use = in_use(&services);
+                variant.vlans.servers = vlans::has_server_in_vlan(&maps);
                 variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
                 let program = maps.load(&variant)?;
                 (maps, program, services)
@@ -313,6 +324,7 @@ impl LoadBalancer {
             interface: None,
             services,
             lb_stamped,
+            server_vlans: BTreeSet::new(),
             next_swept: 0,
             taken_over,
             pending_upgrade,

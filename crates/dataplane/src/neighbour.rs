@@ -7,6 +7,7 @@
 //!
 //! [`Neighbours`] has the state and the schedule without I/O; [`Resolver`] is the thread with the socket.
 
+mod filter;
 mod ndp;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,6 +18,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use coreward_model::vlan::Vlan;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::socket::{MsgFlags, recv};
@@ -24,6 +26,7 @@ use parking_lot::Mutex;
 
 use crate::lb::OuterSources;
 use crate::mac::MacAddress;
+use crate::vlan_device;
 
 /// Probe interval of a resolved neighbour.
 pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
@@ -42,6 +45,7 @@ pub const FRAME_BYTES: usize = 42;
 /// Frames read in a row before probes are sent again.
 const MAX_FRAMES_AT_ONCE: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
+const ETHERTYPE_VLAN: u16 = 0x8100;
 /// Hardware Ethernet, protocol IPv4, lengths 6 and 4.
 const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
 
@@ -167,15 +171,27 @@ impl Resolver {
     /// Starts at the device `interface` of the calling thread's network namespace; changes go to the receiver. Fails
     /// when the interface does not exist or packet sockets are not allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<Change>)> {
-        let link = Link::open(interface)?;
-        let (alive, ended) = mpsc::channel();
         let (changes, receiver) = mpsc::channel();
+        let notify = move |change| changes.send(change).is_ok();
+        let resolver = Self::start_in_vlan(interface, Vlan::UNTAGGED, notify)?;
+        Ok((resolver, receiver))
+    }
+
+    /// The same for neighbours in a VLAN, with tagged frames, for which no VLAN device is needed. `notify` gets the
+    /// changes, and ends the thread by returning false.
+    pub fn start_in_vlan(
+        interface: &str,
+        vlan: Vlan,
+        notify: impl Fn(Change) -> bool + Send + 'static,
+    ) -> anyhow::Result<Self> {
+        let link = Link::open(interface, vlan)?;
+        let (alive, ended) = mpsc::channel();
         let desired = Arc::new(Mutex::new(None));
         let shared = desired.clone();
         std::thread::Builder::new()
             .name("neighbours".to_owned())
             .spawn(move || {
-                if let Err(error) = link.run(&shared, &changes, &ended) {
+                if let Err(error) = link.run(&shared, notify, &ended) {
                     tracing::error!(
                         event = "resolver-ended",
                         error = format!("{error:#}"),
@@ -184,7 +200,7 @@ impl Resolver {
                 }
             })
             .context("a thread for neighbours")?;
-        Ok((Self { desired, alive }, receiver))
+        Ok(Self { desired, alive })
     }
 
     /// Sets the addresses to resolve.
@@ -203,23 +219,27 @@ struct Link {
     arp: OwnedFd,
     ndp: OwnedFd,
     interface: String,
+    vlan: Vlan,
 }
 
 impl Link {
-    fn open(interface: &str) -> anyhow::Result<Self> {
+    fn open(interface: &str, vlan: Vlan) -> anyhow::Result<Self> {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
-        let open = |ethertype, filter| {
-            packet_socket(index, ethertype, filter).with_context(|| format!("a packet socket at {interface}"))
+        let open = |ethertype, filter: &[libc::sock_filter]| {
+            // A VLAN device takes a tagged frame before sockets for its type get it.
+            let received = if vlan.is_tagged() { libc::ETH_P_ALL as u16 } else { ethertype };
+            let filter = filter::in_vlan(vlan, filter);
+            packet_socket(index, received, &filter).with_context(|| format!("a packet socket at {interface}"))
         };
-        let (arp, ndp) = (open(ETHERTYPE_ARP, &[])?, open(ndp::ETHERTYPE_IPV6, &ndp::SOCKET_FILTER)?);
-        Ok(Self { arp, ndp, interface: interface.to_owned() })
+        let (arp, ndp) = (open(ETHERTYPE_ARP, &filter::ARP)?, open(ndp::ETHERTYPE_IPV6, &ndp::SOCKET_FILTER)?);
+        Ok(Self { arp, ndp, interface: interface.to_owned(), vlan })
     }
 
     fn run(
         &self,
         desired: &Mutex<Option<Vec<IpAddr>>>,
-        changes: &Sender<Change>,
+        notify: impl Fn(Change) -> bool,
         ended: &Receiver<()>,
     ) -> anyhow::Result<()> {
         let start = Instant::now();
@@ -241,7 +261,7 @@ impl Link {
             let senders =
                 senders.into_iter().filter_map(|(address, mac)| neighbours.observe(address, mac, start.elapsed()));
             for change in lost.into_iter().chain(senders.collect::<Vec<_>>()) {
-                if changes.send(change).is_err() {
+                if !notify(change) {
                     return Ok(());
                 }
             }
@@ -254,21 +274,29 @@ impl Link {
         if probes.is_empty() {
             return;
         }
-        let Some(own) = OwnAddresses::of(&self.interface) else { return };
+        let Some(own) = OwnAddresses::in_vlan(&self.interface, self.vlan) else { return };
         for Probe { address, destination } in probes {
             let sent = match *address {
-                IpAddr::V4(address) => {
-                    nix::unistd::write(&self.arp, &request_frame(address, *destination, own.mac, own.ipv4))
-                }
+                IpAddr::V4(address) => self.write(&self.arp, &request_frame(address, *destination, own.mac, own.ipv4)),
                 IpAddr::V6(address) => {
                     let known = Some(*destination).filter(|mac| *mac != MacAddress::BROADCAST);
-                    nix::unistd::write(&self.ndp, &ndp::solicitation(address, known, own.mac, own.ipv6))
+                    self.write(&self.ndp, &ndp::solicitation(address, known, own.mac, own.ipv6))
                 }
             };
             if let Err(error) = sent {
                 tracing::debug!(event = "probe-not-sent", %address, %error, "cannot send a probe for a MAC address");
             }
         }
+    }
+
+    /// Sends a frame with the VLAN's tag.
+    fn write(&self, socket: &OwnedFd, frame: &[u8]) -> nix::Result<usize> {
+        const ADDRESSES: usize = 12;
+        if !self.vlan.is_tagged() {
+            return nix::unistd::write(socket, frame);
+        }
+        let tag = [ETHERTYPE_VLAN.to_be_bytes(), self.vlan.get().to_be_bytes()].concat();
+        nix::unistd::write(socket, &[&frame[..ADDRESSES], &tag, &frame[ADDRESSES..]].concat())
     }
 
     /// Waits until a frame arrives or a probe is due, at most as long as a new configuration may take to be noticed.
@@ -364,6 +392,14 @@ struct OwnAddresses {
 }
 
 impl OwnAddresses {
+    /// Those of the VLAN device. Without one, those of the interface, but no IPv4 address: it is of another network.
+    fn in_vlan(interface: &str, vlan: Vlan) -> Option<Self> {
+        match vlan_device::name(interface, vlan) {
+            Some(device) => Self::of(&device),
+            None => Self::of(interface).map(|own| Self { ipv4: Ipv4Addr::UNSPECIFIED, ..own }),
+        }
+    }
+
     fn of(interface: &str) -> Option<Self> {
         let (mut mac, mut ipv4) = (None, Ipv4Addr::UNSPECIFIED);
         let mut all_ipv6: Vec<Ipv6Addr> = Vec::new();

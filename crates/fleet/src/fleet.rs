@@ -16,6 +16,7 @@ use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, TelemetryLevel, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
+use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, policy};
 use coreward_wire::{
     AgentConfiguration, FleetConfiguration, Peer, PreviousServer, Server, Service, ServiceIndex, StampedService,
@@ -69,6 +70,8 @@ pub struct FleetServer {
     pub weight: Weight,
     /// Capacity; `None`: its cores.
     pub capacity: Option<Capacity>,
+    /// VLAN of its frames.
+    pub vlan: Vlan,
     pub drain: Option<DrainRecord>,
     /// Racks that may report for it; `None`: those of the fleet.
     racks: Option<BTreeSet<String>>,
@@ -134,6 +137,8 @@ impl FleetService {
             left: true,
             weight: Weight::ONE,
             capacity: None,
+            // Load balancers send to each other in the VIPs' VLAN.
+            vlan: Vlan::UNTAGGED,
         })
     }
 }
@@ -258,8 +263,8 @@ impl Fleet {
             let server = &self.servers[&id];
             let eligible = self.eligible(service, id);
             let left = self.has_left(service, id);
-            let FleetServer { address, weight, capacity, .. } = *server;
-            Server { name: server.name.clone(), id, address, eligible, left, weight, capacity }
+            let FleetServer { address, weight, capacity, vlan, .. } = *server;
+            Server { name: server.name.clone(), id, address, eligible, left, weight, capacity, vlan }
         };
         let service = |service: &FleetService| Service {
             name: service.name.clone(),
@@ -335,6 +340,7 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
         },
         weight: listed.map_or(Weight::ONE, |server| server.weight),
         capacity: listed.and_then(|server| server.capacity),
+        vlan: record.vlan,
         drain: record.drain.clone().filter(|_| listed.is_some()),
         racks: record.racks.clone(),
     }

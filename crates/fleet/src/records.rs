@@ -16,6 +16,7 @@ use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::Timestamps;
 use coreward_model::lb_stamping;
 use coreward_model::rss::{RssKey, uniform_below};
+use coreward_model::vlan::Vlan;
 use coreward_wire::ServiceIndex;
 use rand::Rng;
 
@@ -93,6 +94,8 @@ pub struct ServerRecord {
     pub drain: Option<DrainRecord>,
     /// Racks that may report for it, as last in the document; `None`: those of the fleet.
     pub racks: Option<BTreeSet<String>>,
+    /// VLAN of its frames, as last in the document.
+    pub vlan: Vlan,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -274,6 +277,7 @@ impl Records {
                 services,
                 drain: drains.remove(&server.name),
                 racks: server.racks.clone(),
+                vlan: server.vlan,
             };
             self.servers.insert(*id, record);
         }
@@ -443,6 +447,7 @@ mod tests {
                 services,
                 drain: None,
                 racks: None,
+                vlan: Vlan::UNTAGGED,
             };
             records.servers.insert(id.try_into().unwrap(), gone);
         }

@@ -11,6 +11,7 @@ use coreward_config::{
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
 use coreward_model::connection_table::{TableSize, Timers};
+use coreward_model::vlan::Vlan;
 
 /// Treatment of announced VIPs at the daemon's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +32,8 @@ config_struct! {
         pub controllers as "controller": Controllers,
         /// Interface of packets for VIPs, in both directions.
         pub interface: String as Interface,
+        /// VLAN of packets for VIPs; without it they are untagged.
+        pub vlan: Option<Vlan>,
         /// Directory of the data plane in a BPF file system, created if missing; one per load balancer.
         pub pin_directory: PathBuf as AbsolutePath,
         /// Directory of the last configuration, for a start without controller.
@@ -160,6 +163,8 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
         assert_eq!(config.connection_timers, Timers::default());
         let timers = parse(&format!("{GOOD}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;
         assert_eq!(timers, Timers { idle: Duration::from_secs(7), ..Timers::default() });
+        assert_eq!(config.vlan, None);
+        assert_eq!(parse(&format!("{GOOD}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
         let config = parse(&format!("{GOOD}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
         assert_eq!((config.address, config.flow_table), (Some(Ipv4Addr::new(10, 2, 0, 1)), 1000));
     }
@@ -184,8 +189,8 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             ),
             (
                 "interfaces = \"eth1\"",
-                "5:1: key `interfaces`: is not known: expected one of `name`, `controller`, `interface`, `pin_directory`, \
-                 `state_directory`, `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `tls`, \
+                "5:1: key `interfaces`: is not known: expected one of `name`, `controller`, `interface`, `vlan`, \
+                 `pin_directory`, `state_directory`, `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `tls`, \
                  `connection_timers`, `announce` (nearest: `interface`)",
             ),
             ("flow_table = 0", "5:14: key `flow_table`: 0: expected a whole number from 1 to 16777216"),

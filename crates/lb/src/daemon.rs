@@ -10,9 +10,9 @@ use anyhow::Context as _;
 use coreward_daemon::Connection;
 use coreward_daemon::metrics_endpoint::Scrapes;
 use coreward_dataplane::lb::{self, LoadBalancer};
-use coreward_dataplane::neighbour::{self, Change, Resolver};
 use coreward_dataplane::pins::{self, PinLock};
 use coreward_dataplane::routes::Routes;
+use coreward_dataplane::{neighbour, vlan_device};
 use coreward_metrics::snapshot::Snapshot;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::Role;
@@ -31,6 +31,7 @@ use crate::config::{Announce, Config, OnStop, XdpMode};
 use crate::forwarder::{Forwarder, PROGRAM_LIMIT};
 use crate::health::Health;
 use crate::last_configuration::LastConfiguration;
+use crate::resolvers::{Resolution, Resolvers};
 use crate::sweeper::Sweeper;
 
 /// Interval of the packets' clock, and of one part of the connection table's sweep.
@@ -62,12 +63,12 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         ?attachment,
         "program {verb}"
     );
-    let (resolver, changes) = Resolver::start(&config.interface)?;
+    let (resolvers, changes) = Resolvers::start(&config.interface)?;
     let timers = config.connection_timers;
     let health = Health::start(config.interface.clone())?;
-    let ways = (resolver, Routes::open().context("no netlink socket for routes")?);
-    let forwarder =
-        Forwarder::new(config.name.clone(), config.interface.clone(), balancer, attachment, ways, timers, health);
+    let ways = (resolvers, Routes::open().context("no netlink socket for routes")?);
+    let device = (config.interface.clone(), config.vlan.unwrap_or_default());
+    let forwarder = Forwarder::new(config.name.clone(), device, balancer, attachment, ways, timers, health);
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
@@ -95,6 +96,7 @@ fn options(config: &Config) -> lb::Options {
         flow_table_entries: config.flow_table,
         connection_table: config.connection_table,
         packets_read_clock: true,
+        vlan: config.vlan.unwrap_or_default(),
         ..Default::default()
     }
 }
@@ -112,7 +114,7 @@ impl From<XdpMode> for lb::XdpMode {
 async fn serve(
     config: Config,
     mut forwarder: Forwarder,
-    changes: std::sync::mpsc::Receiver<Change>,
+    neighbours: mpsc::UnboundedReceiver<Resolution>,
 ) -> anyhow::Result<()> {
     let mut ticker = tokio::time::interval(TICK_INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -128,7 +130,7 @@ async fn serve(
     if !forwarder.is_upgrade_pending() {
         last.restore(&mut forwarder);
     }
-    let mut tasks = BackgroundTasks { neighbours: into_async(changes), ticker, scrapes, announcer, sweeper, last };
+    let mut tasks = BackgroundTasks { neighbours, ticker, scrapes, announcer, sweeper, last };
     let work = run_sessions(&config, &mut connection, &mut forwarder, &mut tasks);
     let outcome = coreward_daemon::run_until_shutdown(work).await;
     tasks.last.save(&mut forwarder);
@@ -149,16 +151,9 @@ async fn withdraw(announce: &Announce) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Forwards the resolver's changes to an asynchronous channel.
-fn into_async(changes: std::sync::mpsc::Receiver<Change>) -> mpsc::UnboundedReceiver<Change> {
-    let (sender, receiver) = mpsc::unbounded_channel();
-    std::thread::spawn(move || while changes.recv().is_ok_and(|change| sender.send(change).is_ok()) {});
-    receiver
-}
-
 /// Work that does not depend on a controller.
 struct BackgroundTasks {
-    neighbours: mpsc::UnboundedReceiver<Change>,
+    neighbours: mpsc::UnboundedReceiver<Resolution>,
     ticker: Interval,
     scrapes: Scrapes,
     announcer: Option<Announcer>,
@@ -340,7 +335,8 @@ fn since_start() -> Duration {
 }
 
 fn registration(config: &Config, in_force: u64) -> v1::LoadBalancerRegistration {
-    let address = config.address.or_else(|| neighbour::own_address(&config.interface));
+    let device = vlan_device::name(&config.interface, config.vlan.unwrap_or_default());
+    let address = config.address.or_else(|| neighbour::own_address(&device?));
     v1::LoadBalancerRegistration {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),

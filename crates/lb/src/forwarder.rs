@@ -6,6 +6,7 @@ mod next_hops;
 mod refusals;
 mod symptoms;
 mod table_ages;
+mod vlans;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -15,7 +16,6 @@ use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::device;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
 use coreward_dataplane::mac::MacAddress;
-use coreward_dataplane::neighbour::{Change, Resolver};
 use coreward_dataplane::routes::Routes;
 use coreward_metrics::latency::LatencyHistogram;
 use coreward_model::connection_table::{Connection, Timers};
@@ -24,11 +24,13 @@ use coreward_model::cookie::FleetKeys;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
 use coreward_model::policy::TelemetryLevel;
+use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
 use crate::announce::AnnounceState;
 use crate::health::{Health, Target};
+use crate::resolvers::{Neighbour, Resolution, Resolvers};
 use crate::routing;
 use refusals::Refusals;
 use symptoms::Symptoms;
@@ -53,16 +55,16 @@ const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 pub struct Forwarder {
     balancer: LoadBalancer,
     attachment: lb::Attachment,
-    resolver: Resolver,
-    macs: HashMap<IpAddr, MacAddress>,
+    resolvers: Resolvers,
+    macs: HashMap<Neighbour, MacAddress>,
     /// The kernel's routing table.
     routes: Routes,
     /// Next hops of servers that packets are encapsulated for; a server without a route is missing.
-    next_hops: HashMap<IpAddr, IpAddr>,
+    next_hops: HashMap<Neighbour, IpAddr>,
     /// Servers without a route, in words.
     unrouted: BTreeSet<String>,
     /// Services' servers by the address of their neighbour: the server, or a router.
-    at_address: HashMap<IpAddr, Vec<(ServiceIndex, usize)>>,
+    at_address: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     name: String,
     /// All load balancers, itself included.
@@ -90,6 +92,10 @@ pub struct Forwarder {
     /// Whether a change did not apply to the configuration in force.
     lacks_configuration: bool,
     interface: String,
+    /// VLAN of the VIPs and of load balancers.
+    vlan: Vlan,
+    /// Faults of VLAN devices.
+    vlan_problems: BTreeSet<String>,
     /// Faults of this machine and of servers with LB-side stamping, as last logged.
     problems: BTreeSet<String>,
     table_to_kernel: LatencyHistogram,
@@ -112,17 +118,17 @@ pub struct Forwarder {
 impl Forwarder {
     pub fn new(
         name: String,
-        interface: String,
+        (interface, vlan): (String, Vlan),
         balancer: LoadBalancer,
         attachment: lb::Attachment,
-        (resolver, routes): (Resolver, Routes),
+        (resolvers, routes): (Resolvers, Routes),
         timers: Timers,
         health: Health,
     ) -> Self {
         Self {
             balancer,
             attachment,
-            resolver,
+            resolvers,
             macs: HashMap::new(),
             routes,
             next_hops: HashMap::new(),
@@ -144,6 +150,8 @@ impl Forwarder {
             is_unsaved: false,
             lacks_configuration: false,
             interface,
+            vlan,
+            vlan_problems: BTreeSet::new(),
             problems: BTreeSet::new(),
             table_to_kernel: LatencyHistogram::default(),
             announced: None,
@@ -184,11 +192,12 @@ impl Forwarder {
     }
 
     fn mac_of(&self, peer: &Peer) -> Option<MacAddress> {
-        self.macs.get(&peer.address?).copied()
+        self.macs.get(&self.peer_neighbour(peer)?).copied()
     }
 
-    fn peer_moved(&mut self, change: Change) {
-        let moved = |peer: &&Peer| peer.address == Some(change.address) && peer.name != self.name;
+    fn peer_moved(&mut self, change: Resolution) {
+        let Neighbour { vlan, address } = change.neighbour;
+        let moved = |peer: &&Peer| peer.address == Some(address) && vlan == self.vlan && peer.name != self.name;
         for peer in self.peers.iter().filter(moved) {
             match change.mac {
                 Some(mac) => {
@@ -197,7 +206,7 @@ impl Forwarder {
                 None => tracing::warn!(
                     event = "peer-unresolved",
                     load_balancer = peer.name,
-                    address = %change.address,
+                    %address,
                     "load balancer does not answer ARP"
                 ),
             }
@@ -310,13 +319,13 @@ impl Forwarder {
     }
 
     /// Applies a change of a neighbour's MAC address.
-    pub fn neighbour(&mut self, change: Change) {
+    pub fn neighbour(&mut self, change: Resolution) {
         match change.mac {
-            Some(mac) => self.macs.insert(change.address, mac),
-            None => self.macs.remove(&change.address),
+            Some(mac) => self.macs.insert(change.neighbour, mac),
+            None => self.macs.remove(&change.neighbour),
         };
         self.peer_moved(change);
-        let servers = self.at_address.get(&change.address).into_iter().flatten();
+        let servers = self.at_address.get(&change.neighbour).into_iter().flatten();
         for (nth, (service_index, position)) in servers.enumerate() {
             let (service, index) = &self.services[service_index];
             let server = &service.servers[*position];
@@ -329,7 +338,7 @@ impl Forwarder {
                 None => tracing::warn!(
                     event = "server-unresolved",
                     server = server.name,
-                    address = %change.address,
+                    address = %change.neighbour.address,
                     "server, or the router to it, does not answer ARP or neighbour discovery"
                 ),
             }
@@ -375,7 +384,7 @@ impl Forwarder {
 
     /// Refreshes the device's own MAC address. Fails when the device is gone.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
-        anyhow::ensure!(self.resolver.is_alive(), "the thread that resolves MAC addresses has ended");
+        anyhow::ensure!(self.resolvers.are_alive(), "a thread that resolves MAC addresses has ended");
         let now = monotonic();
         if now.saturating_sub(self.counted) >= COUNT_INTERVAL {
             self.balancer.count_connections();
@@ -384,6 +393,7 @@ impl Forwarder {
         self.log_problems();
         self.update_symptoms();
         self.balancer.refresh_own_mac()?;
+        self.check_vlans();
         self.switch_when_ready()
     }
 
@@ -393,7 +403,7 @@ impl Forwarder {
         let mut stamped = stamped.filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
         let mut problems = Vec::new();
         if stamped.clone().any(|service| service.address.socket.is_ipv4()) {
-            problems = routing::problems(&self.interface);
+            problems = self.devices().iter().flat_map(|device| routing::problems(device)).collect();
         }
         if stamped.any(|service| service.address.socket.is_ipv6()) {
             problems.extend(routing::ipv6_problem());
@@ -408,6 +418,7 @@ impl Forwarder {
         problems.extend(self.health.problem().map(str::to_owned));
         problems.extend(self.symptoms.list().cloned());
         problems.extend(self.encapsulation_warnings());
+        problems.extend(self.vlan_problems.iter().cloned());
         problems.extend(self.expired_tables());
         problems.extend(self.missing_configuration().map(str::to_owned));
         problems

@@ -8,6 +8,7 @@
 //! * [`forwarder`]: application of the controller's updates
 //! * [`health`]: checks of the services' servers
 //! * [`last_configuration`]: the configuration for a start without controller
+//! * [`resolvers`]: MAC addresses in each VLAN
 //! * [`routing`]: check of the kernel's forwarding
 //! * [`sweeper`]: expired entries of the connection table
 
@@ -19,5 +20,6 @@ pub mod daemon;
 pub mod forwarder;
 pub mod health;
 pub mod last_configuration;
+pub mod resolvers;
 pub mod routing;
 pub mod sweeper;

@@ -25,6 +25,7 @@
 //! * [`arrivals`]: logs of connections, kept by the demo and replayed by the simulator
 //! * [`fleet`]: servers, controller and load balancer in virtual time
 //! * [`replay`]: an arrival log in virtual time
+//! * [`vlan`]: VLAN ids
 
 #![deny(missing_docs)]
 
@@ -50,5 +51,6 @@ pub mod rss;
 pub mod statistics;
 pub mod tsval_clamp;
 pub mod tuple;
+pub mod vlan;
 
 pub use tuple::{FourTuple, ServerId, ServiceAddress};

@@ -63,6 +63,7 @@ mod tests {
     use coreward_model::ServerId;
     use coreward_model::bucket_history::BucketHistory;
     use coreward_model::rss::seeded_rng;
+    use coreward_model::vlan::Vlan;
     use coreward_wire::ServiceIndex;
 
     use coreward_fleet::audit::{Author, ChangeDescription};
@@ -97,6 +98,7 @@ mod tests {
                     services: Some(["web".to_owned()].into()),
                 }),
                 racks: left.is_some().then(|| ["r1".to_owned()].into()),
+                vlan: if left.is_some() { Vlan::new(4094).unwrap() } else { Vlan::UNTAGGED },
             };
             records.servers.insert(id.try_into().unwrap(), server);
         }

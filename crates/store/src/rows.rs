@@ -11,6 +11,7 @@ use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::RssKey;
+use coreward_model::vlan::Vlan;
 use coreward_wire::ServiceIndex;
 use serde::{Deserialize, Serialize};
 
@@ -55,7 +56,7 @@ impl Rows {
             records.services.insert(name, row.parse()?);
         }
         for (id, row) in self.servers {
-            records.servers.insert(ServerId::try_from(u64::from(id))?, row.parse());
+            records.servers.insert(ServerId::try_from(u64::from(id))?, row.parse()?);
         }
         for (name, row) in self.load_balancers {
             records.load_balancers.insert(name, row.parse()?);
@@ -111,6 +112,9 @@ pub struct ServerRow {
     /// Absent: all racks of the fleet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     racks: Option<BTreeSet<String>>,
+    /// Absent: untagged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    vlan: Option<u16>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -223,16 +227,17 @@ impl From<&ServerRecord> for ServerRow {
                 services: drain.services.clone(),
             }),
             racks: server.racks.clone(),
+            vlan: server.vlan.is_tagged().then(|| server.vlan.get()),
         }
     }
 }
 
 impl ServerRow {
-    fn parse(self) -> ServerRecord {
+    fn parse(self) -> anyhow::Result<ServerRecord> {
         let membership = |left: Option<u64>| {
             left.map_or(Membership::Present, |seconds| Membership::LeftAt(Duration::from_secs(seconds)))
         };
-        ServerRecord {
+        Ok(ServerRecord {
             name: self.name,
             address: self.address,
             in_file: self.in_file,
@@ -243,6 +248,7 @@ impl ServerRow {
                 services: drain.services,
             }),
             racks: self.racks,
-        }
+            vlan: Vlan::from_word(self.vlan.unwrap_or(0).into())?,
+        })
     }
 }

@@ -14,6 +14,7 @@ use coreward_model::placement::DEFAULT_TABLE_LIFETIME;
 use coreward_model::policy::{Capacity, TelemetryLevel, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
+use coreward_model::vlan::Vlan;
 use prost::Message as _;
 use prost::bytes::Bytes;
 
@@ -128,6 +129,8 @@ pub struct Server {
     pub weight: Weight,
     /// Its configured capacity.
     pub capacity: Option<Capacity>,
+    /// VLAN of its frames.
+    pub vlan: Vlan,
 }
 
 /// Configuration of an agent.
@@ -227,6 +230,7 @@ impl From<&Server> for v1::Server {
             left: server.left,
             weight: server.weight.get(),
             capacity: server.capacity.map_or(0.0, Capacity::get),
+            vlan: server.vlan.get().into(),
         }
     }
 }
@@ -443,6 +447,7 @@ impl TryFrom<&v1::Server> for Server {
             left: message.left,
             weight: parse_weight(message.weight)?,
             capacity: parse_capacity(message.capacity)?,
+            vlan: Vlan::from_word(message.vlan.into()).map_err(|error| WireError::new("vlan", error))?,
         })
     }
 }

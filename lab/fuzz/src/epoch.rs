@@ -6,8 +6,8 @@ use coreward_model::lb::Outcome;
 use crate::change::{Change, Difference};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::GenState;
-use crate::generate;
 use crate::harness::{Harness, Setup};
+use crate::{frame, generate};
 
 pub const PACKETS: u64 = 200_000;
 /// Packets between two comparisons of the whole state.
@@ -108,7 +108,7 @@ impl Epoch {
         generate::packet(&self.state, &mut self.rng, &mut self.packet);
         self.packets += 1;
         let (outcome, difference) = self.harness.packet(&self.packet)?;
-        self.state.observe(&outcome, &self.packet);
+        self.state.observe(&outcome, &frame::untagged(&self.packet));
         Ok((outcome, difference))
     }
 

@@ -1,6 +1,7 @@
 //! Frames with right lengths and checksums, built by code that shares nothing with the BPF programs or their reference
 //! model.
 
+use std::borrow::Cow;
 use std::net::Ipv4Addr;
 
 /// Offset of the IP header.
@@ -138,6 +139,20 @@ pub fn timestamp(value: u32, tsecr: u32) -> [u8; 10] {
     option[2..6].copy_from_slice(&value.to_be_bytes());
     option[6..].copy_from_slice(&tsecr.to_be_bytes());
     option
+}
+
+/// Inserts an 802.1Q tag.
+pub fn insert_tag(frame: &mut Vec<u8>, tag: u16) {
+    let [high, low] = tag.to_be_bytes();
+    frame.splice(ETHERNET - 2..ETHERNET - 2, [0x81, 0, high, low]);
+}
+
+/// Returns the frame without its first 802.1Q tag.
+pub fn untagged(frame: &[u8]) -> Cow<'_, [u8]> {
+    if frame.get(ETHERNET - 2..ETHERNET) != Some(&[0x81, 0]) || frame.len() < ETHERNET + 4 {
+        return frame.into();
+    }
+    [&frame[..ETHERNET - 2], &frame[ETHERNET + 2..]].concat().into()
 }
 
 /// Bytes in hexadecimal, 16 to a line.

@@ -7,16 +7,17 @@ use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::forwarding::Forwarding;
-use coreward_model::lb::{Buckets, Mac, Outcome, Outer, Owner, REASONS, Reason, Server};
+use coreward_model::lb::{Buckets, Mac, Outcome, Outer, Owner, REASONS, Reason, Server, Vlans};
 use coreward_model::lb_stamping;
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::tuple::Protocol;
+use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::change::Change;
 use crate::frame::ETHERNET;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{OWN_MAC, Setup};
+use crate::harness::{OWN_MAC, SERVER_VLANS, Setup};
 use crate::ipv6;
 
 /// Addresses that may be VIPs; two stand for IPv6 ones.
@@ -124,6 +125,7 @@ impl GenState {
             flow_sets: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
             // With the smaller one some frames are too long.
             outer: Outer { mtu: rng.pick(&[1500, 90]), ..outer },
+            vlans: vlans(rng),
             ..Setup::new(OWN_MAC, keys(rng))
         };
         let (rules, modes) = (some(&Rule::ALL, rng), some(&MODES, rng));
@@ -382,6 +384,13 @@ fn some<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
         1 => vec![rng.pick(all)],
         _ => vec![rng.pick(all), rng.pick(all)],
     }
+}
+
+/// Without VLANs in two epochs of three.
+fn vlans(rng: &mut FuzzRng) -> Vlans {
+    let in_use = rng.chance(1, 3);
+    let vip = if in_use { rng.pick(&SERVER_VLANS) } else { 0 };
+    Vlans { in_use, vip: Vlan::from_word(vip.into()).expect("in range") }
 }
 
 fn keys(rng: &mut FuzzRng) -> FleetKeys {

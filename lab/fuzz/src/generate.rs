@@ -13,7 +13,7 @@ use coreward_model::tuple::Protocol;
 use crate::frame::{self, Ip, Tcp, timestamp};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::{GenState, Indexed, Planned};
-use crate::harness::{OWN_MAC, TIME_KEY};
+use crate::harness::{OWN_MAC, SERVER_VLANS, TIME_KEY};
 use crate::{ipv6, mutate};
 
 const FIN: u8 = 0x01;
@@ -38,8 +38,31 @@ pub fn packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     if rng.chance(1, 10) {
         packet[6..12].copy_from_slice(&rng.pick(&state.owners));
     }
+    insert_tag(state, rng, packet);
     if rng.chance(1, 4) {
         mutate::mutate(rng, packet);
+    }
+}
+
+/// Tags the frame: nearly always with the VIPs' VLAN, or a server's.
+fn insert_tag(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let vlans = state.setup.vlans;
+    if !vlans.in_use {
+        return;
+    }
+    let vlan = match rng.below(16) {
+        0 => rng.pick(&SERVER_VLANS),
+        1 => rng.u16() & 0xfff,
+        _ => vlans.vip.get(),
+    };
+    let priority = if rng.chance(1, 8) { rng.u16() & 0xf000 } else { 0 };
+    // A tag without a VLAN has only a priority.
+    if vlan | priority != 0 {
+        frame::insert_tag(packet, vlan | priority);
+    }
+    // Two tags.
+    if rng.chance(1, 64) {
+        frame::insert_tag(packet, vlan);
     }
 }
 

@@ -15,11 +15,12 @@ use coreward_model::connection_table::{Connection, TableSize, Timers};
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::lb::{
-    BroadcastRates, Constants, LoadBalancer, Mac, Outcome, Outer, Owner, REASONS, Rate, Tunnel, Verdict,
+    BroadcastRates, Constants, LoadBalancer, Mac, Outcome, Outer, Owner, REASONS, Rate, Tunnel, Verdict, Vlans,
 };
+use coreward_model::vlan::Vlan;
 
 use crate::change::{Change, Difference};
-use crate::frame::{ETHERNET, hex, ones_complement_sum};
+use crate::frame::{ETHERNET, hex, ones_complement_sum, untagged};
 use crate::memory::{COUNTER_WORDS, Memory};
 use crate::promises::Promises;
 
@@ -51,6 +52,8 @@ pub struct Setup {
     pub flow_sets: u32,
     /// Parts that all outer headers share.
     pub outer: Outer,
+    /// Without any in use, every server is untagged.
+    pub vlans: Vlans,
 }
 
 /// Parts of outer headers.
@@ -71,12 +74,38 @@ fn tunnel_of(id: ServerId) -> Tunnel {
     Tunnel { address, source_port: id.get().is_multiple_of(3).then_some(40_000) }
 }
 
+/// VLANs of servers.
+pub const SERVER_VLANS: [u16; 3] = [0, 20, 4094];
+
+fn vlan(id: u16) -> Vlan {
+    Vlan::from_word(id.into()).expect("in range")
+}
+
+/// The VLAN of a server, from its id.
+fn vlan_of(id: ServerId) -> Vlan {
+    vlan(SERVER_VLANS[usize::from(id.get()) % SERVER_VLANS.len()])
+}
+
+/// The VLAN of a service's broadcasts, from its slot: every fourth service has none.
+fn broadcast_vlan_of(service_slot: usize) -> Option<Vlan> {
+    SERVER_VLANS.get(service_slot % 4).map(|id| vlan(*id))
+}
+
 impl Setup {
     /// The usual one.
     pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
         let (connection_table, flow_sets) = (TableSize::default(), 1 << 15);
-        Self { own_mac, keys, count_traffic: false, connection_table, connection_key, flow_sets, outer: OUTER }
+        Self {
+            own_mac,
+            keys,
+            count_traffic: false,
+            connection_table,
+            connection_key,
+            flow_sets,
+            outer: OUTER,
+            vlans: Vlans::default(),
+        }
     }
 }
 
@@ -96,6 +125,7 @@ impl Instance {
             broadcast: [dataplane::BroadcastRates::uniform(BROADCAST); REASONS],
             flow_table_entries: setup.flow_sets * intf::FLOW_SET_ENTRIES,
             connection_table,
+            vlan: setup.vlans.vip,
             // So that the reference model sees the same time.
             lb_stamping_clock: dataplane::LbStampingClock::Ticks,
             ..Default::default()
@@ -106,6 +136,9 @@ impl Instance {
         let sources = OuterSources { ipv4: setup.outer.address, ipv6: setup.outer.address_ipv6 };
         lb.set_outer(sources, setup.outer.mtu as u32);
         lb.count_traffic(setup.count_traffic)?;
+        if setup.vlans.in_use {
+            lb.use_server_vlans(SERVER_VLANS.iter().map(|id| vlan(*id)).collect())?;
+        }
         let memory = Memory::of(lb.program())?;
         memory.set_connection_key(&setup.connection_key);
         let services = vec![None; intf::MAX_SERVICES as usize];
@@ -133,12 +166,17 @@ impl Instance {
                     .iter()
                     .zip(indexes)
                     .for_each(|(service_slot, index)| self.services[*service_slot] = Some(index));
+                for slot in service_slots {
+                    let index = self.service(*slot);
+                    self.lb.set_broadcast_vlan(index, broadcast_vlan_of(*slot));
+                }
             }
             Change::Server(service_slot, id, Some(server)) => {
                 let server = dataplane::Server { mac: server.mac.map(MacAddress), eligible: server.eligible };
                 self.lb.set_server(self.service(*service_slot), *id, server);
                 let Tunnel { address, source_port } = tunnel_of(*id);
                 self.lb.set_tunnel(*id, dataplane::Tunnel { address, source_port })?;
+                self.lb.set_server_vlan(*id, vlan_of(*id));
             }
             Change::Server(service_slot, id, None) => self.lb.remove_server(self.service(*service_slot), *id),
             Change::Masked(service_slot, id, is_masked) => {
@@ -212,6 +250,7 @@ impl Harness {
             connection_table: setup.connection_table,
             count_traffic: setup.count_traffic,
             outer: setup.outer,
+            vlans: setup.vlans,
         };
         let mut model = LoadBalancer::new(constants, setup.own_mac, setup.keys);
         model.set_connection_key(setup.connection_key);
@@ -247,6 +286,7 @@ impl Harness {
                     self.counters[*service_slot] = [0; COUNTER_WORDS];
                 }
                 for ((_, mode), service_slot) in services.iter().zip(&service_slots) {
+                    self.model.set_broadcast_vlan(*service_slot, broadcast_vlan_of(*service_slot));
                     if mode.timestamps == Timestamps::LoadBalancer {
                         self.model.set_time_key(*service_slot, TIME_KEY);
                     }
@@ -254,6 +294,7 @@ impl Harness {
             }
             Change::Server(service_slot, id, server) => {
                 self.model.set_tunnel(*id, tunnel_of(*id));
+                self.model.set_server_vlan(*id, vlan_of(*id));
                 self.model.set_server(*service_slot, *id, *server);
             }
             Change::Masked(service_slot, id, is_masked) => self.model.set_masked(*service_slot, *id, *is_masked),
@@ -290,15 +331,16 @@ impl Harness {
         self.expected.clear();
         self.expected.extend_from_slice(frame);
         let outcome = self.model.receive(&mut self.expected, self.now_ns);
-        self.count(&outcome, frame.len());
+        let (given, left) = (untagged(frame), untagged(&self.expected).into_owned());
+        self.count(&outcome, given.len());
         let Some(instance) = &mut self.instance else { return Ok((outcome, None)) };
         let (verdict, length) = instance.run(frame)?;
         let exceeds_mtu =
             [intf::LB_COUNTER_DROP_EXCEEDS_MTU, intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED].contains(&outcome.counter);
         let is_forwarded = verdict == XDP_TX && !exceeds_mtu;
-        let broken = if is_forwarded { self.promises.broken(frame, &instance.out[..length]) } else { None };
+        let broken = if is_forwarded { self.promises.broken(&given, &instance.out[..length]) } else { None };
         if exceeds_mtu {
-            self.promises.placed(frame);
+            self.promises.placed(&given);
         }
         let expected_verdict = match outcome.verdict() {
             Verdict::Drop => 1,
@@ -310,7 +352,7 @@ impl Harness {
                 differ("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)
             })
             .or_else(|| differ("the packet", &self.expected[..], &instance.out[..length], |bytes| hex(bytes)))
-            .or_else(|| checksum_broken(frame, &self.expected))
+            .or_else(|| checksum_broken(&given, &left))
             .or_else(|| self.compare_counters(outcome.service.unwrap_or(NO_SERVICE)));
         Ok((outcome, difference))
     }

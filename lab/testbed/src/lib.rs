@@ -4,7 +4,7 @@
 //! CPUs carries sixteen). Packets, TCP, the load balancer, the agents and the controller are real.
 //!
 //! * [`addresses`]: addresses and names of the hosts
-//! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it
+//! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it; [`vlans`]
 //! * [`rss_emulation`]: a server's NIC
 //! * [`nginx`]: stock nginx on a server
 //! * [`baseline_lb`]: IPVS or HAProxy in front of the servers
@@ -53,6 +53,7 @@ pub mod server_router;
 pub mod stream;
 pub mod topology;
 pub mod uplink;
+pub mod vlans;
 
 pub use coreward_dataplane::skip_if;
 pub use namespace::Namespace;

@@ -59,6 +59,16 @@ impl Namespace {
         })
     }
 
+    /// Returns the MAC address of a device. Fails when there is no such device.
+    pub fn mac_address(&self, device: &str) -> anyhow::Result<String> {
+        self.within(|| {
+            let mut entries = nix::ifaddrs::getifaddrs()?.filter(|entry| entry.interface_name == device);
+            let mac = entries.find_map(|entry| entry.address?.as_link_addr()?.addr());
+            let mac = mac.with_context(|| format!("device {device} of {} has no MAC address", self.name))?;
+            Ok(mac.map(|byte| format!("{byte:02x}")).join(":"))
+        })
+    }
+
     pub(crate) fn open(&self) -> anyhow::Result<File> {
         File::open(self.path()).with_context(|| format!("cannot open network namespace {}", self.name))
     }

@@ -17,17 +17,23 @@ use zerocopy::{FromBytes as _, IntoBytes as _};
 use crate::namespace::Namespace;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
-mod skeletons {
+pub(crate) mod skeletons {
     pub mod rss_emulation {
         include!(concat!(env!("OUT_DIR"), "/rss_emulation.skel.rs"));
     }
     pub mod xdp_pass {
         include!(concat!(env!("OUT_DIR"), "/xdp_pass.skel.rs"));
     }
+    pub mod access_port {
+        include!(concat!(env!("OUT_DIR"), "/access_port.skel.rs"));
+    }
     pub mod receive_queues {
         include!(concat!(env!("OUT_DIR"), "/receive_queues.skel.rs"));
     }
 }
+
+/// Priority of programs at tc hooks: behind access ports.
+const PRIORITY: u32 = 2;
 
 /// Puts the emulation at egress of `port` in `switch`, its registers at `pin`.
 pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &Rss) -> anyhow::Result<()> {
@@ -37,7 +43,7 @@ pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &Rss) -> a
     fs::create_dir_all(pin.parent().context("the pin has no directory")?)?;
     program.maps.registers.pin(pin).with_context(|| format!("cannot pin {}", pin.display()))?;
     write_registers(pin, rss)?;
-    attach_tc(switch, port, program.progs.rss_emulation.as_fd(), TC_EGRESS)
+    attach_tc(switch, port, program.progs.rss_emulation.as_fd(), TC_EGRESS, PRIORITY)
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
@@ -97,7 +103,7 @@ impl ReceiveQueues {
         let mut storage = MaybeUninit::uninit();
         let open = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
         let program = open.load().context("the kernel does not load receive_queues.bpf.c")?;
-        attach_tc(namespace, device, program.progs.receive_queues.as_fd(), TC_INGRESS)?;
+        attach_tc(namespace, device, program.progs.receive_queues.as_fd(), TC_INGRESS, PRIORITY)?;
         Ok(Self { map: MapHandle::try_from(&program.maps.received_flows)? })
     }
 
@@ -114,14 +120,17 @@ impl ReceiveQueues {
 }
 
 /// clsact rather than tcx: it is there before Linux 6.6, and it goes with the device.
-fn attach_tc(
+pub(crate) fn attach_tc(
     namespace: &Namespace,
     device: &str,
     program: BorrowedFd<'_>,
     direction: TcAttachPoint,
+    priority: u32,
 ) -> anyhow::Result<()> {
     namespace.within(|| {
-        let mut hook = TcHookBuilder::new(program).ifindex(interface_index(device)?).replace(true).hook(direction);
+        let mut builder = TcHookBuilder::new(program);
+        builder.ifindex(interface_index(device)?).replace(true).handle(1).priority(priority);
+        let mut hook = builder.hook(direction);
         hook.create()?;
         hook.attach()?;
         Ok(())

@@ -28,6 +28,7 @@ use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process};
 use crate::rss_emulation;
+use crate::vlans::Vlans;
 
 const CLIENT_ADDRESSES_MAX: u16 = 200;
 const SERVERS_MAX: u16 = 250;
@@ -66,6 +67,8 @@ pub struct TestbedOptions {
     pub answers_by_load_balancer: bool,
     /// Servers are behind a router: [`crate::server_router`].
     pub routed_servers: bool,
+    /// VLANs of clients and servers; `None`: all frames are untagged. Without routers and racks only.
+    pub vlans: Option<Vlans>,
     /// VIPs on the servers (1 to 250).
     pub vips: u8,
     /// Address family of the VIPs, and of the client's packets.
@@ -89,6 +92,7 @@ impl Default for TestbedOptions {
             router_mtu: None,
             answers_by_load_balancer: false,
             routed_servers: false,
+            vlans: None,
             vips: 1,
             family: Family::Ipv4,
             indirection_entries: 128,
@@ -166,6 +170,9 @@ impl Testbed {
                 "answers by a load balancer without a router: expected `router_mtu`, so that there is something to route"
             );
         }
+        if options.vlans.is_some() && (options.router_mtu.is_some() || options.routed_servers || options.racks > 0) {
+            bail!("VLANs with routers or racks: expected no `router_mtu`, `routed_servers` and `racks`");
+        }
         if options.family == Family::Ipv6 && options.router_mtu.is_some_and(|mtu| mtu < IPV6_MTU_MIN) {
             bail!("IPv6 by a router with `router_mtu` below {IPV6_MTU_MIN}: expected at least that");
         }
@@ -212,10 +219,12 @@ impl Testbed {
     fn make_hosts(&self) -> anyhow::Result<()> {
         make_namespaces(&[&self.controller])?;
         self.connect(&self.controller, "controller", 1, 1)?;
+        self.make_access_port("controller", 0)?;
         let routes = self.route_to_servers();
         ip_batch(Some(&self.controller), &(self.address_lines(CONTROLLER_ADDRESS, SEGMENT, DEVICE) + &routes))?;
         self.make_server_router()?;
-        self.make_client_side()
+        self.make_client_side()?;
+        self.make_access_port("client", self.vip_vlan())
     }
 
     fn add_rack(&mut self, number: u16) -> anyhow::Result<()> {
@@ -260,6 +269,7 @@ impl Testbed {
         rss_emulation::attach_xdp_pass(&self.switch, &name)?;
         // veth leaves checksums to a NIC that is not there; a packet sent on by XDP_TX would carry the unfinished sum.
         self.set_offloads(&self.switch, &name, &["tx", "off"])?;
+        self.make_trunk(number, &name)?;
         Ok(number)
     }
 
@@ -312,6 +322,7 @@ impl Testbed {
         ip_batch(Some(&namespace), &addresses)?;
         self.servers.push(Some(namespace));
         rss_emulation::attach(&self.switch, &name, &self.emulated_rss(number), &self.nic_default(number)?)?;
+        self.make_access_port(&name, self.server_vlan(number))?;
         Ok(number)
     }
 
@@ -355,7 +366,7 @@ impl Testbed {
         self.set_offloads(host, DEVICE, &["gro", "on"])
     }
 
-    fn set_offloads(&self, namespace: &Namespace, device: &str, settings: &[&str]) -> anyhow::Result<()> {
+    pub(crate) fn set_offloads(&self, namespace: &Namespace, device: &str, settings: &[&str]) -> anyhow::Result<()> {
         let mut ethtool = Command::new("ethtool");
         ethtool.args(["-K", device]).args(settings);
         self.run(namespace, ethtool).map(drop)

@@ -15,6 +15,7 @@ use crate::mac::MacAddress;
 use crate::neighbour;
 use crate::pins;
 use crate::veth;
+use crate::vlan_device;
 
 impl LoadBalancer {
     /// Attaches the program to the device `interface`, in place of a pinned one. Fails when the interface does not
@@ -135,10 +136,20 @@ impl LoadBalancer {
             Err(_) => no_such_interface(interface),
         })?;
         let mtu = device::mtu(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
-        let sources = neighbour::outer_sources(interface);
+        let mtu = mtu.min(self.mtu_of_vlans(interface));
+        // Without a device of the VIPs' VLAN this host's address is elsewhere.
+        let vip_device = vlan_device::name(interface, self.variant.vlans.vip);
+        let sources = neighbour::outer_sources(vip_device.as_deref().unwrap_or(interface));
         self.set_own_mac(mac);
         self.set_outer(sources, mtu);
         Ok(())
+    }
+
+    /// Returns the least MTU of the VLAN devices in use.
+    fn mtu_of_vlans(&self, interface: &str) -> u32 {
+        let vlans = self.server_vlans.iter().chain([&self.variant.vlans.vip]).filter(|vlan| vlan.is_tagged());
+        let mtus = vlans.filter_map(|vlan| device::mtu(&vlan_device::name(interface, *vlan)?).ok());
+        mtus.min().unwrap_or(u32::MAX)
     }
 
     /// Sets the address of accepted frames, and of sent frames' source. [`attach`](Self::attach) sets it.

@@ -503,6 +503,9 @@ fn open<'obj>(
     constants.ipv6_in_use = variant.in_use.ipv6;
     constants.forwarding_in_use = or_default(variant.in_use.forwarding, DEFAULT_FORWARDING);
     constants.traffic_in_use = variant.traffic;
+    constants.vlans_in_use = variant.vlans.any();
+    constants.steps_in_use = constants.vlans_in_use;
+    constants.vip_vlan = variant.vlans.vip.get();
     constants.counters_by_cpu = variant.counters_by_cpu;
     constants.connection_partition_mask = sizes.connection_table.partitions() - 1;
     constants.placement_memory_mask = sizes.placement_memory - 1;

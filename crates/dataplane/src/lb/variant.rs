@@ -1,5 +1,6 @@
 //! Features that are compiled into the program; a change loads it again.
 
+use super::vlans::VlansInUse;
 use super::{Broadcast, LbStampingClock};
 
 /// Features that the services and their tables need. Others are not compiled in.
@@ -51,4 +52,5 @@ pub(super) struct Variant {
     pub lb_stamping_clock: LbStampingClock,
     /// Packets read the clock by which entries of the connection table age.
     pub packets_read_clock: bool,
+    pub vlans: VlansInUse,
 }

@@ -2,6 +2,7 @@
 
 use std::net::Ipv6Addr;
 
+use super::filter::{EQUALS, LOAD_BYTE, LOAD_HALF, RETURN, step};
 use crate::mac::MacAddress;
 
 pub const ETHERTYPE_IPV6: u16 = 0x86dd;
@@ -22,26 +23,17 @@ const OPTION_SOURCE_ADDRESS: u8 = 1;
 const OPTION_TARGET_ADDRESS: u8 = 2;
 
 /// Passes solicitations and advertisements alone: a server's other IPv6 packets would be copied.
-pub const SOCKET_FILTER: [libc::sock_filter; 9] = {
-    const fn step(code: u32, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
-        libc::sock_filter { code: code as u16, jt, jf, k }
-    }
-    const LOAD_HALF: u32 = libc::BPF_LD | libc::BPF_H | libc::BPF_ABS;
-    const LOAD_BYTE: u32 = libc::BPF_LD | libc::BPF_B | libc::BPF_ABS;
-    const EQUALS: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
-    const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
-    [
-        step(LOAD_HALF, 0, 0, 12),
-        step(EQUALS, 0, 6, ETHERTYPE_IPV6 as u32),
-        step(LOAD_BYTE, 0, 0, IP as u32 + 6),
-        step(EQUALS, 0, 4, NEXT_HEADER_ICMPV6 as u32),
-        step(LOAD_BYTE, 0, 0, ICMP as u32),
-        step(EQUALS, 1, 0, SOLICITATION as u32),
-        step(EQUALS, 0, 1, ADVERTISEMENT as u32),
-        step(RETURN, 0, 0, u32::MAX),
-        step(RETURN, 0, 0, 0),
-    ]
-};
+pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
+    step(LOAD_HALF, 0, 0, 12),
+    step(EQUALS, 0, 6, ETHERTYPE_IPV6 as u32),
+    step(LOAD_BYTE, 0, 0, IP as u32 + 6),
+    step(EQUALS, 0, 4, NEXT_HEADER_ICMPV6 as u32),
+    step(LOAD_BYTE, 0, 0, ICMP as u32),
+    step(EQUALS, 1, 0, SOLICITATION as u32),
+    step(EQUALS, 0, 1, ADVERTISEMENT as u32),
+    step(RETURN, 0, 0, u32::MAX),
+    step(RETURN, 0, 0, 0),
+];
 
 /// Returns the solicitation of `target`: to `mac`, or to the target's multicast group.
 pub fn solicitation(

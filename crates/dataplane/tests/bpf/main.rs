@@ -23,6 +23,7 @@ mod lb_modes;
 mod lb_stamping;
 mod lb_tables;
 mod lb_udp;
+mod lb_vlans;
 mod pins;
 mod server_kernel_tcp;
 mod server_modes;

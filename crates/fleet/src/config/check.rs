@@ -107,6 +107,7 @@ fn servers(
             state: server.state,
             weight: server.weight,
             capacity: server.capacity,
+            vlan: server.vlan.unwrap_or_default(),
             racks,
             span: entry.span(),
         });

@@ -15,6 +15,7 @@ use coreward_model::load::Alpha;
 use coreward_model::placement::{BucketCount, DEFAULT_TABLE_LIFETIME};
 use coreward_model::policy::{self, Capacity, Weight};
 use coreward_model::tuple::{Protocol, ServiceAddress};
+use coreward_model::vlan::Vlan;
 use serde_json::{Value, json};
 
 use super::address::{is_host_ipv4, server_address_error, vip_error};
@@ -66,6 +67,8 @@ config_struct! {
         pub name: Field<Name>,
         /// Address that load balancers reach: in their own network, or, if it is IPv4, behind routers; used once.
         pub address: Field<ServerAddress>,
+        /// VLAN of load balancers' frames to it; without it they are untagged.
+        pub vlan: Option<Vlan>,
         /// Id in cookies; drawn at random by default.
         pub id: Option<Spanned<ServerId>>,
         /// "draining": takes no new connections, established ones still reach it.

@@ -30,6 +30,7 @@ use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, Weight};
 use coreward_model::tuple::ServiceAddress;
+use coreward_model::vlan::Vlan;
 
 pub use difference::{Change, difference};
 use file::FleetFile;
@@ -75,6 +76,8 @@ pub struct ServerConfig {
     pub weight: Weight,
     /// Capacity; `None`: its cores.
     pub capacity: Option<Capacity>,
+    /// VLAN of its frames at load balancers.
+    pub vlan: Vlan,
     /// Racks that may report for it; `None`: those of the fleet.
     pub racks: Option<BTreeSet<String>>,
     /// Place in the document.

@@ -1,6 +1,6 @@
 //! Configuration from the controller: whole at first, then changes.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
 
 use anyhow::Context as _;
@@ -10,16 +10,17 @@ use coreward_model::ServerId;
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::Timestamps;
 use coreward_model::policy::TelemetryLevel;
+use coreward_model::vlan::Vlan;
 use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
 
 use super::Forwarder;
-use super::next_hops::neighbour_of;
 use super::refusals::Subject;
+use crate::resolvers::Neighbour;
 
 /// Returns the fields that determine MAC addresses, and positions in lists.
-fn identity(server: &Server) -> (ServerId, IpAddr) {
-    (server.id, server.address)
+fn identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
+    (server.id, server.address, server.vlan)
 }
 
 fn peer_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
@@ -120,11 +121,12 @@ impl Forwarder {
             .map(|(service, index)| (service.index, (service, index)))
             .collect();
         self.count_traffic()?;
+        self.use_server_vlans()?;
         self.peers = configuration.load_balancers;
         self.report_interval = configuration.report_interval;
         self.table_lifetime = configuration.table_lifetime;
         self.table_ages.retain(|service| self.services.contains_key(&service));
-        self.follow_addresses();
+        self.follow_addresses()?;
         self.index_servers();
         self.masked.retain(|(service, _)| self.services.contains_key(service));
         for index in self.services.keys().copied().collect::<Vec<_>>() {
@@ -173,7 +175,8 @@ impl Forwarder {
             *service = new;
         }
         if moved {
-            self.follow_addresses();
+            self.use_server_vlans()?;
+            self.follow_addresses()?;
             self.index_servers();
         }
         changed.into_iter().for_each(|index| self.set_servers(index));
@@ -241,27 +244,30 @@ impl Forwarder {
         self.balancer.count_traffic(wanted == TelemetryLevel::All)
     }
 
-    pub(super) fn follow_addresses(&mut self) {
+    /// Fails when packet sockets are not allowed.
+    pub(super) fn follow_addresses(&mut self) -> anyhow::Result<()> {
         self.find_next_hops();
         let of_service = |(service, _): &(Service, _)| {
             service.servers.iter().filter_map(|server| self.neighbour_of(service, server)).collect::<Vec<_>>()
         };
         let servers = self.services.values().flat_map(of_service);
-        let peers = self.peers.iter().filter(|peer| peer.name != self.name).filter_map(|peer| peer.address);
-        let followed: BTreeSet<IpAddr> = servers.chain(peers).collect();
-        self.macs.retain(|address, _| followed.contains(address));
-        self.resolver.set_addresses(followed.into_iter().collect());
+        let others = self.peers.iter().filter(|peer| peer.name != self.name);
+        let peers = others.filter_map(|peer| self.peer_neighbour(peer));
+        let followed: BTreeSet<Neighbour> = servers.chain(peers).collect();
+        self.macs.retain(|neighbour, _| followed.contains(neighbour));
+        self.resolvers.set_neighbours(&followed)
     }
 
     pub(super) fn index_servers(&mut self) {
-        self.at_address.clear();
+        let mut at_address: HashMap<Neighbour, Vec<(ServiceIndex, usize)>> = HashMap::new();
         for (index, (service, _)) in &self.services {
             for (position, server) in service.servers.iter().enumerate() {
-                if let Some(address) = neighbour_of(&self.next_hops, service, server) {
-                    self.at_address.entry(address).or_default().push((*index, position));
+                if let Some(neighbour) = self.neighbour_of(service, server) {
+                    at_address.entry(neighbour).or_default().push((*index, position));
                 }
             }
         }
+        self.at_address = at_address;
     }
 
     /// Applies every server of the service. A server whose MAC address this process does not know yet keeps that of an
@@ -270,11 +276,12 @@ impl Forwarder {
         self.mask(service_index);
         let Some((service, index)) = self.services.get(&service_index) else { return };
         let mut gone: HashSet<ServerId> = self.balancer.members(*index).into_iter().collect();
+        self.balancer.set_broadcast_vlan(*index, self.broadcast_vlan(service));
         for server in &service.servers {
             gone.remove(&server.id);
             let before = self.balancer.server(*index, server.id);
             let neighbour = self.neighbour_of(service, server);
-            let mac = neighbour.and_then(|address| self.macs.get(&address).copied());
+            let mac = neighbour.and_then(|neighbour| self.macs.get(&neighbour).copied());
             let mac = mac.or_else(|| before.and_then(|before| before.mac)).filter(|_| neighbour.is_some());
             let tunnel = lb::Tunnel { address: server.address, source_port: None };
             if let Err(error) = self.balancer.set_tunnel(server.id, tunnel) {
@@ -285,6 +292,7 @@ impl Forwarder {
                     "packets are not encapsulated for a server's new address"
                 );
             }
+            self.balancer.set_server_vlan(server.id, self.vlan_of(service, server));
             let now = lb::Server { mac, eligible: self.is_eligible(service_index, server) };
             // With LB-side stamping, the address may be new to an old server.
             if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {

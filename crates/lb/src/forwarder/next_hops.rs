@@ -3,25 +3,24 @@
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 
-use coreward_dataplane::{device, neighbour};
+use coreward_dataplane::{device, neighbour, vlan_device};
+use coreward_model::vlan::Vlan;
 use coreward_wire::{Server, Service};
 
 use super::Forwarder;
+use crate::resolvers::Neighbour;
 
 /// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
-/// Returns the neighbour that packets of `service` to `server` go to; `None`: there is no route.
-pub(super) fn neighbour_of(next_hops: &HashMap<IpAddr, IpAddr>, service: &Service, server: &Server) -> Option<IpAddr> {
-    if service.mode.forwarding.encapsulates() {
-        return next_hops.get(&server.address).copied();
-    }
-    Some(server.address)
-}
-
 impl Forwarder {
-    pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<IpAddr> {
-        neighbour_of(&self.next_hops, service, server)
+    /// Returns the neighbour that packets of `service` to `server` go to; `None`: there is no route.
+    pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<Neighbour> {
+        let direct = Neighbour { vlan: self.vlan_of(service, server), address: server.address };
+        if !service.mode.forwarding.encapsulates() {
+            return Some(direct);
+        }
+        Some(Neighbour { address: *self.next_hops.get(&direct)?, ..direct })
     }
 
     fn encapsulating(&self) -> impl Iterator<Item = &Service> {
@@ -30,14 +29,31 @@ impl Forwarder {
 
     /// Reads the kernel's next hops of all servers of services that encapsulate.
     pub(super) fn find_next_hops(&mut self) {
-        let servers = self.encapsulating().flat_map(|service| &service.servers);
-        let servers: HashMap<IpAddr, String> = servers.map(|server| (server.address, server.name.clone())).collect();
-        let interface = nix::net::if_::if_nametoindex(self.interface.as_str()).unwrap_or(0);
+        let to = |service: &Service, server: &Server| {
+            (Neighbour { vlan: self.vlan_of(service, server), address: server.address }, server.name.clone())
+        };
+        let of_service =
+            |service: &Service| service.servers.iter().map(|server| to(service, server)).collect::<Vec<_>>();
+        let servers: HashMap<Neighbour, String> = self.encapsulating().flat_map(of_service).collect();
+        let vlans: BTreeSet<Vlan> = servers.keys().map(|server| server.vlan).collect();
+        let index = |vlan: &Vlan| {
+            let device = vlan_device::name(&self.interface, *vlan)?;
+            nix::net::if_::if_nametoindex(device.as_str()).ok()
+        };
+        let indexes: HashMap<Vlan, u32> = vlans.iter().filter_map(|vlan| Some((*vlan, index(vlan)?))).collect();
         (self.next_hops, self.unrouted) = (HashMap::new(), BTreeSet::new());
-        for (address, name) in servers {
-            match self.routes.next_hop(interface, address) {
-                Ok(next_hop) => drop(self.next_hops.insert(address, next_hop)),
-                Err(error) => drop(self.unrouted.insert(format!("server {name:?} at {address} has {error}"))),
+        for (server, name) in servers {
+            let Some(index) = indexes.get(&server.vlan) else {
+                // Without a device there are no routes: the server is in the VLAN itself.
+                self.next_hops.insert(server, server.address);
+                continue;
+            };
+            match self.routes.next_hop(*index, server.address) {
+                Ok(next_hop) => drop(self.next_hops.insert(server, next_hop)),
+                Err(error) => {
+                    let address = server.address;
+                    self.unrouted.insert(format!("server {name:?} at {address} has {error}"));
+                }
             }
         }
     }
@@ -48,7 +64,9 @@ impl Forwarder {
             return;
         }
         let before = std::mem::take(&mut self.next_hops);
-        self.follow_addresses();
+        if let Err(error) = self.follow_addresses() {
+            tracing::error!(event = "neighbours-not-set", error = format!("{error:#}"), "next hops are not resolved");
+        }
         if self.next_hops == before {
             return;
         }
@@ -63,16 +81,16 @@ impl Forwarder {
     pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
         let servers = || self.encapsulating().flat_map(|service| &service.servers).map(|server| server.address);
         let mut problems: Vec<String> = self.unrouted.iter().cloned().collect();
-        let sources = neighbour::outer_sources(&self.interface);
+        let device = self.vip_device();
+        let sources = neighbour::outer_sources(&device);
         for (needed, source, family) in [
             (servers().any(|address| address.is_ipv4()), IpAddr::from(sources.ipv4), "IPv4"),
             (servers().any(|address| address.is_ipv6()), sources.ipv6.into(), "routable IPv6"),
         ] {
             if needed && source.is_unspecified() {
                 problems.push(format!(
-                    "interface {:?} has no {family} address: expected one, the source of encapsulated packets to \
-                     servers with such addresses",
-                    self.interface
+                    "interface {device:?} has no {family} address: expected one, the source of encapsulated packets to \
+                     servers with such addresses"
                 ));
             }
         }

@@ -33,8 +33,8 @@ struct Sender {
 }
 
 impl LoadBalancer {
-    /// Processes `frame` and rewrites it as it leaves. `now_ns` is a monotonic clock.
-    pub fn receive(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
+    /// Processes a frame of the VIPs' VLAN, without its tag.
+    pub(super) fn receive_untagged(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
         if let Some(answered) = self.answer(frame) {
             return answered;
         }
@@ -445,7 +445,7 @@ impl LoadBalancer {
         over_rate: intf::lb_counter,
         now_ns: u64,
     ) -> Decision {
-        if self.service(of.0).mode.forwarding.encapsulates() {
+        if self.service(of.0).mode.forwarding.encapsulates() || !self.has_broadcast_vlan(of.0) {
             return Decision::end(intf::LB_COUNTER_DROP_NOT_BROADCAST);
         }
         if !self.broadcast.take(&self.stateful.key, of, reason, &self.constants.broadcast, now_ns) {

@@ -14,6 +14,7 @@
 //! * [`mod@encapsulation`]: outer headers
 //! * [`mod@fragmentation_needed`]: ICMP errors for packets that do not fit
 //! * [`mod@rate`]: rate limits of broadcasts
+//! * [`mod@vlan`]: tags of frames
 
 mod decide;
 mod decision;
@@ -26,6 +27,7 @@ mod packet_ipv6;
 mod place;
 mod rate;
 mod stateful;
+mod vlan;
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -36,6 +38,7 @@ use crate::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, T
 use crate::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::placement::PlacementTable;
+use crate::vlan::Vlan;
 use crate::{ServerId, ServiceAddress};
 pub use encapsulation::{Outer, Tunnel};
 pub use flow::FlowEntry;
@@ -47,6 +50,7 @@ use rate::Broadcast;
 pub use rate::{BroadcastRates, Bucket, Buckets, REASONS, Rate, Reason};
 pub use stateful::Owner;
 use stateful::Stateful;
+pub use vlan::Vlans;
 
 /// An Ethernet address in a frame's byte order.
 pub type Mac = [u8; 6];
@@ -189,6 +193,8 @@ pub struct Constants {
     pub count_traffic: bool,
     /// Parts that all outer headers share.
     pub outer: Outer,
+    /// VLANs.
+    pub vlans: Vlans,
 }
 
 /// A load balancer.
@@ -205,6 +211,9 @@ pub struct LoadBalancer {
     broadcast: Broadcast,
     fragments: HashMap<Datagram, (usize, ServerId)>,
     tunnels: HashMap<ServerId, Tunnel>,
+    server_vlans: HashMap<ServerId, Vlan>,
+    /// By service slot.
+    broadcast_vlans: HashMap<usize, Option<Vlan>>,
     stateful: Stateful,
     lb_stamping: LbStamping,
     traffic: HashMap<ServerId, ServerTraffic>,
@@ -230,6 +239,8 @@ impl LoadBalancer {
             broadcast: Broadcast::default(),
             fragments: HashMap::new(),
             tunnels: HashMap::new(),
+            server_vlans: HashMap::new(),
+            broadcast_vlans: HashMap::new(),
             stateful: Stateful::new(constants.connection_table),
             lb_stamping,
             traffic: HashMap::new(),

@@ -18,6 +18,7 @@ fn fleet() -> FleetConfiguration {
         left: id == 2,
         weight: Weight::new(id).unwrap(),
         capacity: (id == 2).then(|| Capacity::new(2.5).unwrap()),
+        vlan: Vlan::from_word(id - 1).unwrap(),
     };
     let service = |index: u32| Service {
         name: format!("web{index}"),

@@ -66,6 +66,7 @@ pub(super) fn write_controller_files(
         let state = if *standing == AdminState::Active { "active" } else { "draining" };
         let address = options.servers_family.address(server_address(*number));
         write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
+        text += &vlan_line(testbed.server_vlan(*number));
         text += options.servers_more.get(number).map_or("", String::as_str);
     }
     for (index, vip) in testbed.vips().enumerate() {
@@ -85,6 +86,10 @@ pub(super) fn write_controller_files(
     write(&configuration(testbed, "fleet"), &text)
 }
 
+fn vlan_line(vlan: u16) -> String {
+    if vlan == 0 { String::new() } else { format!("vlan = {vlan}\n") }
+}
+
 pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let name = load_balancer_name(number);
     let text = format!(
@@ -93,7 +98,10 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
         options.controllers(),
         testbed.load_balancer_pin_directory(number).display(),
         testbed.directory().display(),
-        options.more_of_load_balancers.clone() + &tls_table_if(options.tls, testbed, Role::Lb, &name),
+        vlan_line(testbed.vip_vlan())
+            + &address
+            + &options.more_of_load_balancers
+            + &tls_table_if(options.tls, testbed, Role::Lb, &name),
     );
     write(&configuration(testbed, &name), &text)
 }

@@ -3,26 +3,18 @@
 
 use std::collections::BTreeSet;
 use std::net::TcpStream;
-use std::process::Command;
 
 use coreward_model::consistency::Timestamps;
 use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, unbroken};
+use crate::support::{TestEnv, eventually, run, unbroken};
 
 fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
     let options =
         TestbedOptions { instance: instance.to_owned(), servers: 3, family: Family::Ipv6, ..TestbedOptions::default() };
     TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
-}
-
-fn run(site: &TestEnv, namespace: &Namespace, command: &str) -> String {
-    let words: Vec<&str> = command.split_whitespace().collect();
-    let mut program = Command::new(words[0]);
-    program.args(&words[1..]);
-    String::from_utf8(site.testbed.run(namespace, program).unwrap().stdout).unwrap()
 }
 
 /// The servers that have accepted connections.

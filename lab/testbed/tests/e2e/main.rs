@@ -39,6 +39,7 @@ mod tutorial;
 mod udp;
 mod units;
 mod upgrades;
+mod vlans;
 mod without_etcd;
 
 #[path = "../support/mod.rs"]

@@ -1,0 +1,124 @@
+//! VLAN devices of the kernel, and the offload that hides tags from XDP. Of the calling thread's network namespace.
+
+use std::ffi::{CStr, c_char, c_int, c_short};
+use std::io;
+use std::os::fd::AsRawFd as _;
+
+use coreward_model::vlan::Vlan;
+use nix::net::if_::if_nameindex;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+
+use crate::ethtool;
+use crate::lb::mac_of;
+
+/// linux/sockios.h
+const SIOCGIFVLAN: libc::c_ulong = 0x8982;
+/// `enum vlan_ioctl_cmds` of linux/if_vlan.h.
+const GET_REAL_DEVICE: c_int = 8;
+const GET_ID: c_int = 9;
+const NAME_BYTES: usize = 24;
+
+const ETHTOOL_GFLAGS: u32 = 0x25;
+const ETHTOOL_SFLAGS: u32 = 0x26;
+const ETH_FLAG_RXVLAN: u32 = 1 << 8;
+
+/// struct vlan_ioctl_args of linux/if_vlan.h.
+#[repr(C)]
+struct Request {
+    command: c_int,
+    device: [c_char; NAME_BYTES],
+    /// Name of the device below, or the id in the first bytes.
+    answer: [u8; NAME_BYTES],
+    priority: c_short,
+}
+
+/// Sends one query about a VLAN device. Fails when `device` is none.
+fn query(command: c_int, device: &str) -> io::Result<[u8; NAME_BYTES]> {
+    let mut request = Request { command, device: [0; NAME_BYTES], answer: [0; NAME_BYTES], priority: 0 };
+    if device.len() >= NAME_BYTES {
+        return Err(io::Error::from_raw_os_error(libc::ENODEV));
+    }
+    for (to, from) in request.device.iter_mut().zip(device.bytes()) {
+        *to = from as c_char;
+    }
+    let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+    // SAFETY: the kernel reads and writes one struct vlan_ioctl_args, which lives through the call.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCGIFVLAN, &raw mut request) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(request.answer) }
+}
+
+/// Returns the device below a VLAN device, and its VLAN; `None`: it is no VLAN device.
+pub fn below(device: &str) -> Option<(String, Vlan)> {
+    let name = query(GET_REAL_DEVICE, device).ok()?;
+    let name = CStr::from_bytes_until_nul(&name).ok()?.to_str().ok()?.to_owned();
+    let id = query(GET_ID, device).ok()?;
+    let id = c_int::from_ne_bytes(id[..size_of::<c_int>()].try_into().expect("an int's bytes"));
+    Some((name, Vlan::new(u64::try_from(id).ok()?).ok()?))
+}
+
+/// Returns the device whose queues and RSS a device's packets use: the one below a VLAN device.
+pub fn nic(device: &str) -> String {
+    below(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
+}
+
+/// Returns the name of the device for a VLAN at `interface`: that itself for untagged frames; `None`: there is none.
+pub fn name(interface: &str, vlan: Vlan) -> Option<String> {
+    if !vlan.is_tagged() {
+        return Some(interface.to_owned());
+    }
+    let devices = if_nameindex().ok()?;
+    let names = devices.iter().filter_map(|device| device.name().to_str().ok().map(str::to_owned));
+    let wanted = (interface.to_owned(), vlan);
+    names.into_iter().find(|device| below(device).as_ref() == Some(&wanted))
+}
+
+/// Returns the reason and the remedy for a VLAN without a device.
+pub fn missing(interface: &str, vlan: Vlan) -> String {
+    let id = vlan.get();
+    format!(
+        "interface {interface:?} has no device for VLAN {id}: expected one with an address there (ip link add link \
+         {interface} name {interface}.{id} type vlan id {id})"
+    )
+}
+
+/// Returns the reason for which frames to a VLAN device are not forwarded: a MAC address other than the interface's.
+pub fn mac_problem(interface: &str, device: &str) -> Option<String> {
+    let mac = |name| mac_of(name).ok().flatten();
+    let (expected, found) = (mac(interface)?, mac(device)?);
+    (found != expected).then(|| {
+        format!(
+            "interface {device:?} has the MAC address {found}: expected {expected}, that of {interface:?} (ip link set \
+             {device} address {expected})"
+        )
+    })
+}
+
+/// Makes the driver leave VLAN tags in received frames. Fails when it cannot.
+pub fn leave_tags(interface: &str) -> io::Result<()> {
+    let mut flags = [ETHTOOL_GFLAGS, 0];
+    // SAFETY: struct ethtool_value has two words.
+    unsafe { ethtool::request(interface, &mut flags) }?;
+    if flags[1] & ETH_FLAG_RXVLAN == 0 {
+        return Ok(());
+    }
+    let mut new = [ETHTOOL_SFLAGS, flags[1] & !ETH_FLAG_RXVLAN];
+    // SAFETY: struct ethtool_value has two words.
+    unsafe { ethtool::request(interface, &mut new) }?;
+    tracing::info!(event = "vlan-offload-off", interface, "the driver leaves VLAN tags in frames (rxvlan off)");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_is_no_vlan_device() {
+        assert_eq!((below("lo"), nic("lo")), (None, "lo".to_owned()));
+        assert_eq!(below("a-name-that-is-longer-than-allowed"), None);
+        assert_eq!(name("lo", Vlan::UNTAGGED).as_deref(), Some("lo"));
+        let vlan = Vlan::new(7).unwrap();
+        assert_eq!(name("lo", vlan), None);
+        assert!(missing("lo", vlan).contains("ip link add link lo name lo.7 type vlan id 7"));
+    }
+}

@@ -1,0 +1,79 @@
+//! VLANs of the VIPs and of servers, and the devices for them.
+
+use std::collections::BTreeSet;
+
+use coreward_dataplane::vlan_device;
+use coreward_model::consistency::Transfer;
+use coreward_model::vlan::Vlan;
+use coreward_wire::{Peer, Server, Service};
+
+use super::Forwarder;
+use crate::resolvers::Neighbour;
+
+impl Forwarder {
+    /// Returns the VLAN in which frames of `service` reach `server`. Another load balancer is in the VIPs' VLAN.
+    pub(super) fn vlan_of(&self, service: &Service, server: &Server) -> Vlan {
+        let other_balancer = service.mode.transfer.map(Transfer::other_balancer);
+        if other_balancer == Some(server.id) { self.vlan } else { server.vlan }
+    }
+
+    pub(super) fn peer_neighbour(&self, peer: &Peer) -> Option<Neighbour> {
+        Some(Neighbour { vlan: self.vlan, address: peer.address? })
+    }
+
+    /// Returns the VLAN of all servers of a service; `None`: they are in several.
+    pub(super) fn broadcast_vlan(&self, service: &Service) -> Option<Vlan> {
+        let mut vlans = service.servers.iter().map(|server| self.vlan_of(service, server));
+        let first = vlans.next().unwrap_or_default();
+        vlans.all(|vlan| vlan == first).then_some(first)
+    }
+
+    fn server_vlans(&self) -> BTreeSet<Vlan> {
+        let of_service = |(service, _): &(Service, _)| {
+            service.servers.iter().map(|server| self.vlan_of(service, server)).collect::<Vec<_>>()
+        };
+        self.services.values().flat_map(of_service).collect()
+    }
+
+    /// Loads the program that the servers' VLANs need. Fails when the kernel refuses it.
+    pub(super) fn use_server_vlans(&mut self) -> anyhow::Result<()> {
+        let vlans = self.server_vlans();
+        self.balancer.use_server_vlans(vlans)
+    }
+
+    /// Returns the device of the VIPs' VLAN.
+    pub(super) fn vip_device(&self) -> String {
+        vlan_device::name(&self.interface, self.vlan).unwrap_or_else(|| self.interface.clone())
+    }
+
+    /// Returns the devices by which packets come.
+    pub(super) fn devices(&self) -> BTreeSet<String> {
+        let vlans = self.server_vlans().into_iter().chain([self.vlan]);
+        vlans.filter_map(|vlan| vlan_device::name(&self.interface, vlan)).collect()
+    }
+
+    /// Makes the driver leave tags in frames, if VLANs are in use, and finds the faults.
+    pub(super) fn check_vlans(&mut self) {
+        let found = if self.balancer.uses_vlans() { self.vlan_faults() } else { BTreeSet::new() };
+        for problem in found.difference(&self.vlan_problems) {
+            tracing::warn!(event = "vlan-problem", "{problem}");
+        }
+        self.vlan_problems = found;
+    }
+
+    fn vlan_faults(&self) -> BTreeSet<String> {
+        let interface = &self.interface;
+        let mac_problem = |device: &String| vlan_device::mac_problem(interface, device);
+        let mut found: BTreeSet<String> = self.devices().iter().filter_map(mac_problem).collect();
+        if vlan_device::name(interface, self.vlan).is_none() {
+            found.insert(vlan_device::missing(interface, self.vlan));
+        }
+        if let Err(error) = vlan_device::leave_tags(interface) {
+            found.insert(format!(
+                "interface {interface:?} removes VLAN tags, which XDP cannot read then ({error}): expected a driver \
+                 that can leave them (ethtool -K {interface} rxvlan off)"
+            ));
+        }
+        found
+    }
+}

@@ -1,0 +1,73 @@
+//! MAC addresses of neighbours in each VLAN.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::neighbour::{self, Resolver};
+use coreward_model::vlan::Vlan;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+/// A neighbour at the interface.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Neighbour {
+    pub vlan: Vlan,
+    pub address: IpAddr,
+}
+
+/// A change of a neighbour's MAC address; `None`: not known any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Resolution {
+    pub neighbour: Neighbour,
+    pub mac: Option<MacAddress>,
+}
+
+/// One resolver for each VLAN with neighbours.
+pub struct Resolvers {
+    interface: String,
+    changes: UnboundedSender<Resolution>,
+    by_vlan: BTreeMap<Vlan, Resolver>,
+}
+
+impl Resolvers {
+    /// Starts with the resolver of untagged neighbours. Fails when the interface does not exist or packet sockets are
+    /// not allowed.
+    pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<Resolution>)> {
+        let (changes, receiver) = unbounded_channel();
+        let mut resolvers = Self { interface: interface.to_owned(), changes, by_vlan: BTreeMap::new() };
+        resolvers.open(Vlan::UNTAGGED)?;
+        Ok((resolvers, receiver))
+    }
+
+    /// Sets the neighbours to resolve. Fails as [`start`](Self::start) does.
+    pub fn set_neighbours(&mut self, neighbours: &BTreeSet<Neighbour>) -> anyhow::Result<()> {
+        let mut wanted = BTreeMap::from([(Vlan::UNTAGGED, Vec::new())]);
+        for Neighbour { vlan, address } in neighbours {
+            wanted.entry(*vlan).or_default().push(*address);
+        }
+        self.by_vlan.retain(|vlan, _| wanted.contains_key(vlan));
+        for (vlan, addresses) in wanted {
+            self.open(vlan)?;
+            self.by_vlan[&vlan].set_addresses(addresses);
+        }
+        Ok(())
+    }
+
+    /// Whether all threads still run.
+    pub fn are_alive(&self) -> bool {
+        self.by_vlan.values().all(Resolver::is_alive)
+    }
+
+    /// Starts the resolver of a VLAN, if there is none.
+    fn open(&mut self, vlan: Vlan) -> anyhow::Result<()> {
+        if !self.by_vlan.contains_key(&vlan) {
+            let changes = self.changes.clone();
+            let notify = move |change: neighbour::Change| {
+                let neighbour = Neighbour { vlan, address: change.address };
+                changes.send(Resolution { neighbour, mac: change.mac }).is_ok()
+            };
+            self.by_vlan.insert(vlan, Resolver::start_in_vlan(&self.interface, vlan, notify)?);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,89 @@
+//! 802.1Q tags of frames: `bpf/lb/vlan.h`.
+
+use coreward_intf as intf;
+
+use super::decision::Decision;
+use super::packet::{self, ETHERNET_HEADER};
+use super::{LoadBalancer, Outcome, Verdict};
+use crate::ServerId;
+use crate::vlan::Vlan;
+
+const ETHERTYPE_VLAN: u16 = 0x8100;
+const TAG: usize = 4;
+/// Offset of a tag, and of the ethertype without one.
+const TAG_AT: usize = ETHERNET_HEADER - 2;
+const PRIORITY: u16 = 0xf000;
+const ID: u16 = 0x0fff;
+
+/// VLANs of a load balancer; fixed when the program is loaded, if none is in use.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Vlans {
+    /// Whether tags are read and written.
+    pub in_use: bool,
+    /// VLAN of clients' packets.
+    pub vip: Vlan,
+}
+
+impl LoadBalancer {
+    /// Sets the VLAN of a server.
+    pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
+        self.server_vlans.insert(id, vlan);
+    }
+
+    /// Sets the VLAN in which all servers of a service are; `None`: they are in several.
+    pub fn set_broadcast_vlan(&mut self, service: usize, vlan: Option<Vlan>) {
+        self.broadcast_vlans.insert(service, vlan);
+    }
+
+    /// Whether one frame can reach all servers of the service.
+    pub(super) fn has_broadcast_vlan(&self, service: usize) -> bool {
+        !self.constants.vlans.in_use || self.broadcast_vlans.get(&service) != Some(&None)
+    }
+
+    /// Processes `frame` and rewrites it as it leaves. `now_ns` is a monotonic clock.
+    pub fn receive(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
+        if !self.constants.vlans.in_use {
+            return self.receive_untagged(frame, now_ns);
+        }
+        let tag = self.remove_tag(frame);
+        let outcome = if tag.unwrap_or(0) & ID == self.constants.vlans.vip.get() {
+            self.receive_untagged(frame, now_ns)
+        } else {
+            let not_ours = || Decision::end(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
+            self.answer(frame).unwrap_or_else(not_ours)
+        };
+        if outcome.verdict() != Verdict::Drop {
+            let own =
+                self.own_vlan(&outcome).map(|vlan| (vlan.get() != 0).then(|| tag.unwrap_or(0) & PRIORITY | vlan.get()));
+            insert_tag(frame, own.unwrap_or(tag));
+        }
+        outcome
+    }
+
+    /// Removes the tag of a frame to this load balancer, and returns its priority and VLAN.
+    fn remove_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
+        let is_ours = frame.len() >= ETHERNET_HEADER + TAG
+            && frame[..6] == self.own_mac
+            && packet::u16_at(frame, TAG_AT) == ETHERTYPE_VLAN;
+        is_ours.then(|| {
+            let removed: Vec<u8> = frame.drain(TAG_AT..TAG_AT + TAG).collect();
+            packet::u16_at(&removed, 2)
+        })
+    }
+
+    /// Returns the VLAN in which a frame leaves; `None`: as it came.
+    fn own_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
+        match outcome.counter {
+            intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {
+                *self.broadcast_vlans.get(&outcome.service?).unwrap_or(&Some(Vlan::UNTAGGED))
+            }
+            _ => Some(self.server_vlans.get(&outcome.server?).copied().unwrap_or_default()),
+        }
+    }
+}
+
+fn insert_tag(frame: &mut Vec<u8>, tag: Option<u16>) {
+    if let Some(tag) = tag {
+        frame.splice(TAG_AT..TAG_AT, [ETHERTYPE_VLAN.to_be_bytes(), tag.to_be_bytes()].concat());
+    }
+}

@@ -1,0 +1,52 @@
+//! VLANs (IEEE 802.1Q).
+
+/// VLAN of a segment, by its id; or untagged frames.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Vlan(u16);
+
+/// An id that no VLAN has.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("VLAN {0}: expected 1 to {max}", max = Vlan::MAX)]
+pub struct VlanError(pub u64);
+
+impl Vlan {
+    /// Frames without a tag, or with one that has only a priority.
+    pub const UNTAGGED: Self = Self(0);
+
+    /// The largest id (IEEE 802.1Q, Table 9-2).
+    pub const MAX: u16 = 4094;
+
+    /// Fails unless `id` is 1 to 4094.
+    pub fn new(id: u64) -> Result<Self, VlanError> {
+        u16::try_from(id).ok().filter(|id| (1..=Self::MAX).contains(id)).map(Self).ok_or(VlanError(id))
+    }
+
+    /// Returns the VLAN of an id in which 0 is untagged. Fails when `id` is above 4094.
+    pub fn from_word(id: u64) -> Result<Self, VlanError> {
+        if id == 0 { Ok(Self::UNTAGGED) } else { Self::new(id) }
+    }
+
+    /// Returns the id; 0: untagged.
+    pub fn get(self) -> u16 {
+        self.0
+    }
+
+    /// Whether frames have a tag.
+    pub fn is_tagged(self) -> bool {
+        self != Self::UNTAGGED
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reserved_ids_are_rejected() {
+        assert_eq!(Vlan::new(4094).unwrap().get(), 4094);
+        assert_eq!(Vlan::new(0), Err(VlanError(0)));
+        assert_eq!(Vlan::new(4095).unwrap_err().to_string(), "VLAN 4095: expected 1 to 4094");
+        assert_eq!(Vlan::new(65_537), Err(VlanError(65_537)));
+        assert_eq!(Vlan::from_word(0), Ok(Vlan::UNTAGGED));
+    }
+}

@@ -1,0 +1,70 @@
+//! VLANs for clients and servers, at access ports of the switch: access_port.bpf.c. Load balancers are at trunks.
+//!
+//! The load balancers' kernels have no VLAN devices, which not every kernel offers, and do not answer ARP in a VLAN:
+//! the client knows their MAC addresses.
+
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd as _;
+
+use anyhow::Context as _;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{TC_EGRESS, TC_INGRESS};
+
+use crate::addresses::{DEVICE, load_balancer_address};
+use crate::namespace::ip_batch;
+use crate::rss_emulation::{attach_tc, skeletons};
+use crate::topology::Testbed;
+
+/// Priority of the programs: before the emulated NIC.
+const PRIORITY: u32 = 1;
+
+/// VLANs of a testbed; 0: untagged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Vlans {
+    /// VLAN of clients' packets.
+    pub vips: u16,
+    /// VLAN of server K at (K - 1) modulo their number, at least one.
+    pub servers: Vec<u16>,
+}
+
+impl Testbed {
+    /// VLAN of the VIPs.
+    pub fn vip_vlan(&self) -> u16 {
+        self.options().vlans.as_ref().map_or(0, |vlans| vlans.vips)
+    }
+
+    /// VLAN of a server.
+    pub fn server_vlan(&self, number: u16) -> u16 {
+        let vlan = |servers: &[u16]| servers[(usize::from(number) - 1) % servers.len()];
+        self.options().vlans.as_ref().map_or(0, |vlans| vlan(&vlans.servers))
+    }
+
+    /// Makes a port of the switch an access port of a VLAN, if there are any.
+    pub(crate) fn make_access_port(&self, port: &str, vlan: u16) -> anyhow::Result<()> {
+        if self.options().vlans.is_none() {
+            return Ok(());
+        }
+        let mut storage = MaybeUninit::uninit();
+        let mut open = skeletons::access_port::AccessPortSkelBuilder::default().open(&mut storage)?;
+        open.maps.rodata_data.as_deref_mut().context("access_port.bpf.c has no constants")?.vlan = vlan;
+        let program = open.load().context("the kernel does not load access_port.bpf.c")?;
+        attach_tc(self.switch(), port, program.progs.from_host.as_fd(), TC_INGRESS, PRIORITY)?;
+        attach_tc(self.switch(), port, program.progs.to_host.as_fd(), TC_EGRESS, PRIORITY)
+    }
+
+    /// Makes a load balancer's port a trunk, if there are VLANs, and its MAC address known to the client.
+    pub(crate) fn make_trunk(&self, number: u16, port: &str) -> anyhow::Result<()> {
+        if self.options().vlans.is_none() {
+            return Ok(());
+        }
+        let mut storage = MaybeUninit::uninit();
+        let open = skeletons::access_port::AccessPortSkelBuilder::default().open(&mut storage)?;
+        let program = open.load().context("the kernel does not load access_port.bpf.c")?;
+        attach_tc(self.switch(), port, program.progs.from_trunk.as_fd(), TC_INGRESS, PRIORITY)?;
+        // veth passes tags outside of the frame, where XDP cannot read them.
+        self.set_offloads(self.switch(), port, &["txvlan", "off"])?;
+        let mac = self.load_balancer(number)?.mac_address(DEVICE)?;
+        let address = self.options().family.address(load_balancer_address(number));
+        ip_batch(Some(self.client()), &format!("neighbour replace {address} lladdr {mac} dev {DEVICE} nud permanent\n"))
+    }
+}

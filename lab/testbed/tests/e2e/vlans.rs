@@ -1,0 +1,92 @@
+//! Clients and servers in VLANs, at access ports of a bridge: load balancers read, replace, insert and remove tags.
+
+use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::forwarding::Forwarding;
+use coreward_testbed::addresses::{DEVICE, Family};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
+use coreward_testbed::vlans::Vlans;
+use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+
+use crate::support::{TestEnv, eventually, run, unbroken};
+
+fn start(instance: &str, vlans: (u16, &[u16]), family: Family, fleet: FleetOptions) -> TestEnv {
+    let options = TestbedOptions {
+        instance: instance.to_owned(),
+        servers: 3,
+        family,
+        vlans: Some(Vlans { vips: vlans.0, servers: vlans.1.to_vec() }),
+        ..TestbedOptions::default()
+    };
+    TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
+}
+
+/// Changes the pool and restarts the load balancer's daemon while connections go on; none breaks.
+fn change_and_restart(site: &mut TestEnv) {
+    let client = site.streams(100.0);
+    site.connections(150);
+    site.set(1, Some(AdminState::Draining));
+    site.connections(100);
+    site.fleet.kill("lb1").unwrap();
+    site.connections(50);
+    site.fleet.restart(&site.testbed, "lb1").unwrap();
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    site.set(1, Some(AdminState::Active));
+    site.set(2, None);
+    site.connections(100);
+    unbroken(client);
+}
+
+#[test]
+fn stamped_connections_cross_vlans_and_survive_pool_changes() {
+    skip_if!(missing_testbed_rights());
+    // Server 1 and 3 behind a replaced tag, server 2 without one.
+    let mut site = start("vlan", (10, &[20, 0]), Family::Ipv4, FleetOptions::default());
+    change_and_restart(&mut site);
+    assert!(site.counters("established") > 500 && site.counters("flow_table") == 0);
+    // One frame does not reach servers in two VLANs.
+    assert_eq!(site.counters("broadcast"), 0);
+    site.assert_only_resets("drop_not_broadcast");
+}
+
+#[test]
+fn untagged_clients_reach_ipv6_servers_in_vlans() {
+    skip_if!(missing_testbed_rights());
+    let fleet = FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() };
+    let mut site = start("vlan6", (0, &[20, 30]), Family::Ipv6, fleet);
+    change_and_restart(&mut site);
+    assert!(site.counters("established") > 500);
+}
+
+/// Unknown packets reach their server by its neighbour in the VLAN.
+#[test]
+fn chained_connections_in_one_vlan_survive_pool_changes() {
+    skip_if!(missing_testbed_rights());
+    let (consistency, timestamps) = (Consistency::Beamer, Timestamps::Off);
+    let fleet = FleetOptions { consistency, timestamps, ..FleetOptions::default() };
+    let mut site = start("vlanchain", (10, &[10]), Family::Ipv4, fleet);
+    change_and_restart(&mut site);
+}
+
+#[test]
+fn encapsulated_packets_are_tagged() {
+    skip_if!(missing_testbed_rights());
+    let fleet = FleetOptions { forwarding: Forwarding::Gue, ..FleetOptions::default() };
+    let mut site = start("vlangue", (10, &[20]), Family::Ipv4, fleet);
+    change_and_restart(&mut site);
+    assert!(site.counters("established") > 500);
+    assert_eq!(site.counters("drop_exceeds_mtu"), 0);
+}
+
+#[test]
+fn tags_are_left_in_frames_and_a_missing_device_is_reported() {
+    skip_if!(missing_testbed_rights());
+    let site = start("vlanfault", (10, &[20]), Family::Ipv4, FleetOptions::default());
+    let balancer = site.testbed.load_balancer(1).unwrap();
+    eventually(*TIMEOUT, "the driver leaves tags in frames", || {
+        run(&site, balancer, &format!("ethtool -k {DEVICE}")).contains("rx-vlan-offload: off")
+    });
+    let missing = "has no device for VLAN 10: expected one with an address there";
+    eventually(*TIMEOUT, "the status names the VLAN", || {
+        site.fleet.status(&site.testbed).unwrap().to_string().contains(missing)
+    });
+}
