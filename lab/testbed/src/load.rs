@@ -7,11 +7,11 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::io::{self, Read as _, Write as _};
-use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use coreward_model::arrivals::{Arrival, ArrivalLog};
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
@@ -37,10 +37,10 @@ pub struct LoadArgs {
     pub log: PathBuf,
     /// Service to load
     #[arg(long, value_name = "ADDRESS:PORT")]
-    pub vip: SocketAddrV4,
+    pub vip: SocketAddr,
     /// Address of the log's source address 0; the others follow
     #[arg(long, value_name = "ADDRESS")]
-    pub first_address: Ipv4Addr,
+    pub first_address: IpAddr,
     /// Time 0 of the log by CLOCK_MONOTONIC (ns), so that several clients can start together [default: now]
     #[arg(long, value_name = "NS")]
     pub start_at: Option<u64>,
@@ -107,6 +107,12 @@ pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
 }
 
 fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
+    ensure!(
+        args.vip.is_ipv4() == args.first_address.is_ipv4(),
+        "--vip {} and --first-address {}: expected addresses of one family",
+        args.vip,
+        args.first_address
+    );
     let start_ns = args.start_at.unwrap_or_else(|| now_ns() + LEAD_NS);
     let mut client = Client {
         log,
@@ -125,6 +131,14 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
     };
     while client.turn()? {}
     Ok(client.into_report())
+}
+
+/// Returns the address that is `index` above `first`.
+fn nth_address(first: IpAddr, index: u16) -> IpAddr {
+    match first {
+        IpAddr::V4(first) => Ipv4Addr::from_bits(first.to_bits() + u32::from(index)).into(),
+        IpAddr::V6(first) => Ipv6Addr::from_bits(first.to_bits() + u128::from(index)).into(),
+    }
 }
 
 /// Three significant digits, from 1 us to a minute; what is longer counts as a minute.
@@ -147,8 +161,8 @@ struct Connection {
 
 struct Client<'a> {
     log: &'a ArrivalLog,
-    vip: SocketAddrV4,
-    first_address: Ipv4Addr,
+    vip: SocketAddr,
+    first_address: IpAddr,
     start_ns: u64,
     epoll: Epoll,
     /// By position in the log.
@@ -206,9 +220,8 @@ impl Client<'_> {
     /// Begins a connection from the log's source address and port.
     fn open(&mut self, index: usize) -> anyhow::Result<()> {
         let arrival = *self.arrival(index);
-        let address = Ipv4Addr::from_bits(self.first_address.to_bits() + u32::from(arrival.source_address));
-        let source = SocketAddrV4::new(address, arrival.source_port);
-        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        let source = SocketAddr::new(nth_address(self.first_address, arrival.source_address), arrival.source_port);
+        let socket = Socket::new(Domain::for_address(source), Type::STREAM, None)?;
         // The port may be in TIME-WAIT towards another service.
         socket.set_reuse_address(true)?;
         socket.set_nonblocking(true)?;

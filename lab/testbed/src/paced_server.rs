@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::fs;
 use std::io::{self, Read as _, Write as _};
-use std::net::{SocketAddrV4, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -23,7 +23,6 @@ use nix::unistd::{ForkResult, Pid, fork};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::addresses::SERVICE;
 use crate::core_load_file::{BusyFile, VirtualCore, read_busy_file};
 use crate::fleet;
 use crate::process::Process;
@@ -39,7 +38,7 @@ const BACKLOG: i32 = 4096;
 pub struct PacedServerArgs {
     /// Address and port
     #[arg(long, value_name = "ADDRESS:PORT")]
-    pub listen: SocketAddrV4,
+    pub listen: SocketAddr,
     /// Number of workers, each an emulated core
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: u8,
@@ -79,8 +78,8 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     bail!("a worker of the paced server ended: {ended:?}");
 }
 
-fn listen(address: SocketAddrV4) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(true)?;
     socket.bind(&address.into())?;
@@ -245,7 +244,7 @@ impl Testbed {
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
         let busy_file = fleet::busy_file(self, number);
         let mut command = Command::new(fleet::lab_command()?);
-        command.args(["testbed", "paced-server", "--listen", &SERVICE.to_string()]);
+        command.args(["testbed", "paced-server", "--listen", &self.service().to_string()]);
         command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&busy_file);
         let mut process = self.spawn(self.server(number)?, command)?;

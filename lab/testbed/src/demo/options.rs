@@ -8,6 +8,7 @@ use coreward_model::forwarding::Forwarding;
 use coreward_model::policy;
 
 use super::timeline::SECONDS_MIN;
+use crate::addresses::Family;
 
 /// The policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20) and our own: each takes a run of its own for every seed.
 const COMPARED: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
@@ -37,6 +38,9 @@ pub struct DemoOptions {
     /// Forwarding to the servers; with ipip and gue they are behind a router
     #[arg(long, value_name = "KIND", default_value = "l2", value_parser = kinds())]
     pub forwarding: Forwarding,
+    /// Address family of the VIP, the client and the servers
+    #[arg(long, value_enum, default_value_t = Family::Ipv4)]
+    pub family: Family,
     /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
@@ -113,6 +117,7 @@ mod tests {
             ("--seeds one", "one"),
             ("--seeds", "--seeds"),
             ("--forwarding vxlan", "[possible values: l2, ipip, gue]"),
+            ("--family 5", "[possible values: 4, 6]"),
         ] {
             let error = parse(line).unwrap_err();
             assert!(error.contains(named), "{line}: {error}");

@@ -7,7 +7,6 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
-use crate::addresses::SERVICE;
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
 use crate::instance;
 use crate::load::LoadReport;
@@ -45,6 +44,7 @@ impl PolicyTestbed {
             // Each log's connections have their own addresses: their ports are in TIME-WAIT for a minute.
             client_addresses: addresses * options.seeds.len() as u16,
             routed_servers: options.forwarding.encapsulates(),
+            family: options.family,
             ..TestbedOptions::default()
         })?;
         let mut servers = BTreeMap::new();
@@ -56,6 +56,7 @@ impl PolicyTestbed {
             load: LoadSource::PacedServer,
             tables_by_interval: options.tables == Tables::Interval,
             forwarding: options.forwarding,
+            servers_family: options.family,
             ..FleetOptions::default()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
@@ -85,7 +86,7 @@ impl PolicyTestbed {
     pub fn start_load(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.addresses * position as u16);
         let mut command = Command::new(lab_command()?);
-        command.args(["testbed", "load", "--vip", &SERVICE.to_string(), "--log"]).arg(log);
+        command.args(["testbed", "load", "--vip", &self.testbed.service().to_string(), "--log"]).arg(log);
         command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
         command.stdout(File::create(self.report_path())?);
         self.samples.clear();

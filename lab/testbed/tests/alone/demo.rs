@@ -58,6 +58,24 @@ fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
     Ok(())
 }
 
+#[test]
+fn ipv6_connections_through_gue_do_not_break() -> anyhow::Result<()> {
+    skip_if!(missing_testbed_rights(), Ok(()));
+    let out = tempfile::tempdir()?;
+    let arguments = ["--family", "6", "--forwarding", "gue", "--seconds", "18", "--seeds", "1", "--policy", "crossrss"];
+    let output = demo(&arguments, out.path())?.args(["--format", "json"]).output()?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let results: serde_json::Value = serde_json::from_slice(&output.stdout).context("stdout is not one JSON object")?;
+    let log: ArrivalLog = std::fs::read_to_string(out.path().join("arrivals-seed1.txt"))?.parse()?;
+    let connections = &results["policies"][0]["connections"];
+    assert_eq!(
+        (&connections["opened"], &connections["broken"]),
+        (&log.arrivals.len().into(), &0.into()),
+        "{results:#}"
+    );
+    Ok(())
+}
+
 fn wait(child: &mut Child, limit: Duration) -> anyhow::Result<std::process::ExitStatus> {
     let end = Instant::now() + limit;
     loop {
