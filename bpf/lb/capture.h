@@ -25,6 +25,8 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "fast_path_ipv6.h"
+#include "ipv6_header.h"
 #include "parse.h"
 #include "stats.h"
 
@@ -36,6 +38,9 @@ const volatile struct {
 	__u32 length;
 	__u16 port;
 	__u8 protocol;
+	/* ADDRESS_FAMILY_*. */
+	__u8 family;
+	__u64 vip_ipv6[2];
 } capture_of;
 
 struct {
@@ -51,12 +56,32 @@ __u64 is_captured[MAX_CPUS] SEC(".bss.capture");
 /* Not an enum lb_counter. */
 #define NO_OUTCOME 0xffffffffu
 
+/* is_watched() of IPv6, where extension headers may hide the port. */
+static __always_inline bool is_watched_ipv6(const void *data, const void *data_end)
+{
+	__u8 next;
+
+	if (!is_ipv6_frame(data, data_end) || PACKET_U64(data, IPV6_AT(destination)) != capture_of.vip_ipv6[0] ||
+	    PACKET_U64(data, IPV6_AT(destination) + 8) != capture_of.vip_ipv6[1])
+		return false;
+	next = PACKET_U8(data, IPV6_AT(next_header));
+	if (next == NEXT_ICMPV6 || is_extension_header(next))
+		return true;
+	if (next != capture_of.protocol)
+		return false;
+	if (data + IPV6_TRANSPORT + sizeof(__u32) > data_end)
+		return true;
+	return PACKET_U16(data, IPV6_TRANSPORT + 2) == capture_of.port;
+}
+
 /* Returns whether the frame is, or may be, of the watched service: fragments, ICMP and broken headers have no port. */
 static __always_inline bool is_watched(const void *data, const void *data_end)
 {
 	__u32 header_length;
 	__u8 protocol;
 
+	if (capture_of.family == ADDRESS_FAMILY_IPV6)
+		return is_watched_ipv6(data, data_end);
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return false;
 	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP) || PACKET_U32(data, IP_AT(daddr)) != capture_of.vip)

@@ -5,7 +5,6 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::mem::offset_of;
-use std::net::SocketAddr;
 use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -209,7 +208,7 @@ impl Attached {
         service: ServiceIndex,
         records: &Rc<RefCell<Records>>,
     ) -> anyhow::Result<Self> {
-        let SocketAddr::V4(vip) = options.service.socket else { bail!("{}: expected IPv4", options.service) };
+        let vip = options.service.socket;
         let replaced = program_descriptor(link.program()?)?;
         let protocol = options.service.protocol;
         let watched = Watched { vip, protocol, service, length: options.capture_length };

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::mem::MaybeUninit;
-use std::net::SocketAddrV4;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -214,7 +214,17 @@ impl Maps {
         skeleton.maps.rodata.set_initial_value(&constants).context(same)?;
         let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
         constants.capture_in_use = true;
-        constants.capture_of.vip = u32::from_ne_bytes(watched.vip.ip().octets());
+        constants.steps_in_use = true;
+        match watched.vip.ip() {
+            IpAddr::V4(vip) => {
+                constants.capture_of.family = intf::ADDRESS_FAMILY_IPV4 as u8;
+                constants.capture_of.vip = u32::from_ne_bytes(vip.octets());
+            }
+            IpAddr::V6(vip) => {
+                constants.capture_of.family = intf::ADDRESS_FAMILY_IPV6 as u8;
+                constants.capture_of.vip_ipv6 = zerocopy::transmute!(vip.octets());
+            }
+        }
         constants.capture_of.port = watched.vip.port().to_be();
         constants.capture_of.protocol = watched.protocol.number();
         constants.capture_of.service = watched.service.0.into();
@@ -382,7 +392,7 @@ fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
 
 /// Service that `coreward capture` watches.
 pub(super) struct Watched {
-    pub vip: SocketAddrV4,
+    pub vip: SocketAddr,
     pub protocol: Protocol,
     pub service: ServiceIndex,
     pub length: u32,

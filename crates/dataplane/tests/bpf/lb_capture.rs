@@ -1,6 +1,6 @@
 //! `coreward capture` at a working load balancer.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,8 @@ use coreward_model::{FourTuple, ServiceAddress};
 use crate::support::balancer::{id, random_table, service};
 use crate::support::network::{Pair, PinDirectory, on_one_cpu};
 use crate::support::packet_socket::PacketSocket;
-use crate::support::{self, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
+use crate::support::tunnel::{client, vip};
+use crate::support::{self, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 81);
@@ -147,6 +148,36 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     let unknown = capture::Options { service: service((VIP.0, 443)), ..options };
     let error = Capture::start(unknown).err().map(|error| error.to_string());
     assert_eq!(error.as_deref(), Some("no service 10.200.0.1:443/tcp: expected one of 10.200.0.1:80/tcp"));
+    drop(capture);
+    lb.detach().unwrap();
+}
+
+#[test]
+fn ipv6_packets_of_the_service_are_captured() {
+    skip_if!(missing_bpf_rights());
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
+    let mut lb = LoadBalancer::load(options).unwrap();
+    pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let mac = pair.server.within(device_mac);
+    let (watched, other) = (vip(Family::Ipv6), SocketAddr::new(vip(Family::Ipv6).ip(), 81));
+    let services = [watched, other].map(|vip| (service(vip), ServiceMode::default()));
+    for index in lb.set_services(&services).unwrap() {
+        lb.set_server(index, id(7), Server { mac: Some(SERVER_MAC), eligible: true });
+        lb.install_table(index, &random_table(Rule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
+    }
+    let options = capture::Options { pin_directory: pins.path(), service: service(watched), capture_length: 200 };
+    let mut capture = Capture::start(options).unwrap();
+    let syn = |vip| {
+        let tcp = Tcp { destination_mac: mac, flags: SYN, ..Tcp::between(client(Family::Ipv6), vip) };
+        Tcp { options: aligned_timestamp(1, 0), ..tcp }.frame()
+    };
+    // One queue keeps their order.
+    let frames = [syn(other), syn(watched)];
+    pair.client.within(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
+    let captured = collect(&mut capture, 1);
+    let seen: Vec<_> = captured.iter().map(|packet| (packet.outcome, &packet.arrived)).collect();
+    assert_eq!(seen, [("new_connection", &frames[1])]);
     drop(capture);
     lb.detach().unwrap();
 }
