@@ -1,5 +1,6 @@
 //! Facts about a machine, as plain data, so tests can construct them.
 
+use coreward_model::forwarding::Forwarding;
 use coreward_model::rss::InputTransform;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -286,6 +287,8 @@ pub struct Service {
     pub stamped_by_lb: bool,
     /// Whether it is stamped at all.
     pub stamped: bool,
+    /// How packets reach its servers.
+    pub forwarding: Forwarding,
     /// Its sockets here, or the error; `None`: not served by this machine.
     pub sockets: Option<Result<Sockets, String>>,
 }

@@ -14,6 +14,7 @@ pub fn fleet(shared: &ControllerState) -> v1::FleetReply {
         name: service.name.clone(),
         address: Some(service.address.into()),
         timestamps: service.mode.timestamps.name().to_owned(),
+        forwarding: service.mode.forwarding.name().to_owned(),
         servers: service.members.keys().map(|id| fleet.servers[id].name.clone()).collect(),
     };
     let server =

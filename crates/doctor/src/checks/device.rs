@@ -1,6 +1,7 @@
 //! Checks of the NIC, except for RSS.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use coreward_lb::config::XdpMode;
 
@@ -146,6 +147,36 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
             Finding::fault_if(only_native, found, why)
                 .remedy(format!("ip link set {name} mtu 1500  # servers and switches as well")),
         ]
+    })
+}
+
+/// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
+const IPV6_MIN_MTU: usize = 1280;
+
+pub fn outer_headers(facts: &Facts) -> Vec<Finding> {
+    with_device(facts, |device| {
+        let ipv6 = facts.services.iter().filter(|service| service.vip().is_ipv6());
+        let lengths = ipv6.flat_map(|service| {
+            let overhead = |server: &IpAddr| service.forwarding.overhead(*server);
+            facts
+                .servers
+                .values()
+                .map(overhead)
+                .filter(|overhead| *overhead > 0)
+                .map(|overhead| IPV6_MIN_MTU + overhead)
+        });
+        let Some(needed) = lengths.max() else {
+            return vec![Finding::ok("no service with an IPv6 VIP has servers behind routers")];
+        };
+        if device.mtu as usize >= needed {
+            return vec![Finding::ok(format!("{} bytes, needed: {needed}", device.mtu))];
+        }
+        let name = facts.interface();
+        let found = format!("the MTU of {name} is {}: expected at least {needed}", device.mtu);
+        let why =
+            "packets of up to 1280 bytes get no \"packet too big\", because hosts ignore a smaller MTU: they are lost";
+        let remedy = format!("ip link set {name} mtu {needed}  # routers and servers as well");
+        vec![Finding::fault(found, why).remedy(remedy)]
     })
 }
 

@@ -69,6 +69,12 @@ pub const CHECKS: &[Check] = &[
     check("xdp", LB, "no other XDP program at the device; the driver supports XDP", device::xdp),
     check("xdp-send", LB, "the driver sends the frames that XDP programs send", device::xdp_send),
     check("mtu", LB, "frames fit one page, which native XDP requires", device::mtu),
+    check(
+        "outer-headers",
+        LB,
+        "packets that every IPv6 link takes fit with their outer headers",
+        device::outer_headers,
+    ),
     check("lro", LB, "the device does not merge packets in hardware", device::lro),
     check("vlan-tags", LB, "the device leaves VLAN tags in frames, if it carries VLANs", device::vlan_tags),
     check("queues", BOTH, "one receive queue per CPU", device::queues),

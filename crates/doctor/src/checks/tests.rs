@@ -11,6 +11,7 @@ use coreward_dataplane::device::Xdp;
 use coreward_dataplane::ethtool::Channels;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
+use coreward_model::forwarding::Forwarding;
 use coreward_model::rss::InputTransform;
 use coreward_model::tuple::Protocol;
 use coreward_tls::authority::DAY;
@@ -27,6 +28,7 @@ fn service(protocol: Protocol) -> Service {
         address: ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol },
         stamped_by_lb: false,
         stamped: true,
+        forwarding: Forwarding::default(),
         sockets: Some(Ok(Sockets { count: 4, reuseport: Some(true), workers })),
     }
 }
@@ -377,6 +379,23 @@ fn native_xdp_is_checked() {
         device(facts).xdp.native = None;
     };
     assert_eq!(lb(jumbo), [("mtu", WARNING)]);
+}
+
+#[test]
+fn mtu_has_room_for_outer_headers_of_ipv6_packets() {
+    let is_fault = |mtu: u32, vip: &str, server: &str| {
+        let findings = found(Role::Lb, |facts| {
+            device(facts).mtu = mtu;
+            facts.services[0].forwarding = Forwarding::Gue;
+            facts.services[0].address.socket = vip.parse().unwrap();
+            facts.servers = BTreeMap::from([("s1".to_owned(), server.parse().unwrap())]);
+        });
+        findings.contains(&("outer-headers", FAULT))
+    };
+    let (vip, server) = ("[2001:db8::1]:80", "2001:db8:1::2");
+    assert_eq!([1328, 1327].map(|mtu| is_fault(mtu, vip, server)), [false, true]);
+    assert_eq!([1308, 1307].map(|mtu| is_fault(mtu, vip, "10.1.1.2")), [false, true]);
+    assert!(!is_fault(1280, "10.200.0.1:80", server));
 }
 
 #[test]

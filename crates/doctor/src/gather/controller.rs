@@ -96,6 +96,7 @@ fn of(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet
             address: ServiceAddress::try_from(service.address.as_ref()?).ok()?,
             stamped_by_lb: service.timestamps == "lb",
             stamped: service.timestamps != "off",
+            forwarding: service.forwarding.parse().unwrap_or_default(),
             sockets: None,
         })
     };

@@ -14,6 +14,7 @@ use coreward_agent::rss::testbed::TestbedRss;
 use coreward_control_server::config::{ControllerConfig, StoreLocation};
 use coreward_lb::config::{Config as LbConfig, XdpMode};
 use coreward_model::ServiceAddress;
+use coreward_model::forwarding::Forwarding;
 use coreward_tls::Files;
 use nix::sys::statvfs;
 
@@ -73,6 +74,7 @@ impl CliOptions {
             address: *address,
             stamped_by_lb: false,
             stamped: true,
+            forwarding: Forwarding::default(),
             sockets: None,
         };
         read.services = self.services.iter().map(named).collect();
