@@ -368,9 +368,11 @@ fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> an
     Ok(socket)
 }
 
-/// Returns the device's first IPv4 address, at which others can resolve its MAC address.
-pub fn own_address(interface: &str) -> Option<Ipv4Addr> {
-    OwnAddresses::of(interface).map(|own| own.ipv4).filter(|address| !address.is_unspecified())
+/// Returns the device's first IPv4 address, or else its first IPv6 address that is not link-local: others can resolve
+/// its MAC address there.
+pub fn own_address(interface: &str) -> Option<IpAddr> {
+    let own = OwnAddresses::of(interface)?;
+    [own.ipv4.into(), own.routable_ipv6.into()].into_iter().find(|address: &IpAddr| !address.is_unspecified())
 }
 
 /// Returns the device's first IPv4 address and its first IPv6 address that routers forward packets from.

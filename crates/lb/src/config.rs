@@ -1,6 +1,6 @@
 //! The load balancer's file; docs/config.md is the reference for users.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -40,8 +40,8 @@ config_struct! {
         pub state_directory: PathBuf as AbsolutePath = AbsolutePath(PathBuf::from("/var/lib/coreward-lb")),
         /// XDP mode: "native" in the driver, "generic" after it, "auto" the first that works.
         pub xdp_mode: XdpMode = XdpMode::Auto,
-        /// Address for other load balancers; without it the interface's first IPv4 address.
-        pub address: Option<Ipv4Addr>,
+        /// Address for other load balancers; without it the interface's first IPv4 address, or else an IPv6 address.
+        pub address: Option<IpAddr>,
         /// Capacity for connections without a cookie: entries.
         pub flow_table: u32 as Number<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
             Number(Options::default().flow_table_entries.into()),
@@ -166,7 +166,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
         assert_eq!(config.vlan, None);
         assert_eq!(parse(&format!("{GOOD}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
         let config = parse(&format!("{GOOD}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
-        assert_eq!((config.address, config.flow_table), (Some(Ipv4Addr::new(10, 2, 0, 1)), 1000));
+        assert_eq!((config.address, config.flow_table), (Some(IpAddr::from([10, 2, 0, 1])), 1000));
     }
 
     #[test]
@@ -203,7 +203,11 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
                 "5:20: key `connection_table`: 1000 entries of the connection table: expected a power of two from 1024 to \
                  4194304",
             ),
-            ("address = \"10.2.0\"", "5:11: key `address`: \"10.2.0\": expected an IPv4 address, as \"10.2.0.1\""),
+            ("vlan = 4095", "5:8: key `vlan`: VLAN 4095: expected 1 to 4094"),
+            (
+                "address = \"10.2.0\"",
+                "5:11: key `address`: \"10.2.0\": expected an address, as \"10.2.0.1\" or \"2001:db8::1\"",
+            ),
         ];
         for (line, message) in cases {
             assert_eq!(parse(&format!("{GOOD}{line}\n")).unwrap_err(), format!("lb.toml:{message}"));

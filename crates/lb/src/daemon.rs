@@ -340,7 +340,7 @@ fn registration(config: &Config, in_force: u64) -> v1::LoadBalancerRegistration 
     v1::LoadBalancerRegistration {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        address: address.map(|address| address_bytes(address.into())).unwrap_or_default(),
+        address: address.map(address_bytes).unwrap_or_default(),
         configuration_generation: in_force,
     }
 }

@@ -12,9 +12,11 @@ use coreward_model::forwarding::Forwarding;
 use coreward_tls::authority::{Authority, Validity};
 use coreward_tls::{Files, Identity, Name, Role};
 
-use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listen_address};
+use super::names::{
+    api_address_of, controller_address_in, controller_address_of, controller_name, rack_listen_address,
+};
 use super::options::{AdminState, FleetOptions, LoadSource};
-use crate::addresses::{DEVICE, SERVICE, load_balancer_address, load_balancer_name, rack_name, server_address};
+use crate::addresses::{DEVICE, Family, SERVICE, load_balancer_address, load_balancer_name, rack_name, server_address};
 use crate::topology::Testbed;
 
 /// File in which the paced server of a server publishes the busy time of its workers.
@@ -32,7 +34,7 @@ pub(super) fn write_controller_files(
     pool: &BTreeMap<u16, AdminState>,
 ) -> anyhow::Result<()> {
     let store = options.store.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
-    let listen = format!("listen = \"{}\"\n", controller_address());
+    let listen = format!("listen = \"{}\"\n", controller_address_in(options.control_family, 1));
     let tokens = testbed.directory();
     let mut text = format!("{listen}store = {store:?}\ntoken_directory = {tokens:?}\n");
     if let Some(document) = &options.applied {
@@ -92,6 +94,10 @@ fn vlan_line(vlan: u16) -> String {
 
 pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let name = load_balancer_name(number);
+    let address = match options.control_family {
+        Family::Ipv4 => String::new(),
+        family => format!("address = \"{}\"\n", family.address(load_balancer_address(number))),
+    };
     let text = format!(
         "name = \"{name}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
          state_directory = \"{}\"\n{}",

@@ -1,8 +1,10 @@
 //! Names of daemons, and addresses of controllers.
 
+use std::net::SocketAddr;
+
 use anyhow::Context as _;
 
-use crate::addresses::{CONTROLLER_ADDRESS, rack_address};
+use crate::addresses::{CONTROLLER_ADDRESS, Family, rack_address};
 
 pub const CONTROLLER_PORT: u16 = 7400;
 /// The port of the first controller's HTTP API, on its own host only; those of others follow.
@@ -14,7 +16,12 @@ pub fn controller_address() -> String {
 
 /// Address of controller `number`, counted from 1.
 pub fn controller_address_of(number: u16) -> String {
-    format!("{CONTROLLER_ADDRESS}:{}", CONTROLLER_PORT + number - 1)
+    controller_address_in(Family::Ipv4, number)
+}
+
+/// The same of a family.
+pub fn controller_address_in(family: Family, number: u16) -> String {
+    SocketAddr::new(family.address(CONTROLLER_ADDRESS), CONTROLLER_PORT + number - 1).to_string()
 }
 
 /// Address of rack controller `number`, counted from 1.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::forwarding::Forwarding;
 
-use super::names::{controller_address_of, rack_listen_address};
+use super::names::{controller_address_in, rack_listen_address};
 use crate::addresses::Family;
 use crate::preload::Preload;
 
@@ -50,6 +50,9 @@ pub struct FleetOptions {
     pub applied: Option<String>,
     /// Directory of the controller's records; `None`: in the testbed's directory.
     pub store: Option<PathBuf>,
+    /// Family of the first controller's address and of load balancers' for each other; IPv6 needs a testbed of that
+    /// family.
+    pub control_family: Family,
     /// Number of controllers. Several keep their records in etcd, and the document is `applied`.
     pub controllers: u16,
     /// Addresses of etcd's members, for several controllers.
@@ -90,6 +93,7 @@ impl Default for FleetOptions {
             other_controllers: Vec::new(),
             applied: None,
             store: None,
+            control_family: Family::Ipv4,
             controllers: 1,
             etcd: Vec::new(),
             lease_s: 2,
@@ -114,7 +118,7 @@ impl FleetOptions {
     }
 
     fn controller_addresses(&self) -> Vec<String> {
-        let own = (1..=self.controllers).map(controller_address_of);
+        let own = (1..=self.controllers).map(|number| controller_address_in(self.control_family, number));
         own.chain(self.other_controllers.iter().cloned()).collect()
     }
 }
