@@ -28,55 +28,90 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv6_header.h"
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, MAX_CHECKED_PATHS);
 	__type(key, struct checked_path);
-	__type(value, __be32);
+	__type(value, struct checked_address);
 } checked_paths SEC(".maps");
 
-/* The kernel's own packets have no IP options, and neither have their answers. */
+/* The kernel's own packets have no IP options or extension headers, and neither have their answers. */
 #define TCP_AT (ETH_HLEN + sizeof(struct iphdr))
-#define HEADERS (TCP_AT + sizeof(struct tcphdr))
 
-/* Whether the linear part of the packet has all headers; it may have moved then. */
-static __always_inline bool has_headers(struct __sk_buff *skb)
+/* Returns the headers' start if the linear part of the packet has `length` bytes; it may have moved then. */
+static __always_inline void *headers_of(struct __sk_buff *skb, __u32 length)
 {
-	return skb->data_end - skb->data >= HEADERS || !bpf_skb_pull_data(skb, HEADERS);
+	if (skb->data_end - skb->data < length && bpf_skb_pull_data(skb, length))
+		return NULL;
+	return (void *)(long)skb->data + length > (void *)(long)skb->data_end ? NULL : (void *)(long)skb->data;
+}
+
+/* Completes `path` by the ports. Returns the address that replaces its own; NULL: none. */
+static __always_inline const struct checked_address *find_address(struct checked_path *path, const struct tcphdr *tcp,
+								  bool from_server)
+{
+	path->port = from_server ? tcp->source : tcp->dest;
+	path->own_port = from_server ? tcp->dest : tcp->source;
+	return bpf_map_lookup_elem(&checked_paths, path);
+}
+
+static __always_inline void redirect_ipv4(struct __sk_buff *skb, bool from_server)
+{
+	__u32 offset = ETH_HLEN + (from_server ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr));
+	const void *data = headers_of(skb, TCP_AT + sizeof(struct tcphdr));
+	const struct iphdr *ip = data + ETH_HLEN;
+	struct checked_path path = {.address.word[2] = bpf_htonl(0xffff)};
+	const struct checked_address *found;
+	__be32 from, to;
+
+	if (!data || ip->ihl != sizeof(*ip) / 4 || ip->protocol != IPPROTO_TCP)
+		return;
+	from = path.address.word[3] = from_server ? ip->saddr : ip->daddr;
+	found = find_address(&path, data + TCP_AT, from_server);
+	if (!found)
+		return;
+	to = found->word[3];
+	bpf_l4_csum_replace(skb, TCP_AT + offsetof(struct tcphdr, check), from, to, BPF_F_PSEUDO_HDR | sizeof(to));
+	bpf_l3_csum_replace(skb, ETH_HLEN + offsetof(struct iphdr, check), from, to, sizeof(to));
+	bpf_skb_store_bytes(skb, offset, &to, sizeof(to), 0);
+}
+
+static __always_inline void redirect_ipv6(struct __sk_buff *skb, bool from_server)
+{
+	__u32 offset = from_server ? IPV6_AT(source) : IPV6_AT(destination);
+	const void *data = headers_of(skb, IPV6_TRANSPORT + sizeof(struct tcphdr));
+	const struct ipv6_header *ip = data + ETH_HLEN;
+	const struct checked_address *found;
+	struct checked_path path = {};
+	struct checked_address to;
+	__s64 difference;
+
+	if (!data || ip->next_header != IPPROTO_TCP)
+		return;
+	__builtin_memcpy(&path.address, from_server ? ip->source : ip->destination, sizeof(path.address));
+	found = find_address(&path, data + IPV6_TRANSPORT, from_server);
+	if (!found)
+		return;
+	to = *found;
+	difference = bpf_csum_diff(path.address.word, sizeof(path.address), to.word, sizeof(to), 0);
+	bpf_l4_csum_replace(skb, IPV6_TRANSPORT + offsetof(struct tcphdr, check), 0, difference, BPF_F_PSEUDO_HDR);
+	/*
+	 * The helper has changed a NIC's sum of the packet (CHECKSUM_COMPLETE), as in IPv4, whose header has a checksum.
+	 * Here the new address makes up for the new checksum.
+	 */
+	bpf_csum_update(skb, difference);
+	bpf_skb_store_bytes(skb, offset, &to, sizeof(to), 0);
 }
 
 /* Replaces the server's address by the VIP, or the reverse. Never drops a packet. */
 static __always_inline int redirect(struct __sk_buff *skb, bool from_server)
 {
-	__u32 offset = ETH_HLEN + (from_server ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr));
-	struct checked_path path = {};
-	void *data, *data_end;
-	struct iphdr *ip;
-	struct tcphdr *tcp;
-	__be32 *found, to;
-
-	if (skb->protocol != bpf_htons(ETH_P_IP) || !has_headers(skb))
-		return TC_ACT_UNSPEC;
-	data = (void *)(long)skb->data;
-	data_end = (void *)(long)skb->data_end;
-	if (data + HEADERS > data_end)
-		return TC_ACT_UNSPEC;
-	ip = data + ETH_HLEN;
-	tcp = data + TCP_AT;
-	if (ip->ihl != sizeof(*ip) / 4 || ip->protocol != IPPROTO_TCP)
-		return TC_ACT_UNSPEC;
-	path.address = from_server ? ip->saddr : ip->daddr;
-	path.port = from_server ? tcp->source : tcp->dest;
-	path.own_port = from_server ? tcp->dest : tcp->source;
-	found = bpf_map_lookup_elem(&checked_paths, &path);
-	if (!found)
-		return TC_ACT_UNSPEC;
-	to = *found;
-	bpf_l4_csum_replace(skb, TCP_AT + offsetof(struct tcphdr, check), path.address, to,
-			    BPF_F_PSEUDO_HDR | sizeof(to));
-	bpf_l3_csum_replace(skb, ETH_HLEN + offsetof(struct iphdr, check), path.address, to, sizeof(to));
-	bpf_skb_store_bytes(skb, offset, &to, sizeof(to), 0);
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		redirect_ipv4(skb, from_server);
+	else if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		redirect_ipv6(skb, from_server);
 	return TC_ACT_UNSPEC;
 }
 

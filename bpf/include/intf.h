@@ -547,10 +547,15 @@ struct captured_packet {
 };
 #define CAPTURE_ARRIVED 0xffffffffu
 
+/* An address in network order, IPv4 as in struct service_key. */
+struct checked_address {
+	__u32 word[4];
+};
+
 /* One direction of a health check's connection (health.bpf.c): what the packets carry, in network order. */
 struct checked_path {
 	/* The server's own towards the server, the VIP on the way back. */
-	__u32 address;
+	struct checked_address address;
 	/* The server's. */
 	__u16 port;
 	/* The load balancer's. */

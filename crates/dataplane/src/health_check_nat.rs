@@ -2,12 +2,13 @@
 //! the VIP.
 
 use std::mem::MaybeUninit;
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
+use coreward_model::tuple::address_words;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::IntoBytes as _;
@@ -22,9 +23,9 @@ pub const MAX_CONNECTIONS: usize = intf::MAX_CHECKED_PATHS as usize / 2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NatEntry {
     /// The server's own address, to which the load balancer connects.
-    pub server: Ipv4Addr,
-    /// Destination address at the server.
-    pub vip: Ipv4Addr,
+    pub server: IpAddr,
+    /// Destination address at the server, of the same family.
+    pub vip: IpAddr,
     /// The server's port.
     pub port: u16,
     /// The load balancer's port.
@@ -33,14 +34,19 @@ pub struct NatEntry {
 
 impl NatEntry {
     /// Key and value of each direction, in packet byte order.
-    fn entries(&self) -> [(intf::checked_path, Ipv4Addr); 2] {
-        let key = |address: Ipv4Addr| intf::checked_path {
-            address: u32::from_ne_bytes(address.octets()),
+    fn entries(&self) -> [(intf::checked_path, intf::checked_address); 2] {
+        let key = |address: IpAddr| intf::checked_path {
+            address: layout(address),
             port: self.port.to_be(),
             own_port: self.own_port.to_be(),
         };
-        [(key(self.server), self.vip), (key(self.vip), self.server)]
+        [(key(self.server), layout(self.vip)), (key(self.vip), layout(self.server))]
     }
+}
+
+/// Returns an address as programs have it.
+fn layout(address: IpAddr) -> intf::checked_address {
+    intf::checked_address { word: address_words(address) }
 }
 
 /// The programs at the device, until this is dropped.
@@ -79,7 +85,7 @@ impl NatTable {
     /// Adds a connection, whose packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`].
     pub fn add(&self, path: &NatEntry) -> anyhow::Result<()> {
         for (key, to) in path.entries() {
-            self.0.update(key.as_bytes(), &to.octets(), MapFlags::ANY).context("a path for a health check")?;
+            self.0.update(key.as_bytes(), to.as_bytes(), MapFlags::ANY).context("a path for a health check")?;
         }
         Ok(())
     }

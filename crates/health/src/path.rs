@@ -1,14 +1,14 @@
 //! Paths of checks to servers' own addresses.
 
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 
 /// Connection to a server's own address that is sent to the VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Path {
     /// The server's own address.
-    pub server: Ipv4Addr,
-    /// Address that replaces it in the packet.
-    pub vip: Ipv4Addr,
+    pub server: IpAddr,
+    /// Address that replaces it in the packet, of the same family.
+    pub vip: IpAddr,
     pub port: u16,
     /// The load balancer's port.
     pub own_port: u16,

@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -132,11 +132,16 @@ impl Prober {
     /// Adds the NAT entry of a check at the VIP, from this socket's port.
     fn path_to_vip(&self, socket: &TcpSocket, server: IpAddr, nat: &Arc<dyn NatTable>) -> Result<OpenPath, ProbeError> {
         let local = |error: std::io::Error| ProbeError::of(&error, ProbeError::Network);
-        let (IpAddr::V4(server), IpAddr::V4(vip)) = (server, self.vip.ip()) else {
-            let reason = format!("server {server} at VIP {}: expected IPv4 addresses", self.vip.ip());
-            return Err(ProbeError::Local(reason));
+        let vip = self.vip.ip();
+        let any = match (server, vip) {
+            (IpAddr::V4(_), IpAddr::V4(_)) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            (IpAddr::V6(_), IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+            _ => {
+                let reason = format!("server {server} at VIP {vip}: expected addresses of one family");
+                return Err(ProbeError::Local(reason));
+            }
         };
-        socket.bind((Ipv4Addr::UNSPECIFIED, 0).into()).map_err(local)?;
+        socket.bind((any, 0).into()).map_err(local)?;
         let own_port = socket.local_addr().map_err(local)?.port();
         let path = Path { server, vip, port: self.port(), own_port };
         OpenPath::add(path, nat).map_err(|error| ProbeError::Local(format!("{error:#}")))

@@ -150,10 +150,11 @@ impl Services<'_> {
             if address.is_some_and(|address| address.socket.is_ipv6()) {
                 mode::check_ipv6(service, reader);
             }
-            let is_ipv6 = |address: IpAddr| address.is_ipv6();
-            let has_ipv6 = address.is_some_and(|address| is_ipv6(address.socket.ip()))
-                || pool.iter().any(|position| is_ipv6(self.servers[*position].address));
-            let check = |table| health::check(table, protocol, mode, has_ipv6, reader);
+            let differs = |position: &usize| {
+                address.is_some_and(|vip| vip.socket.is_ipv4() != self.servers[*position].address.is_ipv4())
+            };
+            let mixes_families = pool.iter().any(differs);
+            let check = |table| health::check(table, protocol, mode, mixes_families, reader);
             let check = service.health.as_ref().and_then(check);
             let (Some(name), Some(address), Some(policy)) = (name, address, service.policy.value) else { continue };
             if mode.timestamps == Timestamps::LoadBalancer {

@@ -167,18 +167,18 @@ impl FromToml for Authorities {
     }
 }
 
-/// Returns the check of the table; contradictions go to the reader's list. `None`: no check. `has_ipv6`: of the VIP or
-/// of a server.
+/// Returns the check of the table; contradictions go to the reader's list. `None`: no check.
+/// `mixes_families`: a server's address is of another family than the VIP.
 pub fn check(
     table: &Spanned<Health>,
     protocol: Protocol,
     mode: ServiceMode,
-    has_ipv6: bool,
+    mixes_families: bool,
     reader: &mut Reader<'_>,
 ) -> Option<Check> {
     let health = table.get_ref();
     refuse_strangers(health, reader);
-    let probe_address = probe_address(health, vip_check_error(mode, has_ipv6), reader);
+    let probe_address = probe_address(health, vip_check_error(mode, mixes_families), reader);
     if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
         let message = format!(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
@@ -211,7 +211,7 @@ pub fn check(
 }
 
 /// Returns the reason why the service's servers cannot be checked at the VIP.
-fn vip_check_error(mode: ServiceMode, has_ipv6: bool) -> Option<String> {
+fn vip_check_error(mode: ServiceMode, mixes_families: bool) -> Option<String> {
     if mode.timestamps == Timestamps::LoadBalancer {
         let reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
         return Some(format!("a service with {reason}"));
@@ -221,7 +221,7 @@ fn vip_check_error(mode: ServiceMode, has_ipv6: bool) -> Option<String> {
         let reason = "where routers would send them to a load balancer";
         return Some(format!("a service with forwarding {name:?}, {reason}"));
     }
-    has_ipv6.then(|| "a service with an IPv6 address, its own or a server's".to_owned())
+    mixes_families.then(|| "a service with servers whose addresses are of another family".to_owned())
 }
 
 /// Returns the address of the checks: by default the VIP, if that is possible.

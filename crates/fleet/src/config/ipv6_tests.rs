@@ -65,8 +65,8 @@ fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
         ),
         (
             "health = { at = \"vip\" }",
-            "7:17: key `service.health.at`: checks at the VIP of a service with an IPv6 address, its own or a \
-             server's: expected \"server\"",
+            "7:17: key `service.health.at`: checks at the VIP of a service with servers whose addresses are of \
+             another family: expected \"server\"",
         ),
     ] {
         assert_eq!(parse("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));
@@ -74,9 +74,13 @@ fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
 }
 
 #[test]
-fn servers_of_an_ipv6_service_are_checked_at_their_own_address() {
+fn servers_of_another_family_are_checked_at_their_own_address() {
     let config = parse("[2001:db8::1]:80", "[service.health]").unwrap();
     assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Server);
+    let server = "[[server]]\nname = \"s1\"\naddress = \"2001:db8::11\"\n";
+    let service = "[[service]]\nname = \"web\"\nvip = \"[2001:db8::1]:80\"\n[service.health]\n";
+    let config = FleetConfig::parse(&Source::from_text("fleet.toml", &format!("{server}{service}"))).unwrap();
+    assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Vip);
 }
 
 fn parse_server(address: &str, keys: &str) -> Result<FleetConfig, String> {

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::net::TcpStream;
 
-use coreward_model::consistency::Timestamps;
+use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
@@ -102,6 +102,55 @@ fn servers_are_found_by_neighbour_discovery() {
     let server = site.testbed.server(3).unwrap();
     run(&site, server, &format!("ip link set {DEVICE} down"));
     eventually(*TIMEOUT, "the load balancer misses the server", || unresolved(&site));
+}
+
+#[test]
+fn daemons_reach_their_controller_and_each_other_by_ipv6() {
+    skip_if!(missing_testbed_rights());
+    let fleet = FleetOptions {
+        control_family: Family::Ipv6,
+        servers_family: Family::Ipv6,
+        consistency: Consistency::Stateful,
+        ..FleetOptions::default()
+    };
+    let family = Family::Ipv6;
+    let options = TestbedOptions {
+        instance: "ipv6control".to_owned(),
+        servers: 3,
+        load_balancers: 2,
+        family,
+        ..TestbedOptions::default()
+    };
+    let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet });
+    eventually(*TIMEOUT, "load balancers find each other", || {
+        let status = site.fleet.status(&site.testbed).unwrap();
+        let balancers = status["load_balancers"].as_array().unwrap();
+        let found =
+            |balancer: &serde_json::Value| balancer["state"]["unresolved_load_balancers"] == serde_json::json!([]);
+        balancers.len() == 2 && balancers.iter().all(found)
+    });
+    change_and_restart(&mut site);
+}
+
+/// Servers listen on the VIP alone.
+#[test]
+fn ipv6_servers_are_checked_at_the_vip() {
+    skip_if!(missing_testbed_rights());
+    let more = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
+    let site = start("ipv6vip", FleetOptions { more, servers_family: Family::Ipv6, ..FleetOptions::default() });
+    let checks_of = |server: &str, up: bool| {
+        let status = site.fleet.status(&site.testbed).unwrap();
+        let members = status["services"][0]["members"].as_array().unwrap().clone();
+        let is_it = |member: &serde_json::Value| member["server"] == server && member["checks"][0]["up"] == up;
+        members.iter().any(is_it)
+    };
+    for server in ["s1", "s2", "s3"] {
+        eventually(*TIMEOUT, "checks of every server succeed", || checks_of(server, true));
+    }
+    let vip = site.testbed.service().ip();
+    run(&site, site.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
+    eventually(*TIMEOUT, "checks of the server without the VIP fail", || checks_of("s3", false));
+    assert!(checks_of("s1", true));
 }
 
 /// Linux answers neighbour solicitations for addresses of the receiving device alone: a VIP on `lo` needs no setting.
