@@ -1,4 +1,4 @@
-//! docs/tutorial.md and docs/routed.md: their commands, as they are written.
+//! docs/tutorial.md, docs/routed.md and docs/dual-stack.md: their commands, as they are written.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -75,15 +75,26 @@ fn commands_of_the_tutorial_work() {
     run_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/tutorial.md"));
 }
 
-#[test]
-fn commands_for_routed_servers_work() {
-    skip_if!(missing_testbed_rights());
+/// Runs a document about two servers behind a router.
+fn run_routed(instance: &str, document: &str) {
     let options = TestbedOptions {
-        instance: "routedtutorial".to_owned(),
+        instance: instance.to_owned(),
         servers: 2,
         client_addresses: 1,
         routed_servers: true,
         ..TestbedOptions::default()
     };
-    run_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/routed.md"));
+    run_blocks(&Testbed::create(options).unwrap(), document);
+}
+
+#[test]
+fn commands_for_routed_servers_work() {
+    skip_if!(missing_testbed_rights());
+    run_routed("routedtutorial", include_str!("../../../../docs/routed.md"));
+}
+
+#[test]
+fn commands_for_a_dual_stack_network_work() {
+    skip_if!(missing_testbed_rights());
+    run_routed("dualtutorial", include_str!("../../../../docs/dual-stack.md"));
 }
