@@ -25,11 +25,11 @@ fn bpf_program_equals_its_reference_model() {
     skip_if!(missing_bpf_rights());
     let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
     // Each has other services, servers and rules.
-    for seed in 0..12 {
-        let campaign = Campaign { seed, first_epoch: 0, limit: RunLimit::Packets(20_000), threads: 1 };
+    for seed in 0..24 {
+        let campaign = Campaign { seed, first_epoch: 0, limit: RunLimit::Packets(10_000), threads: 1 };
         let summary = campaign.run(|_| ()).unwrap();
         assert!(summary.failure.is_none(), "seed {seed}: {:?}", summary.failure);
-        assert_eq!(summary.packets, 20_000);
+        assert_eq!(summary.packets, 10_000);
         outcomes.iter_mut().zip(summary.outcomes).for_each(|(sum, count)| *sum += count);
     }
     for (counter, (name, count)) in (0..).zip(std::iter::zip(intf::LB_COUNTER_NAMES, outcomes)) {
