@@ -8,7 +8,7 @@ use coreward_testbed::addresses::{DEVICE, VIP, load_balancer_address};
 use coreward_testbed::fleet::{FleetOptions, coreward_command};
 use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, unbroken};
+use crate::support::{TestEnv, eventually, run, unbroken};
 
 /// A neighbour is gone after 2 s without a packet: a busy machine may stop a BIRD for longer than 500 ms.
 const BFD: &str =
@@ -47,15 +47,9 @@ fn start_bird(site: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> 
     bird.expect("BIRD cannot be started: `scripts/install run` installs it")
 }
 
-fn ip(site: &TestEnv, namespace: &Namespace, arguments: &str) -> String {
-    let mut command = Command::new("ip");
-    command.args(arguments.split_whitespace());
-    String::from_utf8(site.testbed.run(namespace, command).unwrap().stdout).unwrap()
-}
-
 /// The load balancers that the router sends connections for the VIP to.
 fn next_hops(site: &TestEnv) -> Vec<u16> {
-    let route = ip(site, site.testbed.chooser(), &format!("route show {VIP}/32"));
+    let route = run(&site.testbed, site.testbed.chooser(), &format!("ip route show {VIP}/32"));
     let is_hop = |number: &u16| {
         let hop = format!("via {} ", load_balancer_address(*number));
         route.contains(&hop)
@@ -86,7 +80,7 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
     }
     eventually(*TIMEOUT, "both announce the VIP", || next_hops(&site) == [1, 2]);
     // The testbed's own route, for all VIPs.
-    ip(&site, site.testbed.chooser(), "route delete 10.200.0.0/24");
+    run(&site.testbed, site.testbed.chooser(), "ip route delete 10.200.0.0/24");
     let client = site.streams(100.0);
     site.connections(100);
 
@@ -105,9 +99,9 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
 
     // The link fails.
     let second = site.testbed.load_balancer(2).unwrap();
-    ip(&site, second, &format!("link set {DEVICE} down"));
+    run(&site.testbed, second, &format!("ip link set {DEVICE} down"));
     eventually(*TIMEOUT, "the router has noticed", || next_hops(&site) == [1]);
-    ip(&site, second, &format!("link set {DEVICE} up"));
+    run(&site.testbed, second, &format!("ip link set {DEVICE} up"));
     eventually(*TIMEOUT, "it announces the VIP again", || next_hops(&site) == [1, 2]);
 
     // It is taken out of service: the VIP first, then the program.

@@ -21,7 +21,7 @@ fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
 fn servers_with_connections(site: &TestEnv) -> BTreeSet<u16> {
     let has_connections = |number: &u16| {
         let server = site.testbed.server(*number).unwrap();
-        !run(site, server, "ss -6 -H -t -n state established sport = :80").is_empty()
+        !run(&site.testbed, server, "ss -6 -H -t -n state established sport = :80").is_empty()
     };
     site.testbed.server_numbers().into_iter().filter(has_connections).collect()
 }
@@ -74,7 +74,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
     let vip = site.testbed.service();
     eventually(*TIMEOUT, "the VIP is announced", || {
         // Until its first route there is no such table, which `ip` would report as an error.
-        run(&site, balancer, "ip -6 route show table all")
+        run(&site.testbed, balancer, "ip -6 route show table all")
             .contains(&format!("blackhole {} dev lo table 7400 proto 174", vip.ip()))
     });
     let explained =
@@ -100,7 +100,7 @@ fn servers_are_found_by_neighbour_discovery() {
         status["load_balancers"][0]["state"]["unresolved_servers"] == serde_json::json!(["s3"])
     };
     let server = site.testbed.server(3).unwrap();
-    run(&site, server, &format!("ip link set {DEVICE} down"));
+    run(&site.testbed, server, &format!("ip link set {DEVICE} down"));
     eventually(*TIMEOUT, "the load balancer misses the server", || unresolved(&site));
 }
 
@@ -148,7 +148,7 @@ fn ipv6_servers_are_checked_at_the_vip() {
         eventually(*TIMEOUT, "checks of every server succeed", || checks_of(server, true));
     }
     let vip = site.testbed.service().ip();
-    run(&site, site.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
+    run(&site.testbed, site.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
     eventually(*TIMEOUT, "checks of the server without the VIP fail", || checks_of("s3", false));
     assert!(checks_of("s1", true));
 }
@@ -162,10 +162,10 @@ fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     let client = site.testbed.client();
     let server = site.testbed.server(1).unwrap();
     // The client asks for the VIP itself, as a neighbour would.
-    run(&site, client, &format!("ip -6 route add {}/128 dev {DEVICE}", vip.ip()));
+    run(&site.testbed, client, &format!("ip -6 route add {}/128 dev {DEVICE}", vip.ip()));
     let answers = || client.within(|| Ok(TcpStream::connect_timeout(&vip, *TIMEOUT).is_ok())).unwrap();
     assert!(!answers(), "a server answers for the VIP on lo");
-    run(&site, server, &format!("ip -6 address add {}/128 dev {DEVICE} nodad", vip.ip()));
-    run(&site, client, "ip -6 neighbour flush all");
+    run(&site.testbed, server, &format!("ip -6 address add {}/128 dev {DEVICE} nodad", vip.ip()));
+    run(&site.testbed, client, "ip -6 neighbour flush all");
     assert!(answers(), "the server does not answer for the VIP on its device");
 }

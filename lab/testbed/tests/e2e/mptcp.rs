@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use coreward_testbed::addresses::{SERVICE, VIP};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::support::{eventually, pause};
+use crate::support::{eventually, pause, run};
 
 const SERVERS: u16 = 3;
 /// One of the servers has none of them once in 10^6 runs, were each placed by lot.
@@ -39,12 +39,6 @@ fn missing_mptcp() -> Option<String> {
 
 fn socket() -> Socket {
     Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::from(libc::IPPROTO_MPTCP))).unwrap()
-}
-
-fn ip(testbed: &Testbed, host: &Namespace, arguments: &str) {
-    let mut command = Command::new("ip");
-    command.arg("mptcp").args(arguments.split(' '));
-    testbed.run(host, command).unwrap();
 }
 
 fn join_services() -> String {
@@ -126,11 +120,11 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
     for number in 1..=SERVERS {
         let server = testbed.server(number).unwrap();
         server.within(|| Ok(std::fs::write("/proc/sys/net/mptcp/allow_join_initial_addr_port", "0")?)).unwrap();
-        ip(&testbed, server, "limits set subflows 4 add_addr_accepted 0");
-        ip(&testbed, server, &format!("endpoint add {VIP} port {} id 1 signal", JOIN_PORT + number));
+        run(&testbed, server, "ip mptcp limits set subflows 4 add_addr_accepted 0");
+        run(&testbed, server, &format!("ip mptcp endpoint add {VIP} port {} id 1 signal", JOIN_PORT + number));
         serve(&testbed, number);
     }
-    ip(&testbed, testbed.client(), "limits set subflows 4 add_addr_accepted 4");
+    run(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
     let fleet = FleetOptions { policy: "rr".to_owned(), more: join_services(), steer: false, ..Default::default() };
     let mut fleet = Fleet::start(&testbed, fleet).unwrap();
 

@@ -1,15 +1,14 @@
 //! Servers in another subnet, behind a router: load balancers encapsulate, servers decapsulate and answer the client
 //! directly. Families of the service and of the servers' addresses are independent.
 
-use std::process::Command;
 use std::time::SystemTime;
 
 use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, logged_after, unbroken};
+use crate::support::{TestEnv, eventually, logged_after, run, unbroken};
 
 fn site(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) -> TestEnv {
     let options = TestbedOptions {
@@ -89,13 +88,6 @@ fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, Family::Ipv4, Family::Ipv6);
 }
 
-/// Runs `ip` with these arguments, and returns its output.
-fn ip(testbed: &Testbed, host: &Namespace, arguments: &str) -> String {
-    let mut command = Command::new("ip");
-    command.args(arguments.split_whitespace());
-    String::from_utf8(testbed.run(host, command).unwrap().stdout).unwrap()
-}
-
 /// As in fabrics of unnumbered links, where routers have no IPv4 address there (RFC 8950).
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
@@ -104,10 +96,10 @@ fn streams_survive_a_change_to_an_ipv6_next_hop() {
     let client = site.streams(20.0);
     site.connections(60);
     let (router, balancer) = (site.testbed.server_router().unwrap(), site.testbed.load_balancer(1).unwrap());
-    let addresses = ip(&site.testbed, router, &format!("-6 -oneline address show dev {DEVICE} scope link"));
+    let addresses = run(&site.testbed, router, &format!("ip -6 -oneline address show dev {DEVICE} scope link"));
     let address = addresses.split_whitespace().find_map(|word| word.strip_suffix("/64")).expect(&addresses);
     let changed = SystemTime::now();
-    ip(&site.testbed, balancer, &format!("route replace 10.1.1.0/24 via inet6 {address} dev {DEVICE}"));
+    run(&site.testbed, balancer, &format!("ip route replace 10.1.1.0/24 via inet6 {address} dev {DEVICE}"));
     let event = "event=\"next-hops-changed\"";
     eventually(*TIMEOUT, event, || logged_after(&site.testbed, 1, event, changed).is_some());
     site.connections(60);

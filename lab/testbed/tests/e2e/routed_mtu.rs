@@ -3,7 +3,6 @@
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,9 +11,9 @@ use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::{DEVICE, Family, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::uplink::CLIENT_LINK;
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::eventually;
+use crate::support::{eventually, run};
 
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
@@ -120,18 +119,9 @@ fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> 
 
 /// The MTU that the client's kernel has learnt for the service; `None`: its device's.
 fn learnt_mtu(testbed: &Testbed) -> Option<usize> {
-    let mut ip = Command::new("ip");
-    ip.args(["route", "get", &testbed.service().ip().to_string()]);
-    let route = String::from_utf8(testbed.run(testbed.client(), ip).unwrap().stdout).unwrap();
+    let route = run(testbed, testbed.client(), &format!("ip route get {}", testbed.service().ip()));
     let mut words = route.split_whitespace().skip_while(|word| *word != "mtu");
     words.nth(1).map(|mtu| mtu.parse().unwrap())
-}
-
-/// `arguments`: of ip(8).
-fn configure(testbed: &Testbed, namespace: &Namespace, arguments: &str) {
-    let mut ip = Command::new("ip");
-    ip.args(arguments.split_whitespace());
-    testbed.run(namespace, ip).unwrap();
 }
 
 /// Kind of outer headers, and families of the service and of the servers' addresses.
@@ -170,10 +160,10 @@ fn megabytes_pass(instance: &str, form: Form, client_mtu: u16, from_router: bool
     let router = testbed.router().unwrap();
     if from_router {
         let clients = if form.1 == Family::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
-        configure(&testbed, router, &format!("route replace {clients} dev {CLIENT_LINK} mtu {client_mtu}"));
+        run(&testbed, router, &format!("ip route replace {clients} dev {CLIENT_LINK} mtu {client_mtu}"));
     } else {
-        configure(&testbed, testbed.client(), &format!("link set {DEVICE} mtu {client_mtu}"));
-        configure(&testbed, router, &format!("link set {CLIENT_LINK} mtu {client_mtu}"));
+        run(&testbed, testbed.client(), &format!("ip link set {DEVICE} mtu {client_mtu}"));
+        run(&testbed, router, &format!("ip link set {CLIENT_LINK} mtu {client_mtu}"));
     }
     let longest = ETHERNET_MTU - form.0.overhead(form.2.address(server_address(1)));
     let leaves_client = if from_router { ETHERNET_MTU } else { client_mtu.into() };

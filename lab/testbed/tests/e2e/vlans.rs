@@ -83,7 +83,7 @@ fn tags_are_left_in_frames_and_a_missing_device_is_reported() {
     let site = start("vlanfault", (10, &[20]), Family::Ipv4, FleetOptions::default());
     let balancer = site.testbed.load_balancer(1).unwrap();
     eventually(*TIMEOUT, "the driver leaves tags in frames", || {
-        run(&site, balancer, &format!("ethtool -k {DEVICE}")).contains("rx-vlan-offload: off")
+        run(&site.testbed, balancer, &format!("ethtool -k {DEVICE}")).contains("rx-vlan-offload: off")
     });
     let missing = "has no device for VLAN 10: expected one with an address there";
     eventually(*TIMEOUT, "the status names the VLAN", || {

@@ -122,11 +122,11 @@ impl TestEnv {
 }
 
 /// Runs a command, given in words, in a namespace. Returns what it printed.
-pub fn run(site: &TestEnv, namespace: &Namespace, command: &str) -> String {
+pub fn run(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
     let words: Vec<&str> = command.split_whitespace().collect();
     let mut program = Command::new(words[0]);
     program.args(&words[1..]);
-    String::from_utf8(site.testbed.run(namespace, program).unwrap().stdout).unwrap()
+    String::from_utf8(testbed.run(namespace, program).unwrap().stdout).unwrap()
 }
 
 /// Returns the page that a part in this namespace serves to Prometheus at `address`. Fails when it does not answer.
