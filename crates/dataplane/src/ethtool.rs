@@ -10,8 +10,17 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 const SIOCETHTOOL: libc::c_ulong = 0x8946;
 const ETHTOOL_GSTRINGS: u32 = 0x1b;
 const ETHTOOL_GSTATS: u32 = 0x1d;
+const ETHTOOL_GFLAGS: u32 = 0x25;
+const ETHTOOL_SFLAGS: u32 = 0x26;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
+
+/// In [`flags`]: VLAN tags of received packets are stripped.
+pub const ETH_FLAG_RXVLAN: u32 = 1 << 8;
+/// In [`flags`]: received packets are merged so that they cannot be sent on.
+pub const ETH_FLAG_LRO: u32 = 1 << 15;
+/// In [`flags`]: flow steering rules (and with them accelerated RFS) are on.
+pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 
 /// Sends one ethtool request; `request` holds it as 32-bit words and receives the answer. Fails when there is no such
 /// device, or its driver rejects the request.
@@ -25,6 +34,20 @@ pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     // SAFETY: `request` has the length that its header gives, by this function's contract.
     let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut ifreq) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Returns the flags of offloads, of `enum ethtool_flags`.
+pub fn flags(interface: &str) -> io::Result<u32> {
+    let mut value = [ETHTOOL_GFLAGS, 0];
+    // SAFETY: struct ethtool_value has two words.
+    unsafe { request(interface, &mut value) }?;
+    Ok(value[1])
+}
+
+/// Sets the flags of offloads. Fails when the driver cannot.
+pub fn set_flags(interface: &str, flags: u32) -> io::Result<()> {
+    // SAFETY: struct ethtool_value has two words.
+    unsafe { request(interface, &mut [ETHTOOL_SFLAGS, flags]) }
 }
 
 /// Returns a request about a device, with its name.

@@ -1,5 +1,6 @@
 //! VLAN devices of the kernel, and the offload that hides tags from XDP. Of the calling thread's network namespace.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_char, c_int, c_short};
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -8,7 +9,7 @@ use coreward_model::vlan::Vlan;
 use nix::net::if_::if_nameindex;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
-use crate::ethtool;
+use crate::ethtool::{self, ETH_FLAG_RXVLAN};
 use crate::lb::mac_of;
 
 /// linux/sockios.h
@@ -17,10 +18,6 @@ const SIOCGIFVLAN: libc::c_ulong = 0x8982;
 const GET_REAL_DEVICE: c_int = 8;
 const GET_ID: c_int = 9;
 const NAME_BYTES: usize = 24;
-
-const ETHTOOL_GFLAGS: u32 = 0x25;
-const ETHTOOL_SFLAGS: u32 = 0x26;
-const ETH_FLAG_RXVLAN: u32 = 1 << 8;
 
 /// struct vlan_ioctl_args of linux/if_vlan.h.
 #[repr(C)]
@@ -63,13 +60,27 @@ pub fn nic(device: &str) -> String {
 
 /// Returns the name of the device for a VLAN at `interface`: that itself for untagged frames; `None`: there is none.
 pub fn name(interface: &str, vlan: Vlan) -> Option<String> {
-    if !vlan.is_tagged() {
-        return Some(interface.to_owned());
+    names(interface, [vlan]).remove(&vlan)
+}
+
+/// Returns the names of the devices for these VLANs at `interface`, as far as there are any. Asks for every device of
+/// the network namespace, unless all are for untagged frames.
+pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap<Vlan, String> {
+    let mut vlans: BTreeSet<Vlan> = vlans.into_iter().collect();
+    let mut names = BTreeMap::new();
+    if vlans.remove(&Vlan::UNTAGGED) {
+        names.insert(Vlan::UNTAGGED, interface.to_owned());
     }
-    let devices = if_nameindex().ok()?;
-    let names = devices.iter().filter_map(|device| device.name().to_str().ok().map(str::to_owned));
-    let wanted = (interface.to_owned(), vlan);
-    names.into_iter().find(|device| below(device).as_ref() == Some(&wanted))
+    if vlans.is_empty() {
+        return names;
+    }
+    let Ok(devices) = if_nameindex() else { return names };
+    for device in devices.iter().filter_map(|device| device.name().to_str().ok()) {
+        if let Some((_, vlan)) = below(device).filter(|(nic, vlan)| nic == interface && vlans.contains(vlan)) {
+            names.entry(vlan).or_insert_with(|| device.to_owned());
+        }
+    }
+    names
 }
 
 /// Returns the reason and the remedy for a VLAN without a device.
@@ -95,15 +106,11 @@ pub fn mac_problem(interface: &str, device: &str) -> Option<String> {
 
 /// Makes the driver leave VLAN tags in received frames. Fails when it cannot.
 pub fn leave_tags(interface: &str) -> io::Result<()> {
-    let mut flags = [ETHTOOL_GFLAGS, 0];
-    // SAFETY: struct ethtool_value has two words.
-    unsafe { ethtool::request(interface, &mut flags) }?;
-    if flags[1] & ETH_FLAG_RXVLAN == 0 {
+    let flags = ethtool::flags(interface)?;
+    if flags & ETH_FLAG_RXVLAN == 0 {
         return Ok(());
     }
-    let mut new = [ETHTOOL_SFLAGS, flags[1] & !ETH_FLAG_RXVLAN];
-    // SAFETY: struct ethtool_value has two words.
-    unsafe { ethtool::request(interface, &mut new) }?;
+    ethtool::set_flags(interface, flags & !ETH_FLAG_RXVLAN)?;
     tracing::info!(event = "vlan-offload-off", interface, "the driver leaves VLAN tags in frames (rxvlan off)");
     Ok(())
 }

@@ -403,7 +403,7 @@ impl Forwarder {
         let mut stamped = stamped.filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
         let mut problems = Vec::new();
         if stamped.clone().any(|service| service.address.socket.is_ipv4()) {
-            problems = self.devices().iter().flat_map(|device| routing::problems(device)).collect();
+            problems = self.devices().values().flat_map(|device| routing::problems(device)).collect();
         }
         if stamped.any(|service| service.address.socket.is_ipv6()) {
             problems.extend(routing::ipv6_problem());

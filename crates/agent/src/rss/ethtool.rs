@@ -6,13 +6,12 @@ use std::fs;
 use std::io;
 use std::net::IpAddr;
 
-use coreward_dataplane::ethtool::{self, channels};
+use coreward_dataplane::ethtool::{self, ETH_FLAG_LRO, ETH_FLAG_NTUPLE, ETH_FLAG_RXVLAN, channels};
 use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
 
 use super::{RssDevice, RssSettings, RssUnknown};
 
-const ETHTOOL_GFLAGS: u32 = 0x25;
 const ETHTOOL_GDRVINFO: u32 = 0x03;
 const ETHTOOL_GPFLAGS: u32 = 0x27;
 const ETHTOOL_GRXFH: u32 = 0x29;
@@ -21,12 +20,6 @@ const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
-/// In ETHTOOL_GFLAGS: flow steering rules (and with them accelerated RFS) are on.
-const ETH_FLAG_NTUPLE: u32 = 1 << 27;
-/// In ETHTOOL_GFLAGS: VLAN tags of received packets are stripped.
-const ETH_FLAG_RXVLAN: u32 = 1 << 8;
-/// In ETHTOOL_GFLAGS: received packets are merged so that they cannot be sent on.
-const ETH_FLAG_LRO: u32 = 1 << 15;
 /// IP source and destination, first and second half of the ports.
 const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
@@ -76,16 +69,12 @@ pub fn driver(interface: &str) -> io::Result<String> {
 
 /// Returns whether the device merges received packets in hardware (LRO).
 pub fn has_lro(interface: &str) -> io::Result<bool> {
-    let mut request = [ETHTOOL_GFLAGS, 0];
-    ethtool(interface, &mut request)?;
-    Ok(request[1] & ETH_FLAG_LRO != 0)
+    Ok(ethtool::flags(interface)? & ETH_FLAG_LRO != 0)
 }
 
 /// Returns whether the device strips VLAN tags of received packets: XDP programs then see no tag.
 pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
-    let mut request = [ETHTOOL_GFLAGS, 0];
-    ethtool(interface, &mut request)?;
-    Ok(request[1] & ETH_FLAG_RXVLAN != 0)
+    Ok(ethtool::flags(interface)? & ETH_FLAG_RXVLAN != 0)
 }
 
 /// Returns a private flag of the driver (`ethtool --show-priv-flags`); `None`: it has none of that name.
@@ -152,8 +141,7 @@ fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
 
 /// Returns whether the driver steers flows by its own rules: (ntuple is on, number of rules).
 pub fn flow_rules(interface: &str) -> (bool, u64) {
-    let mut request = [ETHTOOL_GFLAGS, 0];
-    let ntuple = ethtool(interface, &mut request).is_ok() && request[1] & ETH_FLAG_NTUPLE != 0;
+    let ntuple = ethtool::flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rules = [0; RXNFC_WORDS];
     rules[0] = ETHTOOL_GRXCLSRLCNT;
     let count = ethtool(interface, &mut rules).map_or(0, |()| u64::from(rules[RXNFC_RULE_COUNT]));

@@ -136,20 +136,15 @@ impl LoadBalancer {
             Err(_) => no_such_interface(interface),
         })?;
         let mtu = device::mtu(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
-        let mtu = mtu.min(self.mtu_of_vlans(interface));
+        let vip_vlan = self.variant.vlans.vip;
+        let devices = vlan_device::names(interface, self.server_vlans.iter().copied().chain([vip_vlan]));
+        let tagged = devices.iter().filter(|(vlan, _)| vlan.is_tagged());
+        let mtu = tagged.filter_map(|(_, device)| device::mtu(device).ok()).fold(mtu, u32::min);
         // Without a device of the VIPs' VLAN this host's address is elsewhere.
-        let vip_device = vlan_device::name(interface, self.variant.vlans.vip);
-        let sources = neighbour::outer_sources(vip_device.as_deref().unwrap_or(interface));
+        let sources = neighbour::outer_sources(devices.get(&vip_vlan).map_or(interface, String::as_str));
         self.set_own_mac(mac);
         self.set_outer(sources, mtu);
         Ok(())
-    }
-
-    /// Returns the least MTU of the VLAN devices in use.
-    fn mtu_of_vlans(&self, interface: &str) -> u32 {
-        let vlans = self.server_vlans.iter().chain([&self.variant.vlans.vip]).filter(|vlan| vlan.is_tagged());
-        let mtus = vlans.filter_map(|vlan| device::mtu(&vlan_device::name(interface, *vlan)?).ok());
-        mtus.min().unwrap_or(u32::MAX)
     }
 
     /// Sets the address of accepted frames, and of sent frames' source. [`attach`](Self::attach) sets it.

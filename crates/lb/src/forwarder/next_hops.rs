@@ -35,12 +35,10 @@ impl Forwarder {
         let of_service =
             |service: &Service| service.servers.iter().map(|server| to(service, server)).collect::<Vec<_>>();
         let servers: HashMap<Neighbour, String> = self.encapsulating().flat_map(of_service).collect();
-        let vlans: BTreeSet<Vlan> = servers.keys().map(|server| server.vlan).collect();
-        let index = |vlan: &Vlan| {
-            let device = vlan_device::name(&self.interface, *vlan)?;
-            nix::net::if_::if_nametoindex(device.as_str()).ok()
-        };
-        let indexes: HashMap<Vlan, u32> = vlans.iter().filter_map(|vlan| Some((*vlan, index(vlan)?))).collect();
+        let devices = vlan_device::names(&self.interface, servers.keys().map(|server| server.vlan));
+        let index = |device: &String| nix::net::if_::if_nametoindex(device.as_str()).ok();
+        let indexes: HashMap<Vlan, u32> =
+            devices.iter().filter_map(|(vlan, device)| Some((*vlan, index(device)?))).collect();
         (self.next_hops, self.unrouted) = (HashMap::new(), BTreeSet::new());
         for (server, name) in servers {
             let Some(index) = indexes.get(&server.vlan) else {

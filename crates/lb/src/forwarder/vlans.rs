@@ -1,6 +1,6 @@
 //! VLANs of the VIPs and of servers, and the devices for them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use coreward_dataplane::vlan_device;
 use coreward_model::consistency::Transfer;
@@ -46,10 +46,9 @@ impl Forwarder {
         vlan_device::name(&self.interface, self.vlan).unwrap_or_else(|| self.interface.clone())
     }
 
-    /// Returns the devices by which packets come.
-    pub(super) fn devices(&self) -> BTreeSet<String> {
-        let vlans = self.server_vlans().into_iter().chain([self.vlan]);
-        vlans.filter_map(|vlan| vlan_device::name(&self.interface, vlan)).collect()
+    /// Returns the devices by which packets come, by VLAN.
+    pub(super) fn devices(&self) -> BTreeMap<Vlan, String> {
+        vlan_device::names(&self.interface, self.server_vlans().into_iter().chain([self.vlan]))
     }
 
     /// Makes the driver leave tags in frames, if VLANs are in use, and finds the faults.
@@ -63,9 +62,10 @@ impl Forwarder {
 
     fn vlan_faults(&self) -> BTreeSet<String> {
         let interface = &self.interface;
+        let devices = self.devices();
         let mac_problem = |device: &String| vlan_device::mac_problem(interface, device);
-        let mut found: BTreeSet<String> = self.devices().iter().filter_map(mac_problem).collect();
-        if vlan_device::name(interface, self.vlan).is_none() {
+        let mut found: BTreeSet<String> = devices.values().filter_map(mac_problem).collect();
+        if !devices.contains_key(&self.vlan) {
             found.insert(vlan_device::missing(interface, self.vlan));
         }
         if let Err(error) = vlan_device::leave_tags(interface) {
