@@ -81,7 +81,7 @@ pub fn table(measured: &[ByConnections]) -> Table {
         "stateless, ns",
         "stateful above it",
         "quartiles",
-        "one random 64-byte line of so many, beside the packet's work",
+        "one random 64-byte line of so many, during the packet's work",
         "its quartiles",
         "the same, before the packet's work",
         "its quartiles ",

@@ -149,7 +149,7 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
             let (is_lb, is_flood) = (turn & 1 == 1, turn & 2 == 2);
             let order = if is_flood { Order::Flood(program.try_clone()?) } else { Order::Idle };
             let work = || established(&balancer, &runner, is_lb, length.packets);
-            let ((time, counted), sent) = flooder.beside(order, work)?;
+            let ((time, counted), sent) = flooder.during(order, work)?;
             if is_flood {
                 measured.flood.syns += sent.syns;
                 measured.flood.time += sent.time;
@@ -196,7 +196,7 @@ fn established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) 
 fn fill(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow::Result<()> {
     let entries = victim.entries() as usize;
     for _ in 0..100 {
-        flooder.beside(Order::Flood(balancer.program()?), || {
+        flooder.during(Order::Flood(balancer.program()?), || {
             std::thread::sleep(std::time::Duration::from_millis(100));
             Ok(())
         })?;
@@ -216,13 +216,13 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
     let mut cost = Table::new(&[
         "established packets",
         "ns",
-        "beside a flood, ns",
+        "in a flood, ns",
         "more, %",
         "quartiles",
         "goal",
         "verdict",
         "above empty, ns",
-        "beside a flood, above empty, ns",
+        "in a flood, above empty, ns",
         "more above empty, %",
         "quartiles ",
         "found their server, %",

@@ -76,7 +76,7 @@ impl Flooder {
     }
 
     /// Does `work` while the other CPU executes the order, and returns the results of both.
-    pub fn beside<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
+    pub fn during<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
         self.shared.stop.store(false, Ordering::SeqCst);
         self.shared.syns.store(0, Ordering::SeqCst);
         self.orders.as_ref().expect("until it is dropped").send(order).context("the flooding thread has ended")?;
