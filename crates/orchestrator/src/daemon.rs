@@ -2,8 +2,8 @@
 
 use std::net::SocketAddrV4;
 use std::os::fd::AsFd as _;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -16,7 +16,7 @@ use crate::classify::Classifier;
 use crate::config::Config;
 use crate::engine::{Engine, ServiceCounters};
 use crate::intake::RequestIntake;
-use crate::report::{Report, ServiceReport};
+use crate::report::{Report, ServiceReport, SharedReport};
 use crate::socket::BatchSocket;
 
 /// Interval at which workers are checked, in nanoseconds; a new worker is accepted no later.
@@ -36,7 +36,7 @@ pub struct Daemon {
     next_check: u64,
     unclassified: u64,
     /// The report for the metrics, if they are served.
-    published: Option<Arc<Mutex<Report>>>,
+    shared_report: Option<Arc<SharedReport>>,
 }
 
 #[derive(Debug)]
@@ -61,13 +61,13 @@ impl Daemon {
         }
         let engine = Engine::new(&config.memory, &config.engine)?;
         let (started, sleep) = (Instant::now(), config.sleep);
-        let (next_check, unclassified, published) = (0, 0, None);
+        let (next_check, unclassified, shared_report) = (0, 0, None);
         let mut daemon =
-            Self { engine, intake, listeners, listener_of, started, sleep, next_check, unclassified, published };
+            Self { engine, intake, listeners, listener_of, started, sleep, next_check, unclassified, shared_report };
         if config.metrics.is_some() {
-            let published = Arc::new(Mutex::new(daemon.report()));
-            daemon.published = Some(published.clone());
-            let snapshot = move || published.lock().unwrap_or_else(PoisonError::into_inner).snapshot();
+            let shared_report = Arc::new(SharedReport::new(daemon.report()));
+            daemon.shared_report = Some(shared_report.clone());
+            let snapshot = move || shared_report.request().snapshot();
             metrics_endpoint::serve(config.metrics, || (), snapshot)?;
         }
         Ok(daemon)
@@ -107,8 +107,8 @@ impl Daemon {
             self.next_check = now + CHECK_INTERVAL;
             self.check_workers(now);
             self.intake.check();
-            if let Some(published) = &self.published {
-                *published.lock().unwrap_or_else(PoisonError::into_inner) = self.report();
+            if let Some(shared_report) = &self.shared_report {
+                shared_report.publish(|| self.report());
             }
         }
         self.listeners.iter_mut().for_each(|listener| listener.socket.flush());

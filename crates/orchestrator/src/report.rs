@@ -1,6 +1,8 @@
 //! Counters of the daemon, as JSON and as metrics.
 
 use std::net::SocketAddrV4;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use coreward_metrics::component;
 use coreward_metrics::snapshot::Snapshot;
@@ -92,5 +94,49 @@ impl Report {
             snapshot.add("coreward_orchestrate_events_total", &[event], count as f64);
         }
         snapshot
+    }
+}
+
+/// Time for which a requested report is awaited; the daemon publishes it within milliseconds.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A report for other threads, made on request: with AF_XDP it takes system calls.
+#[derive(Debug)]
+pub struct SharedReport {
+    state: Mutex<State>,
+    published: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    report: Report,
+    is_requested: bool,
+}
+
+impl SharedReport {
+    /// `report`: shown until another one is published.
+    pub fn new(report: Report) -> Self {
+        Self { state: Mutex::new(State { report, is_requested: false }), published: Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Requests a report and returns it; after a timeout, the last one.
+    pub fn request(&self) -> Report {
+        let mut state = self.state();
+        state.is_requested = true;
+        let waited = self.published.wait_timeout_while(state, REQUEST_TIMEOUT, |state| state.is_requested);
+        waited.unwrap_or_else(PoisonError::into_inner).0.report.clone()
+    }
+
+    /// Publishes a report if one is requested.
+    pub fn publish(&self, report: impl FnOnce() -> Report) {
+        let mut state = self.state();
+        if std::mem::take(&mut state.is_requested) {
+            state.report = report();
+            self.published.notify_all();
+        }
     }
 }

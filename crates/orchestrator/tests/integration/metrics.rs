@@ -8,7 +8,9 @@ use std::time::Instant;
 use coreward_config::Source;
 use coreward_orchestrator::config::Config;
 use coreward_orchestrator::daemon::Daemon;
+use coreward_orchestrator::engine::CoreCounters;
 use coreward_orchestrator::intake::RequestIntake;
+use coreward_orchestrator::report::{Report, SharedReport};
 
 use crate::engine::TIMEOUT;
 
@@ -56,4 +58,34 @@ fn metrics_show_requests_that_wait() {
     ] {
         assert!(found.contains(line), "{line} in {found}");
     }
+}
+
+#[test]
+fn report_is_made_on_request_only() {
+    let report = |workers| Report {
+        services: Vec::new(),
+        cores: CoreCounters::default(),
+        workers,
+        intake: RequestIntake::default().report(),
+        unclassified: 0,
+        unsent: 0,
+    };
+    let (shared, mut made) = (SharedReport::new(report(0)), 0);
+    let mut publish = || {
+        shared.publish(|| {
+            made += 1;
+            report(made)
+        })
+    };
+    publish();
+    let requested = std::thread::scope(|scope| {
+        let request = scope.spawn(|| shared.request());
+        while !request.is_finished() {
+            publish();
+            std::thread::yield_now();
+        }
+        request.join().unwrap()
+    });
+    publish();
+    assert_eq!((requested.workers, made), (1, 1));
 }
