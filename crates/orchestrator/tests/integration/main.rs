@@ -5,4 +5,5 @@ mod classify;
 mod config;
 mod engine;
 mod metrics;
+mod replay;
 mod socket;

@@ -1,0 +1,322 @@
+//! Decisions of the engine with a thread of workers: recorded as clients see them, then replayed on the model.
+//!
+//! The long run: `COREWARD_DECISIONS=100000000 cargo test -p coreward-orchestrator --test integration replay`.
+
+use std::collections::VecDeque;
+use std::num::NonZeroU16;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use coreward_model::dispatch::{
+    JoinBoundedShortestRankedQueue, Lambda, RankArrays, RankRule, RankedService, Ranking, RateLimit, Release, Selection,
+};
+use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_orchestrator::engine::EngineConfig;
+use coreward_runtime::RuntimeError;
+use coreward_runtime::worker::Runtime;
+
+use crate::engine::{Bench, config};
+
+const CORES: u16 = 16;
+const SERVICES: usize = 2;
+const CAPACITY: usize = 256;
+/// In the environment: decisions of the run.
+const DECISIONS_VARIABLE: &str = "COREWARD_DECISIONS";
+const DECISIONS: u64 = 100_000;
+/// Records that are replayed at once.
+const BATCH: usize = 1 << 20;
+/// Time without a response after which the run fails.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// An input of the engine in the order in which it was processed, or an observed result.
+#[derive(Debug, Clone, Copy)]
+enum Record {
+    /// Request number N of a service arrives.
+    Submit { now: u64, service: u8 },
+    /// A core responds to a request.
+    Response { service: u8, core: u16, number: u64 },
+    /// A service is enabled or disabled on a core.
+    Enabled { service: u8, core: u16, is_enabled: bool },
+    /// All cores have been polled: waiting requests are sent.
+    Dispatch { now: u64 },
+}
+
+/// The model, and the requests that it has sent.
+struct Replay {
+    model: JoinBoundedShortestRankedQueue<u64>,
+    /// Factor in thousandths of a request of a service (column) in the rank of a service (row).
+    weights: [[u32; SERVICES]; SERVICES],
+    bound: u32,
+    enabled: [[bool; SERVICES]; CORES as usize],
+    /// By core and service: numbers of the requests there, in order.
+    sent: [[VecDeque<u64>; SERVICES]; CORES as usize],
+    next_number: u64,
+    dropped: [u64; SERVICES],
+    decisions: u64,
+}
+
+impl Replay {
+    fn new(config: &EngineConfig, lambda: Lambda) -> Self {
+        let ranked = [0, 1].map(|priority| RankedService { priority, lambda });
+        let ranks = RankArrays::new(CORES, &ranked, config.rule, config.depth);
+        let mut model = JoinBoundedShortestRankedQueue::with(ranks, &config.scheduler).unwrap();
+        for core in 0..CORES {
+            (0..SERVICES as u8).for_each(|service| model.set_runs(service, core, false));
+        }
+        let weight = |own: usize, other: usize| match config.rule {
+            RankRule::Ranked if other > own => (lambda.get() * 1000.0).round() as u32,
+            RankRule::PerService if other != own => 0,
+            _ => 1000,
+        };
+        Self {
+            model,
+            weights: [0, 1].map(|own| [0, 1].map(|other| weight(own, other))),
+            bound: u32::from(config.depth.get()) * 1000,
+            enabled: Default::default(),
+            sent: Default::default(),
+            next_number: 0,
+            dropped: [0; SERVICES],
+            decisions: 0,
+        }
+    }
+
+    /// Applies a record. Fails when the model's decision, or the core of least rank by definition, is another one.
+    fn apply(&mut self, record: Record) -> Result<(), String> {
+        match record {
+            Record::Submit { now, service } => {
+                let submitted = self.model.submit(now, service, self.next_number);
+                self.next_number += 1;
+                if let Some((service, _)) = submitted.dropped {
+                    self.dropped[usize::from(service)] += 1;
+                }
+                submitted.sent.map_or(Ok(()), |(release, number)| self.send(release, number))
+            }
+            Record::Response { service, core, number } => {
+                let expected = self.sent[usize::from(core)][usize::from(service)].pop_front();
+                if expected != Some(number) {
+                    return Err(format!("core {core}, service {service}: request {number}, the model: {expected:?}"));
+                }
+                self.model.feedback(service, core, 1).map_err(|error| error.to_string())
+            }
+            Record::Enabled { service, core, is_enabled } => {
+                self.enabled[usize::from(core)][usize::from(service)] = is_enabled;
+                self.model.set_runs(service, core, is_enabled);
+                Ok(())
+            }
+            Record::Dispatch { now } => {
+                while let Some((release, number)) = self.model.next(now) {
+                    self.send(release, number)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn send(&mut self, Release { service, core }: Release, number: u64) -> Result<(), String> {
+        let least = self.least_ranked(service);
+        if least != Some(core) {
+            return Err(format!("request {number} of service {service}: core {core}, of least rank is {least:?}"));
+        }
+        self.sent[usize::from(core)][usize::from(service)].push_back(number);
+        self.decisions += 1;
+        Ok(())
+    }
+
+    /// Returns the first core of least rank below the bound that runs the service.
+    fn least_ranked(&self, service: u8) -> Option<u16> {
+        let own = usize::from(service);
+        let rank = |core: usize| -> u32 {
+            let weighted = |other: usize| self.weights[own][other] * self.sent[core][other].len() as u32;
+            (0..SERVICES).map(weighted).sum()
+        };
+        let candidates = (0..CORES.into()).filter(|core| self.enabled[*core][own]).map(|core| (rank(core), core));
+        candidates.filter(|(rank, _)| *rank < self.bound).min().map(|(_, core)| core as u16)
+    }
+}
+
+/// The engine, with a record of its inputs and results.
+struct Recorder {
+    bench: Bench,
+    records: Vec<Record>,
+    enabled: [[bool; SERVICES]; CORES as usize],
+    submitted: u64,
+    responses: u64,
+}
+
+impl Recorder {
+    fn new(config: &EngineConfig) -> Self {
+        let records = Vec::with_capacity(BATCH);
+        Self { bench: Bench::new(config), records, enabled: Default::default(), submitted: 0, responses: 0 }
+    }
+
+    fn submit(&mut self, now: u64, service: u8) {
+        self.records.push(Record::Submit { now, service });
+        self.bench.engine.submit(now, service, "192.0.2.1:9".parse().unwrap(), &self.submitted.to_le_bytes());
+        self.submitted += 1;
+    }
+
+    /// Returns the number of responses and messages.
+    fn poll(&mut self, now: u64) -> usize {
+        let Self { bench, records, responses, .. } = self;
+        let received = bench.engine.poll(now, &mut |service, _, payload| {
+            let (number, core) = payload.split_first_chunk().expect("a number and a core");
+            let core = u16::from_le_bytes(core.try_into().unwrap());
+            records.push(Record::Response { service, core, number: u64::from_le_bytes(*number) });
+            *responses += 1;
+        });
+        for core in 0..CORES {
+            for service in [0, 1] {
+                let is_enabled = self.bench.engine.balancer().ranks().is_enabled(service, core);
+                let known = &mut self.enabled[usize::from(core)][usize::from(service)];
+                if std::mem::replace(known, is_enabled) != is_enabled {
+                    self.records.push(Record::Enabled { service, core, is_enabled });
+                }
+            }
+        }
+        self.records.push(Record::Dispatch { now });
+        received
+    }
+
+    /// Requests in the engine and at cores.
+    fn inside(&self) -> u64 {
+        let dropped: u64 = (0..SERVICES).map(|service| self.bench.counters(service).dropped).sum();
+        self.submitted - self.responses - dropped
+    }
+
+    /// Replays the records since the last call, and compares counters.
+    fn check(&mut self, replay: &mut Replay) {
+        self.records.drain(..).try_for_each(|record| replay.apply(record)).unwrap();
+        for service in 0..SERVICES {
+            let counters = self.bench.counters(service);
+            assert_eq!((counters.dropped, counters.rejected, counters.lost), (replay.dropped[service], 0, 0));
+            let waiting = self.bench.engine.balancer().waiting(service as u8);
+            assert_eq!(waiting, replay.model.waiting(service as u8));
+        }
+    }
+}
+
+/// Serves all cores in one thread: responds with number and core, and changes at random where services run.
+fn serve(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<(), RuntimeError> {
+    let mut rng = seeded_rng(seed, 1);
+    let mut draw = |below: u32| uniform_below(&mut rng, below);
+    let mut workers = (0..CORES).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
+    for worker in &mut workers {
+        [0, 1].into_iter().try_for_each(|service| worker.enable_service(service, worker.core()))?;
+    }
+    while !stop.load(Relaxed) {
+        let core = draw(CORES.into());
+        let worker = &mut workers[core as usize];
+        for _ in 0..draw(4) {
+            let Some(request) = worker.take_request()? else { break };
+            worker.respond(&request, &[&request.payload[..], &(core as u16).to_le_bytes()[..]].concat())?;
+        }
+        if draw(4096) == 0 {
+            let service = draw(SERVICES as u32) as u8;
+            match draw(3) {
+                0 => worker.disable_service(service, core as u16)?,
+                _ => worker.enable_service(service, core as u16)?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Runs the engine until so many requests are completed. `check` takes the records, from time to time and at the end.
+fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&mut Recorder)) {
+    let mut recorder = Recorder::new(config);
+    let runtime = recorder.bench.runtime();
+    let mut rng = seeded_rng(seed, 0);
+    let mut draw = |below: u32| uniform_below(&mut rng, below);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let workers = scope.spawn(|| serve(&runtime, seed, &stop));
+        let (mut now, mut progress) = (0, Instant::now());
+        for turn in 1u64.. {
+            if recorder.responses >= completed {
+                break;
+            }
+            now += u64::from(draw(20));
+            // Some bursts overflow the buffer.
+            let burst = if turn % 64 == 0 { 2 * CAPACITY as u32 } else { draw(4 * u32::from(CORES)) };
+            for _ in recorder.inside()..burst.into() {
+                recorder.submit(now, u8::from(draw(3) == 0));
+            }
+            let before = recorder.responses;
+            if recorder.poll(now) == 0 {
+                // The workers may share this CPU.
+                std::thread::yield_now();
+            }
+            if recorder.responses > before {
+                progress = Instant::now();
+            }
+            assert!(progress.elapsed() < TIMEOUT && !workers.is_finished(), "no response, or no worker");
+            if recorder.records.len() >= BATCH {
+                check(&mut recorder);
+            }
+        }
+        stop.store(true, Relaxed);
+        while !workers.is_finished() {
+            recorder.poll(now);
+        }
+        workers.join().unwrap().unwrap();
+    });
+    check(&mut recorder);
+}
+
+/// Each rank rule, scheduler and ranking, a rate limit, and queues of one request.
+fn configs() -> Vec<EngineConfig> {
+    let with = |change: &dyn Fn(&mut EngineConfig)| {
+        let mut changed = EngineConfig { cores: CORES, depth: NonZeroU16::new(4).unwrap(), ..config() };
+        changed.scheduler.capacity = CAPACITY;
+        change(&mut changed);
+        changed
+    };
+    let ranked_by = |ranking: Ranking, parameters: [u32; SERVICES]| {
+        with(&|config| {
+            config.scheduler.groups[0].ranking = ranking;
+            for (queue, parameter) in config.scheduler.queues.iter_mut().zip(parameters) {
+                queue.member.parameter = parameter;
+            }
+        })
+    };
+    vec![
+        with(&|_| ()),
+        with(&|config| config.depth = NonZeroU16::MIN),
+        with(&|config| config.rule = RankRule::Global),
+        with(&|config| config.rule = RankRule::PerService),
+        with(&|config| config.scheduler.selection = Selection::Pifo),
+        ranked_by(Ranking::WeightedShare, [1, 3]),
+        ranked_by(Ranking::EarliestDeadline, [50, 200]),
+        with(&|config| config.scheduler.queues[0].member.limit = Some(RateLimit { interval: 1, burst: 8 })),
+    ]
+}
+
+fn decisions() -> u64 {
+    let Ok(text) = std::env::var(DECISIONS_VARIABLE) else { return DECISIONS };
+    text.parse().unwrap_or_else(|_| panic!("{DECISIONS_VARIABLE}={text:?}: expected a whole number"))
+}
+
+#[test]
+fn decisions_replayed_on_the_model_are_the_same() {
+    let (configs, started, mut replayed) = (configs(), Instant::now(), 0);
+    let each = decisions().div_ceil(configs.len() as u64);
+    for (config, seed) in configs.iter().zip(0..) {
+        let mut replay = Replay::new(config, Lambda::PUBLISHED);
+        run(config, each, seed, |recorder| recorder.check(&mut replay));
+        assert!(replay.decisions >= each && replay.dropped[1] > 0, "{} decisions", replay.decisions);
+        replayed += replay.decisions;
+    }
+    println!("{replayed} decisions in {:.1} s", started.elapsed().as_secs_f64());
+}
+
+#[test]
+fn replay_finds_decisions_by_another_rank() {
+    let config = &configs()[0];
+    let mut replay = Replay::new(config, Lambda::new(1.0).unwrap());
+    let mut outcome = Ok(());
+    run(config, 10_000, 1, |recorder| {
+        outcome = recorder.records.drain(..).try_for_each(|record| replay.apply(record));
+    });
+    let error = outcome.expect_err("lambda differs");
+    assert!(error.contains("the model"), "{error}");
+}
