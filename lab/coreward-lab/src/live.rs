@@ -41,6 +41,30 @@ pub const FIGURES: &[LiveFigure] = &[
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
+        figure: Embedded {
+            name: "ringleader-8-live",
+            text: include_str!("../../scenarios/live/ringleader-8-live.toml"),
+        },
+        measure: dispatch_figure::server_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
+    },
+    LiveFigure {
+        figure: Embedded {
+            name: "ringleader-bimodal-live",
+            text: include_str!("../../scenarios/live/ringleader-bimodal-live.toml"),
+        },
+        measure: dispatch_figure::server_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
+    },
+    LiveFigure {
+        figure: Embedded {
+            name: "ringleader-high-bimodal-live",
+            text: include_str!("../../scenarios/live/ringleader-high-bimodal-live.toml"),
+        },
+        measure: dispatch_figure::server_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
+    },
+    LiveFigure {
         figure: Embedded { name: "path-live", text: include_str!("../../scenarios/live/path-live.toml") },
         measure: dispatch_figure::path_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),

@@ -1,24 +1,28 @@
 //! `coreward-lab testbed orchestrated-server`: a key-value server on the cores of `coreward orchestrate`.
 //!
 //! It answers GET, PUT and SCAN as [`crate::key_value`] does, with one store for all its cores. A request with a
-//! service time of its own first computes for so long and yields to requests of higher priority meanwhile. The thread
-//! of a core connects again when the orchestrator ends.
+//! service time of its own first computes (paced: sleeps) for so long and yields to requests of higher priority
+//! meanwhile. The thread of a core connects again when the orchestrator ends.
+
+mod core_clock;
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{Request as KeyValueRequest, ResponseWriter};
-use coreward_model::dispatch::{Assignment, Epoch, ScaleDown, ScaleUp};
+use coreward_model::dispatch::{Assignment, Epoch, MAX_SERVICES, ScaleDown, ScaleUp};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::CoreAllocator;
 use coreward_runtime::message::{HintMessage, Trigger};
-use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeCounters, ServeOptions};
+use coreward_runtime::serve::{self, Handler, Reply, Request, ServeCounters, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
 
+use crate::core_load_file::BusyFile;
 use crate::interrupt;
 use crate::key_value::store::Store;
+use core_clock::CoreClock;
 
 /// Keys that clients may add.
 const MORE_PAIRS: usize = 1_000_000;
@@ -53,20 +57,73 @@ pub struct OrchestratedServerArgs {
     /// Interval of the load monitor's checks (us); it scales down after four calm ones
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     epoch_us: u64,
+    /// Serve by the clock: cores sleep for the service times, so that many fit on few CPUs
+    #[arg(long)]
+    paced: bool,
+    /// Time that an idle core sleeps between two polls (us)
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    sleep_us: u64,
+    /// File of a little-endian u64 for each of 64 services: its time on the cores (ns); created when all cores are
+    /// connected
+    #[arg(long, value_name = "FILE")]
+    busy_file: Option<PathBuf>,
+}
+
+impl OrchestratedServerArgs {
+    fn serve_options(&self) -> ServeOptions {
+        let (quantum, sleep) = (Duration::from_micros(self.quantum_us), Duration::from_micros(self.sleep_us));
+        let options = ServeOptions { quantum, sleep, ..ServeOptions::default() };
+        if !self.paced {
+            return options;
+        }
+        // The clock of the core ends a slice. The worker may wake a little before the runtime's quantum ends.
+        ServeOptions { quantum: quantum / 2, spin: Duration::ZERO, ..options }
+    }
+
+    fn core_clock(&self) -> Option<CoreClock> {
+        let options = self.serve_options();
+        self.paced.then(|| CoreClock::new(Duration::from_micros(self.quantum_us), options.sleep))
+    }
 }
 
 struct KeyValue {
     store: Store,
     /// `None`: every service runs on every core.
     allocator: Option<CoreAllocator>,
+    /// Workers that have connected.
+    connected: AtomicUsize,
+    /// Service time by service.
+    busy: Option<BusyFile>,
 }
 
-impl Handler for KeyValue {
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+impl KeyValue {
+    fn add_busy(&self, service: u8, time: Duration) {
+        let Some(busy) = &self.busy else { return };
+        let more = |number| Some((u64::from_le(number) + time.as_nanos() as u64).to_le());
+        // Readers need no order with other memory.
+        let _ = busy.numbers()[usize::from(service)].fetch_update(Relaxed, Relaxed, more);
+    }
+}
+
+/// The server at one core.
+struct CoreServer<'s> {
+    shared: &'s KeyValue,
+    /// `None`: the core computes.
+    clock: Option<CoreClock>,
+}
+
+impl Handler for CoreServer<'_> {
+    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut serve::Context<'_>) -> Reply {
+        let service = request.service;
         let Ok(request) = KeyValueRequest::parse(request.payload) else { return Reply::Nothing };
-        compute(Duration::from_nanos(request.service_ns.into()), context);
+        let time = Duration::from_nanos(request.service_ns.into());
+        match &self.clock {
+            Some(clock) => clock.serve(time, || context.yield_point()),
+            None => compute(time, context),
+        }
+        self.shared.add_busy(service, time);
         let mut writer = ResponseWriter::default();
-        self.store.answer(&request, context.core(), &mut writer);
+        self.shared.store.answer(&request, context.core(), &mut writer);
         let mut datagrams = writer.finish();
         let (Some(only), None) = (datagrams.next(), datagrams.next()) else { return Reply::Nothing };
         response.extend_from_slice(only);
@@ -74,7 +131,7 @@ impl Handler for KeyValue {
     }
 
     fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-        match &self.allocator {
+        match &self.shared.allocator {
             Some(allocator) => allocator.act(hint, worker),
             None => worker.rearm_load_monitor(hint.service),
         }
@@ -82,7 +139,7 @@ impl Handler for KeyValue {
 }
 
 /// Computes for so long, without the time of the requests that preempt it.
-fn compute(time: Duration, context: &mut Context<'_>) {
+fn compute(time: Duration, context: &mut serve::Context<'_>) {
     let mut end = Instant::now() + time;
     loop {
         let before = Instant::now();
@@ -105,7 +162,8 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     let cores = args.cores.iter().max().map_or(0, |last| last + 1);
     let is_allocated = args.assignment != Assignment::CompleteShare;
     let allocator = is_allocated.then(|| CoreAllocator::new(args.assignment, cores, args.reserved));
-    let server = KeyValue { store, allocator };
+    let busy = args.busy_file.as_ref().map(|path| BusyFile::create(path, MAX_SERVICES)).transpose()?;
+    let server = KeyValue { store, allocator, connected: AtomicUsize::new(0), busy };
     let stop = AtomicBool::new(false);
     let served: Vec<u64> = std::thread::scope(|scope| {
         let serve = |core: &u16| {
@@ -114,21 +172,39 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
             scope.spawn(move || serve_core(args, core, server, stop))
         };
         let threads: Vec<_> = args.cores.iter().map(serve).collect();
-        while interrupt::check().is_ok() {
-            std::thread::sleep(RETRY_INTERVAL);
-        }
+        let waited = wait(args, &server);
         stop.store(true, Relaxed);
-        threads.into_iter().map(|thread| thread.join().expect("the thread of a core")).collect()
-    });
+        let served = threads.into_iter().map(|thread| thread.join().expect("the thread of a core"));
+        waited.map(|()| served.collect())
+    })?;
     println!("{}", serde_json::to_string(&served)?);
     Ok(())
 }
 
+/// Waits for a signal. Publishes the core load file when all cores are connected.
+fn wait(args: &OrchestratedServerArgs, server: &KeyValue) -> anyhow::Result<()> {
+    let mut unpublished = server.busy.as_ref().zip(args.busy_file.as_ref());
+    while interrupt::check().is_ok() {
+        if server.connected.load(Relaxed) >= args.cores.len()
+            && let Some((busy, path)) = unpublished.take()
+        {
+            busy.publish(path)?;
+        }
+        std::thread::sleep(RETRY_INTERVAL);
+    }
+    Ok(())
+}
+
 /// Serves a core and connects again after each error. Returns the number of served requests.
-fn serve_core(args: &OrchestratedServerArgs, core: u16, server: &KeyValue, stop: &AtomicBool) -> u64 {
+fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &KeyValue, stop: &AtomicBool) -> u64 {
+    if args.paced {
+        // The default of 50 us delays each wake-up. Where it stays, the core is late, and works all the same.
+        let _ = nix::sys::prctl::set_timerslack(1);
+    }
+    let server = CoreServer { shared, clock: args.core_clock() };
     let mut served = 0;
     while !stop.load(Relaxed) {
-        match connect_and_serve(args, core, server, stop) {
+        match connect_and_serve(args, core, &server, stop) {
             Ok(counters) => served += counters.served,
             Err(error) => {
                 tracing::info!(event = "reconnecting", core, %error, "connecting again");
@@ -142,7 +218,7 @@ fn serve_core(args: &OrchestratedServerArgs, core: u16, server: &KeyValue, stop:
 fn connect_and_serve(
     args: &OrchestratedServerArgs,
     core: u16,
-    server: &KeyValue,
+    server: &CoreServer<'_>,
     stop: &AtomicBool,
 ) -> Result<ServeCounters, RuntimeError> {
     let runtime = Runtime::connect(&args.memory)?;
@@ -155,7 +231,7 @@ fn connect_and_serve(
         }
     }
     let mut worker = runtime.worker(core)?;
-    match &server.allocator {
+    match &server.shared.allocator {
         None => (0..services.len() as u8).try_for_each(|service| worker.enable_service(service, core))?,
         Some(allocator) => {
             allocator.attach(&mut worker)?;
@@ -164,8 +240,8 @@ fn connect_and_serve(
             }
         }
     }
-    let options = ServeOptions { quantum: Duration::from_micros(args.quantum_us), ..ServeOptions::default() };
-    worker.serve(server, options, stop)
+    server.shared.connected.fetch_add(1, Relaxed);
+    worker.serve(server, args.serve_options(), stop)
 }
 
 /// Enables the load monitor of service 0.

@@ -1,20 +1,31 @@
-//! Requests at the workers of real servers under `coreward dispatch`, as figures: `turbo-9-live`,
-//! `ringleader-classes-live` and `path-live`, next to the simulator's results for the same scenario.
+//! Requests at the cores of real servers under `coreward dispatch` and `coreward orchestrate`, as figures such as
+//! `turbo-9-live` and `ringleader-bimodal-live`, next to the simulator's results for the same scenario.
 //!
-//! * [`dispatcher`]: `coreward dispatch` on a server of a testbed
+//! * [`dispatcher`]: `coreward dispatch` on a server of a testbed; [`orchestrator`]: `coreward orchestrate`
 //! * [`requests`]: one measurement by `coreward-lab load`
 //! * [`server_figure`]: one server; [`path_figure`]: several behind the load balancer
 //! * [`points`]: which measurements a scenario asks for, and in which order
 
 pub mod dispatcher;
+pub mod orchestrator;
 pub mod path_figure;
 mod points;
 pub mod requests;
 pub mod server_figure;
+
+use std::path::PathBuf;
+use std::process::Command;
 
 use crate::interrupt;
 
 /// Ends a measurement that is going on, in order.
 pub fn interrupt() {
     interrupt::request();
+}
+
+/// Returns a command with real-time priority: it represents another machine, or more CPUs than this one has.
+fn real_time(program: PathBuf) -> Command {
+    let mut command = Command::new("chrt");
+    command.args(["--fifo", "1"]).arg(program);
+    command
 }

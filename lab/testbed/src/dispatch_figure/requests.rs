@@ -1,7 +1,7 @@
 //! One measurement: `coreward-lab load` from the testbed's client, and what it saw.
 
 use std::net::SocketAddrV4;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -11,6 +11,7 @@ use coreward_sim::rpc::Service;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde::Deserialize;
 
+use super::real_time;
 use crate::addresses::SERVICE;
 use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
@@ -157,9 +158,7 @@ fn max_lateness_us() -> anyhow::Result<f64> {
 }
 
 fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Duration) -> anyhow::Result<Report> {
-    // With precedence on the CPU: clients are other machines, which a busy server does not slow down.
-    let mut command = Command::new("chrt");
-    command.args(["--fifo", "1"]).arg(lab_command()?);
+    let mut command = real_time(lab_command()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     let mut load = testbed.spawn(testbed.client(), command)?;

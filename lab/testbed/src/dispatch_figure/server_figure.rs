@@ -1,5 +1,5 @@
-//! `coreward-lab figure turbo-9-live` and `ringleader-classes-live`: one server, paced workers, and every policy in
-//! turns.
+//! `coreward-lab figure turbo-9-live`, `ringleader-bimodal-live` and others: one server, paced cores, and every policy
+//! in turns. `jbsrq` is `coreward orchestrate`, the other policies are `coreward dispatch`.
 
 use std::collections::HashMap;
 use std::process::Command;
@@ -9,9 +9,10 @@ use coreward_sim::figure::axes::Metric;
 use coreward_sim::figure::job::Job;
 use coreward_sim::figure::live::{Progress, Sample};
 use coreward_sim::figure::scenario::Scenario;
-use coreward_sim::rpc;
+use coreward_sim::rpc::{self, Policy};
 
 use super::dispatcher::{Dispatcher, key_value_service};
+use super::orchestrator::Orchestrator;
 use super::points::{self, found, is_same_series, key};
 use super::requests::{Measurement, Requests, allow_sockets};
 use crate::addresses::{VIP, server_address};
@@ -40,15 +41,10 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut site = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| is_same_series(a, b)) {
-        let site = TestEnv::with_workers(&mut site, group[0].cores)?;
-        let service = key_value_service(&group[0].policy, &group[0].service, unit_us)?;
-        let dispatcher = Dispatcher::start(&site.testbed, 1, &service, group[0].cores)?;
-        for config in group {
-            let seen = site.measure(config, &dispatcher, unit_us, seconds)?;
+        TestEnv::suited(&mut site, group[0])?.measure_all(group, unit_us, seconds, &mut |config, seen| {
             measured.insert(key(config), seen);
             progress(measured.len(), configs.len());
-        }
-        dispatcher.stop()?;
+        })?;
     }
     points::samples(scenario, &plan, |place, job| match job {
         Job::Rpc(config) => found(&measured, config)?.value(place.query.measure),
@@ -66,25 +62,56 @@ fn as_rpc(job: &Job) -> Option<&rpc::Config> {
     if let Job::Rpc(config) = job { Some(config) } else { None }
 }
 
+/// The part of coreward that sends requests to the cores of the server.
+enum Backend<'a> {
+    Dispatcher(Dispatcher<'a>),
+    Orchestrator(Orchestrator),
+}
+
+impl<'a> Backend<'a> {
+    fn start(site: &'a TestEnv, config: &rpc::Config, unit_us: f64) -> anyhow::Result<Self> {
+        if let Policy::RankedQueue(options) = &config.policy {
+            return Ok(Self::Orchestrator(Orchestrator::start(&site.testbed, config, options, unit_us)?));
+        }
+        let service = key_value_service(&config.policy, &config.service, unit_us)?;
+        Ok(Self::Dispatcher(Dispatcher::start(&site.testbed, 1, &service, config.cores)?))
+    }
+
+    /// Ends it. Returns the number of requests that it has sent to cores.
+    fn stop(self) -> anyhow::Result<u64> {
+        match self {
+            Self::Dispatcher(dispatcher) => {
+                let dispatched = dispatcher.dispatched()?;
+                dispatcher.stop()?;
+                Ok(dispatched)
+            }
+            Self::Orchestrator(orchestrator) => orchestrator.stop(),
+        }
+    }
+}
+
 /// A client and a server; the fields are dropped in this order.
 struct TestEnv {
     workers: u16,
-    _server: KeyValueServer,
+    /// `None`: the server belongs to `coreward orchestrate`, which starts with it.
+    server: Option<KeyValueServer>,
     testbed: Testbed,
 }
 
 impl TestEnv {
-    /// Returns the present one, or a new one if it has another number of workers.
-    fn with_workers(present: &mut Option<Self>, workers: u16) -> anyhow::Result<&Self> {
-        if present.as_ref().is_none_or(|site| site.workers != workers) {
+    /// Returns the present one, or a new one if that has another number of workers or another server.
+    fn suited<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
+        let (workers, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
+        let is_suited = |site: &Self| site.workers == workers && site.server.is_some() == has_server;
+        if !present.as_ref().is_some_and(is_suited) {
             // The old dispatcher's must be gone first.
             *present = None;
-            *present = Some(Self::start(workers)?);
+            *present = Some(Self::start(workers, has_server)?);
         }
         present.as_ref().context("just started")
     }
 
-    fn start(workers: u16) -> anyhow::Result<Self> {
+    fn start(workers: u16, has_server: bool) -> anyhow::Result<Self> {
         let instance = instance::unique_name("dispatchfigure")?;
         let testbed = Testbed::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
         // No load balancer between the two.
@@ -93,25 +120,36 @@ impl TestEnv {
         testbed.run(testbed.client(), ip)?;
         let count = workers.to_string();
         let options = ["--workers", &count, "--paced", "--receive-buffer", RECEIVE_BUFFER];
-        let server = testbed.start_key_value_server(1, &options)?;
-        Ok(Self { workers, _server: server, testbed })
+        let server = has_server.then(|| testbed.start_key_value_server(1, &options)).transpose()?;
+        Ok(Self { workers, server, testbed })
     }
 
-    fn measure(
+    /// Measures the loads of one series. Fails when requests bypass the backend, too.
+    fn measure_all(
         &self,
-        config: &rpc::Config,
-        dispatcher: &Dispatcher<'_>,
+        series: &[&rpc::Config],
         unit_us: f64,
         seconds: f64,
-    ) -> anyhow::Result<Measurement> {
+        record: &mut dyn FnMut(&rpc::Config, Measurement),
+    ) -> anyhow::Result<()> {
+        let backend = Backend::start(self, series[0], unit_us)?;
+        let mut sent = 0;
+        for config in series {
+            let seen = self.measure(config, unit_us, seconds)?;
+            sent += seen.requests_and_lost().0;
+            record(config, seen);
+        }
+        let (passed, policy) = (backend.stop()?, &series[0].policy);
+        ensure!(passed >= sent, "{policy}: {passed} of {sent} requests passed coreward");
+        Ok(())
+    }
+
+    fn measure(&self, config: &rpc::Config, unit_us: f64, seconds: f64) -> anyhow::Result<Measurement> {
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
         let rate = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
-        let before = dispatcher.dispatched()?;
         let requests = Requests { service: service.clone(), unit_us, rate, seconds, seed: *seed };
         let seen = requests.send(&self.testbed)?;
         let (sent, lost) = seen.requests_and_lost();
-        let dispatched = dispatcher.dispatched()? - before;
-        ensure!(dispatched >= sent, "{policy}: {dispatched} of {sent} requests were dispatched by coreward dispatch");
         ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
         let (short, all) = (seen.value(Metric::ShortP99)?, seen.value(Metric::P99)?);
         eprintln!(

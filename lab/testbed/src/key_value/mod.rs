@@ -10,4 +10,4 @@
 pub mod handle;
 pub mod server;
 pub(crate) mod store;
-mod worker;
+pub(crate) mod worker;

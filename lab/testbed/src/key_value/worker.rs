@@ -22,7 +22,7 @@ use crate::core_load_file::VirtualCore;
 
 /// Delay behind the clock that a core catches up (ns). The machine wakes us microseconds to milliseconds late, which is
 /// none of the core's time; a worker that was stopped for longer has lost that time.
-const CATCH_UP_NS: u64 = 20_000_000;
+pub(crate) const CATCH_UP_NS: u64 = 20_000_000;
 
 /// A worker's counts, in memory that the master and the readers of the counter file share.
 #[derive(Debug, Clone, Copy)]
@@ -158,7 +158,7 @@ impl Worker<'_> {
 }
 
 /// Until a moment of CLOCK_MONOTONIC (ns).
-fn sleep_until(moment_ns: u64) {
+pub(crate) fn sleep_until(moment_ns: u64) {
     let moment = TimeSpec::from_duration(Duration::from_nanos(moment_ns));
     while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &moment) == Err(Errno::EINTR) {}
 }

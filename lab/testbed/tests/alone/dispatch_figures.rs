@@ -1,4 +1,5 @@
-//! The figures that `coreward dispatch` is measured in, made small: every measurement is made, and every request answered.
+//! The figures of `coreward dispatch` and `coreward orchestrate`, made small: every measurement is made, and every
+//! request answered.
 
 use std::process::Command;
 
@@ -50,5 +51,17 @@ fn service_class_figure_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let result = figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
     assert_whole(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
+    Ok(())
+}
+
+#[test]
+fn orchestrator_is_measured_live() -> anyhow::Result<()> {
+    skip_if!(missing_testbed_rights(), Ok(()));
+    let series = ["RingLeader", "RingLeader (simulated)"];
+    // 80 % load, as the bars.
+    let options = ["--seconds", "0.5", "--points", "1.312824", "--series", &series.join(",")];
+    let result = figure(&[&["ringleader-bimodal-live"], &options[..]].concat())?;
+    assert_whole(&result, 4, &series, 1.0);
+    assert_eq!(result.claims.len(), 2, "those without coreward dispatch");
     Ok(())
 }

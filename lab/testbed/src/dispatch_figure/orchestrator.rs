@@ -1,0 +1,150 @@
+//! `coreward orchestrate` on a server, with the paced cores of `coreward-lab testbed orchestrated-server`.
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context as _, ensure};
+use coreward_load::key_value::TYPE_OFFSET;
+use coreward_load::request_type::RequestType;
+use coreward_model::dispatch::{Assignment, RankRule, Selection};
+use coreward_sim::rpc::{Config, JbsrqOptions};
+use serde_json::Value;
+
+use super::real_time;
+use crate::addresses::SERVICE;
+use crate::fleet::{coreward_command, lab_command};
+use crate::process::{Process, TIMEOUT};
+use crate::topology::Testbed;
+
+/// The orchestrator of one service, with its server; both are killed when dropped.
+#[derive(Debug)]
+pub struct Orchestrator {
+    server: Process,
+    daemon: Process,
+}
+
+/// Returns the file of `coreward orchestrate` for a simulated server: docs/orchestrate.md. `latency_us`: most time for
+/// which the daemon sleeps while cores have requests. Fails when the service has more classes than the protocol.
+pub fn configuration(
+    config: &Config,
+    options: &JbsrqOptions,
+    memory: &Path,
+    latency_us: u64,
+) -> anyhow::Result<String> {
+    let policy = match options.rank {
+        RankRule::Ranked => "jbsrq",
+        RankRule::Global => "global-jbsq",
+        RankRule::PerService => "per-service-jbsq",
+    };
+    let scheduler = match options.scheduler {
+        Selection::FirstEligible => "feo",
+        Selection::Pifo => "pifo",
+    };
+    let assignment = options.assignment;
+    ensure!(assignment == Assignment::CompleteShare, "assignment {assignment} is not measured: expected share");
+    let (cores, depth) = (config.cores, options.depth);
+    let mut text = format!(
+        "memory = {memory:?}\ncores = {cores}\ndepth = {depth}\npolicy = \"{policy}\"\nscheduler = \"{scheduler}\"\n\
+         sleep = \"{latency_us}us\"\nwaiting = 16384\npayload = 256\nstall_after = \"10s\"\n"
+    );
+    let services = options.priorities.services(config.service.class_times().len() as u8);
+    for service in 0..services {
+        let (priority, lambda) = (service, options.lambda.get());
+        writeln!(text, "[[service]]\nlisten = \"{SERVICE}\"\npriority = {priority}\nlambda = {lambda:?}")?;
+        // The last one has all other requests.
+        if service + 1 < services {
+            let value = RequestType::work(service).context("more classes than the protocol has")?.byte();
+            writeln!(text, "match = {{ offset = {TYPE_OFFSET}, value = {value} }}")?;
+        }
+    }
+    Ok(text)
+}
+
+impl Orchestrator {
+    /// Starts it on server 1, for the one service of `config`, and waits until all cores are connected. `unit_us`: the
+    /// unit of service time. Idle cores and the waiting daemon sleep for the simulated latency of the interface. Fails
+    /// when one of the two does not start.
+    pub fn start(testbed: &Testbed, config: &Config, options: &JbsrqOptions, unit_us: f64) -> anyhow::Result<Self> {
+        let path = |name: &str| testbed.directory().join(name);
+        let (memory, busy_file, file) = (path("cores"), path("cores-busy"), path("orchestrate.toml"));
+        for left in [&memory, &busy_file] {
+            // Those of an earlier one.
+            let _ = fs::remove_file(left);
+        }
+        let in_us = |time: f64| (time * unit_us).round().max(1.0) as u64;
+        fs::write(&file, configuration(config, options, &memory, in_us(config.latency))?)?;
+        let log = File::create(path("orchestrate.log"))?;
+        let namespace = testbed.server(1)?;
+        let mut command = real_time(coreward_command()?);
+        command.args(["orchestrate", "--config"]).arg(&file);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log.try_clone()?);
+        let mut daemon = testbed.spawn(namespace, command)?;
+        daemon.wait_for_file("coreward orchestrate", &memory)?;
+
+        let mut command = real_time(lab_command()?);
+        let cores: Vec<String> = (0..config.cores).map(|core| core.to_string()).collect();
+        command.args(["testbed", "orchestrated-server", "--paced", "--keys", "1", "--cores", &cores.join(",")]);
+        command.args(["--quantum-us", &in_us(options.quantum).to_string()]);
+        command.args(["--sleep-us", &in_us(config.latency).to_string()]);
+        command.arg("--memory").arg(&memory).arg("--busy-file").arg(&busy_file);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        let mut server = testbed.spawn(namespace, command)?;
+        server.wait_for_file("the server of the cores", &busy_file)?;
+        Ok(Self { server, daemon })
+    }
+
+    /// Ends both. Returns the number of requests that cores completed. Fails when requests were dropped, rejected or
+    /// lost, when a worker stalled, or when one of the two does not end.
+    pub fn stop(mut self) -> anyhow::Result<u64> {
+        for (name, process) in
+            [("the server of the cores", &mut self.server), ("coreward orchestrate", &mut self.daemon)]
+        {
+            let status = process.terminate(*TIMEOUT)?;
+            ensure!(status.success(), "{name} ended with {status}");
+        }
+        let output = self.daemon.child().stdout.take().context("stdout")?;
+        let report: Value = serde_json::from_reader(output).context("the report of coreward orchestrate")?;
+        let services = report["services"].as_array().context("a report without services")?;
+        let sum = |count: &str| services.iter().filter_map(|service| service[count].as_u64()).sum::<u64>();
+        let is_zero = |count: &&str| sum(count) == 0;
+        ensure!(["dropped", "rejected", "lost"].iter().all(is_zero) && report["stalls"] == 0, "{report}");
+        Ok(sum("completed"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_sim::rpc::Policy;
+
+    use super::*;
+
+    fn text(policy: &str, service: &str) -> String {
+        let config = Config {
+            policy: policy.parse().unwrap(),
+            service: service.parse().unwrap(),
+            cores: 3,
+            ..Config::default()
+        };
+        let Policy::RankedQueue(options) = &config.policy else { panic!("{policy}") };
+        configuration(&config, options, Path::new("/run/cores"), 220).unwrap()
+    }
+
+    #[test]
+    fn simulated_policies_have_a_configuration() {
+        let head = "memory = \"/run/cores\"\ncores = 3\n";
+        let rest = "sleep = \"220us\"\nwaiting = 16384\npayload = 256\nstall_after = \"10s\"\n";
+        let first = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 0\n";
+        let second = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 1\nlambda = 0.2\n";
+        let priorities = format!(
+            "{head}depth = 4\npolicy = \"jbsrq\"\nscheduler = \"feo\"\n{rest}\
+             {first}lambda = 0.2\nmatch = {{ offset = 0, value = 16 }}\n{second}"
+        );
+        assert_eq!(text("jbsrq:quantum=1", "bimodal:0.1:5"), priorities);
+        let alike =
+            format!("{head}depth = 2\npolicy = \"global-jbsq\"\nscheduler = \"pifo\"\n{rest}{first}lambda = 0.0\n");
+        let options = "depth=2,lambda=0,rank=global,scheduler=pifo,priorities=none";
+        assert_eq!(text(&format!("jbsrq:{options}"), "bimodal:0.1:5"), alike);
+    }
+}

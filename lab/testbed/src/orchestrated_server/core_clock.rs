@@ -1,0 +1,111 @@
+//! A core by the clock: it sleeps for the service times of its requests, so that two CPUs carry many cores.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use coreward_load::event_loop::now_ns;
+
+use crate::key_value::worker::{CATCH_UP_NS, sleep_until};
+
+/// Virtual time of a core.
+///
+/// A late wake-up delays a response and takes nothing from the core's capacity: the next request starts when the
+/// previous one ended in virtual time.
+#[derive(Debug)]
+pub struct CoreClock {
+    /// Service time between two yield points (ns).
+    slice_ns: u64,
+    /// Time that an idle worker sleeps, at least (ns).
+    sleep_ns: u64,
+    /// End of the last slice in virtual time.
+    virtual_ns: Cell<u64>,
+    /// Time at which the worker woke after the last slice.
+    woke_ns: Cell<u64>,
+}
+
+impl CoreClock {
+    /// `slice`: service time between two yield points. `sleep`: time that the idle worker sleeps, at least.
+    pub fn new(slice: Duration, sleep: Duration) -> Self {
+        let [slice_ns, sleep_ns] = [slice, sleep].map(|time| time.as_nanos() as u64);
+        Self { slice_ns, sleep_ns, virtual_ns: Cell::new(0), woke_ns: Cell::new(0) }
+    }
+
+    /// Sleeps for the service time of a request. `yield_point` may serve other requests meanwhile.
+    pub fn serve(&self, service: Duration, mut yield_point: impl FnMut()) {
+        self.begin(now_ns());
+        let mut left_ns = service.as_nanos() as u64;
+        loop {
+            let slice_ns = left_ns.min(self.slice_ns);
+            let end_ns = self.virtual_ns.get() + slice_ns;
+            sleep_until(end_ns);
+            self.end_slice(end_ns, now_ns());
+            left_ns -= slice_ns;
+            if left_ns == 0 {
+                return;
+            }
+            yield_point();
+        }
+    }
+
+    /// Begins a request: now if the worker has slept since the last one, else where that one ended.
+    fn begin(&self, now_ns: u64) {
+        let has_slept = now_ns - self.woke_ns.get() >= self.sleep_ns;
+        let earliest_ns = if has_slept { now_ns } else { now_ns.saturating_sub(CATCH_UP_NS) };
+        self.virtual_ns.set(self.virtual_ns.get().max(earliest_ns));
+    }
+
+    fn end_slice(&self, end_ns: u64, now_ns: u64) {
+        self.virtual_ns.set(end_ns);
+        self.woke_ns.set(now_ns);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    fn clock() -> CoreClock {
+        CoreClock::new(Duration::from_millis(1), Duration::from_millis(10))
+    }
+
+    #[test]
+    fn late_wake_up_takes_nothing_from_the_capacity() {
+        let clock = clock();
+        clock.begin(100 * MS);
+        clock.end_slice(101 * MS, 104 * MS);
+        clock.begin(105 * MS);
+        assert_eq!(clock.virtual_ns.get(), 101 * MS);
+    }
+
+    #[test]
+    fn idle_core_begins_when_it_wakes() {
+        let clock = clock();
+        clock.begin(100 * MS);
+        clock.end_slice(101 * MS, 102 * MS);
+        clock.begin(112 * MS);
+        assert_eq!(clock.virtual_ns.get(), 112 * MS);
+    }
+
+    #[test]
+    fn stopped_core_has_lost_its_time() {
+        let clock = clock();
+        clock.begin(100 * MS);
+        clock.end_slice(101 * MS, 1000 * MS);
+        clock.begin(1001 * MS);
+        assert_eq!(clock.virtual_ns.get(), 1001 * MS - CATCH_UP_NS);
+    }
+
+    #[test]
+    fn request_takes_its_time_and_that_of_those_in_between() {
+        let (clock, before) = (clock(), now_ns());
+        let mut yields = 0;
+        clock.serve(Duration::from_millis(3), || {
+            yields += 1;
+            clock.serve(Duration::from_millis(2), || ());
+        });
+        assert_eq!(yields, 2);
+        assert!(now_ns() - before >= 7 * MS, "3 ms and twice 2 ms");
+    }
+}
