@@ -63,8 +63,8 @@ pub struct Change {
 pub struct Probe {
     /// Address that is resolved.
     pub address: IpAddr,
-    /// Destination of the frame; [`MacAddress::BROADCAST`] for all that may have the address.
-    pub destination: MacAddress,
+    /// MAC address in use; `None`: the probe is broadcast or multicast.
+    pub mac: Option<MacAddress>,
 }
 
 #[derive(Debug, Clone)]
@@ -113,8 +113,7 @@ impl Neighbours {
             if neighbour.missed >= MISSED_LIMIT && neighbour.mac.take().is_some() {
                 changes.push(Change { address, mac: None });
             }
-            let destination = neighbour.mac.filter(|_| neighbour.missed == 0).unwrap_or(MacAddress::BROADCAST);
-            probes.push(Probe { address, destination });
+            probes.push(Probe { address, mac: neighbour.mac.filter(|_| neighbour.missed == 0) });
             neighbour.missed = neighbour.missed.saturating_add(1);
             // A missed probe is repeated sooner.
             let settled = neighbour.mac.is_some() && neighbour.missed == 1;
@@ -130,15 +129,15 @@ impl Neighbours {
     }
 }
 
-/// Returns the ARP request frame for `address`, sent to `destination`.
+/// Returns the ARP request frame for `address`: to `mac`, or broadcast.
 pub fn request_frame(
     address: Ipv4Addr,
-    destination: MacAddress,
+    mac: Option<MacAddress>,
     own_mac: MacAddress,
     own_address: Ipv4Addr,
 ) -> [u8; FRAME_BYTES] {
     let mut frame = [0; FRAME_BYTES];
-    frame[..6].copy_from_slice(&destination.0);
+    frame[..6].copy_from_slice(&mac.unwrap_or(MacAddress::BROADCAST).0);
     frame[6..12].copy_from_slice(&own_mac.0);
     frame[12..14].copy_from_slice(&ETHERTYPE_ARP.to_be_bytes());
     frame[14..20].copy_from_slice(&ARP_ETHERNET_IPV4);
@@ -245,6 +244,7 @@ impl Link {
         let start = Instant::now();
         let mut neighbours = Neighbours::default();
         let mut paced_until = Duration::ZERO;
+        let (mut own, mut own_read_at) = (None, None);
         while !matches!(ended.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
             let new = desired.lock().take();
             if let Some(new) = new {
@@ -252,8 +252,15 @@ impl Link {
             }
             let mut lost = Vec::new();
             if start.elapsed() >= paced_until {
-                let (probes, missing) = neighbours.due(start.elapsed());
-                self.send(&probes);
+                let now = start.elapsed();
+                let (probes, missing) = neighbours.due(now);
+                // Once per interval: thousands of servers are probed in many batches.
+                if !probes.is_empty() && own_read_at.is_none_or(|read_at| read_at + SEARCH_INTERVAL <= now) {
+                    (own, own_read_at) = (OwnAddresses::in_vlan(&self.interface, self.vlan), Some(now));
+                }
+                if let Some(own) = &own {
+                    self.send(&probes, own);
+                }
                 lost = missing;
                 paced_until = start.elapsed() + PACE;
             }
@@ -270,18 +277,11 @@ impl Link {
     }
 
     /// A frame that cannot be sent (the link is down) counts as missed.
-    fn send(&self, probes: &[Probe]) {
-        if probes.is_empty() {
-            return;
-        }
-        let Some(own) = OwnAddresses::in_vlan(&self.interface, self.vlan) else { return };
-        for Probe { address, destination } in probes {
+    fn send(&self, probes: &[Probe], own: &OwnAddresses) {
+        for Probe { address, mac } in probes {
             let sent = match *address {
-                IpAddr::V4(address) => self.write(&self.arp, &request_frame(address, *destination, own.mac, own.ipv4)),
-                IpAddr::V6(address) => {
-                    let known = Some(*destination).filter(|mac| *mac != MacAddress::BROADCAST);
-                    self.write(&self.ndp, &ndp::solicitation(address, known, own.mac, own.ipv6))
-                }
+                IpAddr::V4(address) => self.write(&self.arp, &request_frame(address, *mac, own.mac, own.ipv4)),
+                IpAddr::V6(address) => self.write(&self.ndp, &ndp::solicitation(address, *mac, own.mac, own.ipv6)),
             };
             if let Err(error) = sent {
                 tracing::debug!(event = "probe-not-sent", %address, %error, "cannot send a probe for a MAC address");
@@ -438,16 +438,16 @@ mod tests {
     fn neighbour_is_found_kept_and_lost() {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
-        assert_eq!(neighbours.due(at(0)).0, [Probe { address: A, destination: MacAddress::BROADCAST }]);
+        assert_eq!(neighbours.due(at(0)).0, [Probe { address: A, mac: None }]);
         assert_eq!(neighbours.observe(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
         assert_eq!(neighbours.observe(A, MAC, at(2)), None);
         assert!(neighbours.due(at(500)).0.is_empty());
         // Probed at its own address first, at the broadcast address after a miss.
-        assert_eq!(neighbours.due(at(1002)).0, [Probe { address: A, destination: MAC }]);
+        assert_eq!(neighbours.due(at(1002)).0, [Probe { address: A, mac: Some(MAC) }]);
         let mut lost_at = None;
         for ms in (1003..10_000).step_by(10) {
             let (probes, changes) = neighbours.due(at(ms));
-            assert!(probes.iter().all(|probe| probe.destination == MacAddress::BROADCAST));
+            assert!(probes.iter().all(|probe| probe.mac.is_none()));
             if changes == [Change { address: A, mac: None }] {
                 assert_eq!(lost_at.replace(ms), None);
             }
@@ -486,7 +486,7 @@ mod tests {
     #[test]
     fn arp_request_is_parsed_again() {
         let target = Ipv4Addr::new(10, 1, 1, 1);
-        let frame = request_frame(target, MacAddress::BROADCAST, MAC, Ipv4Addr::new(10, 1, 0, 1));
+        let frame = request_frame(target, None, MAC, Ipv4Addr::new(10, 1, 0, 1));
         assert_eq!(sender(&frame), Some((Ipv4Addr::new(10, 1, 0, 1), MAC)));
         for length in 0..FRAME_BYTES {
             assert_eq!(sender(&frame[..length]), None);

@@ -12,7 +12,7 @@ const ICMP: usize = IP + 40;
 const TARGET: usize = ICMP + 8;
 const OPTIONS: usize = TARGET + 16;
 /// A solicitation with its frame's header and its only option.
-pub const FRAME_BYTES: usize = OPTIONS + 8;
+const FRAME_BYTES: usize = OPTIONS + 8;
 
 const NEXT_HEADER_ICMPV6: u8 = 58;
 /// Routers decrease it: the sender is on the link.
@@ -35,36 +35,34 @@ pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
     step(RETURN, 0, 0, 0),
 ];
 
-/// Returns the solicitation of `target`: to `mac`, or to the target's multicast group.
-pub fn solicitation(
-    target: Ipv6Addr,
-    mac: Option<MacAddress>,
-    own_mac: MacAddress,
-    own_address: Ipv6Addr,
-) -> [u8; FRAME_BYTES] {
+/// Returns the solicitation of `target`: to `mac`, or to the target's multicast group. Without an own address it is as
+/// in duplicate address detection: to the group, and without the option (RFC 4861, Sect. 4.3 and 7.1.1).
+pub fn solicitation(target: Ipv6Addr, mac: Option<MacAddress>, own_mac: MacAddress, own_address: Ipv6Addr) -> Vec<u8> {
     let [.., a, b, c] = target.octets();
-    let (destination_mac, destination) = match mac {
+    let (destination_mac, destination) = match mac.filter(|_| !own_address.is_unspecified()) {
         Some(mac) => (mac, target),
         None => {
             let group = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]));
             (MacAddress([0x33, 0x33, 0xff, a, b, c]), group)
         }
     };
-    let mut frame = [0; FRAME_BYTES];
+    let length = if own_address.is_unspecified() { OPTIONS } else { FRAME_BYTES };
+    let mut frame = vec![0; length];
     frame[..6].copy_from_slice(&destination_mac.0);
     frame[6..12].copy_from_slice(&own_mac.0);
     frame[12..14].copy_from_slice(&ETHERTYPE_IPV6.to_be_bytes());
     frame[IP] = 6 << 4;
-    frame[IP + 4..IP + 6].copy_from_slice(&((FRAME_BYTES - ICMP) as u16).to_be_bytes());
+    frame[IP + 4..IP + 6].copy_from_slice(&((length - ICMP) as u16).to_be_bytes());
     frame[IP + 6] = NEXT_HEADER_ICMPV6;
     frame[IP + 7] = HOP_LIMIT;
     frame[IP + 8..IP + 24].copy_from_slice(&own_address.octets());
     frame[IP + 24..ICMP].copy_from_slice(&destination.octets());
     frame[ICMP] = SOLICITATION;
     frame[TARGET..OPTIONS].copy_from_slice(&target.octets());
-    frame[OPTIONS] = OPTION_SOURCE_ADDRESS;
-    frame[OPTIONS + 1] = 1;
-    frame[OPTIONS + 2..].copy_from_slice(&own_mac.0);
+    if let Some(option) = frame.get_mut(OPTIONS..FRAME_BYTES) {
+        option[..2].copy_from_slice(&[OPTION_SOURCE_ADDRESS, 1]);
+        option[2..].copy_from_slice(&own_mac.0);
+    }
     let sum = checksum(&frame);
     frame[ICMP + 2..ICMP + 4].copy_from_slice(&sum.to_be_bytes());
     frame
@@ -148,8 +146,17 @@ mod tests {
     }
 
     #[test]
+    fn solicitation_without_an_own_address_is_as_in_duplicate_address_detection() {
+        let frame = solicitation(TARGET_ADDRESS, Some(MAC), MAC, Ipv6Addr::UNSPECIFIED);
+        assert_eq!(frame.len(), OPTIONS, "RFC 4861, Sect. 4.3: no source link-layer address option");
+        assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
+        assert_eq!(frame[IP + 24..ICMP], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!((checksum(&frame), sender(&frame)), (0, None));
+    }
+
+    #[test]
     fn advertisement_names_its_target() {
-        let mut frame = solicitation(TARGET_ADDRESS, None, MAC, OWN).to_vec();
+        let mut frame = solicitation(TARGET_ADDRESS, None, MAC, OWN);
         frame[ICMP] = ADVERTISEMENT;
         assert_eq!(sender(&with_checksum(frame.clone())), None, "the option is of a solicitation");
         frame[OPTIONS] = OPTION_TARGET_ADDRESS;
