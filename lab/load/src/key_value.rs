@@ -94,6 +94,9 @@ pub enum BadRequest {
     /// A GET or PUT without a key.
     #[error("a {0} without a key")]
     NoKey(RequestType),
+    /// A value that no response has room for.
+    #[error("a value of {0} bytes: expected at most {VALUE_MAX}")]
+    ValueTooLong(usize),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -129,6 +132,9 @@ impl<'a> Request<'a> {
         let (key, value) = rest.split_at(key_length);
         if key.is_empty() && matches!(request_type, RequestType::GET | RequestType::PUT) {
             return Err(BadRequest::NoKey(request_type));
+        }
+        if value_length > VALUE_MAX {
+            return Err(BadRequest::ValueTooLong(value_length));
         }
         Ok(Self { request_type, id: header.id.get(), service_ns: header.service_ns.get(), key, value })
     }
@@ -271,6 +277,13 @@ mod tests {
         assert!(parse(b"\x00\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("request type 0"));
         assert!(parse(b"\x01\x02\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00k").contains("13 bytes: expected 14"));
         assert!(parse(b"\x01\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("a GET without a key"));
+        let mut datagram = Vec::new();
+        let value = [0; VALUE_MAX + 1];
+        let put = |value| Request { request_type: RequestType::PUT, id: 1, service_ns: 0, key: b"k", value };
+        put(&value[1..]).write(&mut datagram);
+        assert!(Request::parse(&datagram).is_ok());
+        put(&value).write(&mut datagram);
+        assert!(parse(&datagram).contains("a value of 1202 bytes: expected at most 1201"), "{}", parse(&datagram));
     }
 
     proptest! {

@@ -49,7 +49,7 @@ impl Store {
         let value = pairs.get(request.key);
         response.begin(request, if value.is_some() { Status::Done } else { Status::NotFound }, worker);
         if let Some(value) = value {
-            assert!(response.push(request.key, value), "PUT takes nothing that does not fit");
+            assert!(response.push(request.key, value), "requests have values that fit");
         }
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use coreward_load::event_loop::now_ns;
-use coreward_load::key_value::{BadRequest, Request, ResponseWriter, VALUE_MAX};
+use coreward_load::key_value::{BadRequest, Request, ResponseWriter};
 use coreward_load::receive::Receiver;
 use coreward_load::request_type::{RequestType, ServiceTimes};
 use nix::errno::Errno;
@@ -64,8 +64,6 @@ enum Rejection {
     BadRequest(#[from] BadRequest),
     #[error("a {0}, for which there is no service time: give one by --service-us or in the request")]
     NoServiceTime(RequestType),
-    #[error("a value of {0} bytes: expected at most {VALUE_MAX}")]
-    Value(usize),
     #[error("more than a datagram may have")]
     Truncated,
 }
@@ -131,9 +129,6 @@ impl Worker<'_> {
         core: &mut VirtualCore,
         response: &mut ResponseWriter,
     ) -> Result<(), Rejection> {
-        if request.value.len() > VALUE_MAX {
-            return Err(Rejection::Value(request.value.len()));
-        }
         let begun_ns = now_ns();
         let service_ns = match self.pace {
             Pace::Work => None,
