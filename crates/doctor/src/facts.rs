@@ -96,8 +96,8 @@ pub struct Facts {
     pub controller: Option<Result<SocketAddr, String>>,
     /// Services of this machine.
     pub services: Vec<Service>,
-    /// Servers of these services, with their addresses.
-    pub servers: BTreeMap<String, IpAddr>,
+    /// Servers of these services.
+    pub servers: BTreeMap<String, Server>,
     /// Reports rejected as sent in the future.
     pub reports_from_the_future: u64,
     /// Announcement of VIPs; `None`: not by coreward.
@@ -297,6 +297,15 @@ impl Service {
     pub fn vip(&self) -> IpAddr {
         self.address.socket.ip()
     }
+}
+
+/// Server of a service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Server {
+    /// Address for load balancers.
+    pub address: IpAddr,
+    /// Whether load balancers send it frames without a tag: by `forwarding = "l2"`, in no VLAN.
+    pub on_segment: bool,
 }
 
 /// Sockets of a service.

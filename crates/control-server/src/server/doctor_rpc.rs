@@ -17,8 +17,11 @@ pub fn fleet(shared: &ControllerState) -> v1::FleetReply {
         forwarding: service.mode.forwarding.name().to_owned(),
         servers: service.members.keys().map(|id| fleet.servers[id].name.clone()).collect(),
     };
-    let server =
-        |server: &FleetServer| v1::FleetServer { name: server.name.clone(), address: address_bytes(server.address) };
+    let server = |server: &FleetServer| v1::FleetServer {
+        name: server.name.clone(),
+        address: address_bytes(server.address),
+        vlan: server.vlan.get().into(),
+    };
     v1::FleetReply {
         services: fleet.services.iter().map(service).collect(),
         servers: fleet.servers.values().filter(|server| server.admin_state != AdminState::Left).map(server).collect(),

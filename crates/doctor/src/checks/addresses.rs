@@ -69,16 +69,20 @@ pub fn segment(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::unknown("no server is known: the controller returned none")];
     }
     let own: Vec<&Address> = facts.addresses.iter().filter(|held| held.device == facts.interface()).collect();
-    let beyond: Vec<String> = facts
-        .servers
-        .iter()
-        .filter(|(_, address)| !own.iter().any(|held| held.reaches(**address)))
-        .map(|(name, address)| format!("{name} ({address})"))
+    let on_segment = facts.servers.iter().filter(|(_, server)| server.on_segment);
+    let beyond: Vec<String> = on_segment
+        .clone()
+        .filter(|(_, server)| !own.iter().any(|held| held.reaches(server.address)))
+        .map(|(name, server)| format!("{name} ({})", server.address))
         .collect();
     if beyond.is_empty() {
+        let count = on_segment.count();
+        let others = match facts.servers.len() - count {
+            0 => String::new(),
+            others => format!("; {others} are behind routers or in VLANs"),
+        };
         return vec![Finding::ok(format!(
-            "all {} servers are in the network of {}",
-            facts.servers.len(),
+            "all {count} servers of the segment are in the network of {}{others}",
             facts.interface()
         ))];
     }

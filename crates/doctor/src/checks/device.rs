@@ -1,11 +1,10 @@
 //! Checks of the NIC, except for RSS.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 
 use coreward_lb::config::XdpMode;
 
-use crate::facts::{Device, Facts, Role};
+use crate::facts::{Device, Facts, Role, Server};
 use crate::finding::Finding;
 
 /// Runs a check of the device; without one the check `interface` gives the reason.
@@ -157,7 +156,7 @@ pub fn outer_headers(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let ipv6 = facts.services.iter().filter(|service| service.vip().is_ipv6());
         let lengths = ipv6.flat_map(|service| {
-            let overhead = |server: &IpAddr| service.forwarding.overhead(*server);
+            let overhead = |server: &Server| service.forwarding.overhead(server.address);
             facts
                 .servers
                 .values()

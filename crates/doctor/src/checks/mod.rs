@@ -88,7 +88,7 @@ pub const CHECKS: &[Check] = &[
     check("flow-director", SERVER, "the driver moves no open connections by itself (ATR)", rss::flow_director),
     check("vip", BOTH, "server: each VIP on `lo`; load balancer: no VIP is its own address", addresses::vip),
     check("ipv6", SERVER, "IPv6 is enabled at `lo` and the device, if a VIP is IPv6", addresses::ipv6),
-    check("segment", LB, "every server's address is in the device's network", addresses::segment),
+    check("segment", LB, "the address of every server on the segment is in the device's network", addresses::segment),
     fixing("arp-ignore", SERVER, "no answers to ARP for addresses on `lo` (1 or 2)", addresses::arp_ignore),
     fixing("arp-announce", SERVER, "no ARP in the name of addresses on `lo` (2)", addresses::arp_announce),
     check(

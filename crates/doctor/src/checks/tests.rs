@@ -33,6 +33,10 @@ fn service(protocol: Protocol) -> Service {
     }
 }
 
+fn servers(address: &str, on_segment: bool) -> BTreeMap<String, Server> {
+    BTreeMap::from([("s1".to_owned(), Server { address: address.parse().unwrap(), on_segment })])
+}
+
 /// Facts of a server or load balancer without findings.
 fn passing_facts(role: Role) -> Facts {
     let sysctls = [
@@ -107,7 +111,7 @@ fn passing_facts(role: Role) -> Facts {
         netfilter: Netfilter { chains: Ok(vec![]), legacy_tables: vec![] },
         controller: Some(Ok("10.1.0.2:7400".parse().unwrap())),
         services: vec![service(Protocol::Tcp)],
-        servers: BTreeMap::from([("s1".to_owned(), "10.1.1.2".parse().unwrap())]),
+        servers: servers("10.1.1.2", true),
         reports_from_the_future: 0,
         announcement: None,
         controller_place: Some(ControllerFacts {
@@ -382,13 +386,23 @@ fn native_xdp_is_checked() {
 }
 
 #[test]
+fn servers_of_the_segment_need_an_address_in_its_network() {
+    let is_fault = |address: &str, on_segment: bool| {
+        found(Role::Lb, |facts| facts.servers = servers(address, on_segment)).contains(&("segment", FAULT))
+    };
+    assert!(is_fault("192.0.2.1", true));
+    assert!(!is_fault("192.0.2.1", false), "it is behind routers or in a VLAN");
+    assert!(!is_fault("10.1.1.2", true));
+}
+
+#[test]
 fn mtu_has_room_for_outer_headers_of_ipv6_packets() {
     let is_fault = |mtu: u32, vip: &str, server: &str| {
         let findings = found(Role::Lb, |facts| {
             device(facts).mtu = mtu;
             facts.services[0].forwarding = Forwarding::Gue;
             facts.services[0].address.socket = vip.parse().unwrap();
-            facts.servers = BTreeMap::from([("s1".to_owned(), server.parse().unwrap())]);
+            facts.servers = servers(server, false);
         });
         findings.contains(&("outer-headers", FAULT))
     };

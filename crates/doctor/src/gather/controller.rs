@@ -1,7 +1,7 @@
 //! Services of this machine, from the controller.
 
-use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::anyhow;
@@ -9,6 +9,7 @@ use coreward_control_server::config::ControllerConfig;
 use coreward_http::client::{Client, Proof};
 use coreward_http::tokens::token_file;
 use coreward_model::ServiceAddress;
+use coreward_model::forwarding::Forwarding;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::Connector;
 use coreward_tls::verify::Host;
@@ -17,7 +18,7 @@ use coreward_wire::address::parse_address;
 use coreward_wire::v1::{FleetReply, FleetRequest, FleetServer, FleetService};
 use tonic::transport::Endpoint;
 
-use crate::facts::{Role, Service};
+use crate::facts::{Role, Server, Service};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// 16,384 servers and 1,000 services are about 1 MB.
@@ -27,7 +28,7 @@ const ANSWER_BYTES: usize = 64 << 20;
 pub(super) struct Fleet {
     pub answer: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
-    pub servers: BTreeMap<String, IpAddr>,
+    pub servers: BTreeMap<String, Server>,
     pub reports_from_the_future: u64,
 }
 
@@ -100,14 +101,44 @@ fn of(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet
             sockets: None,
         })
     };
-    let address = |server: &FleetServer| match parse_address("address", &server.address) {
-        Ok(address) if !address.is_unspecified() => Some((server.name.clone(), address)),
-        _ => None,
+    let bridged: BTreeSet<&String> = ours
+        .clone()
+        .filter(|service| !service.forwarding.parse::<Forwarding>().unwrap_or_default().encapsulates())
+        .flat_map(|service| &service.servers)
+        .collect();
+    let server = |server: &FleetServer| {
+        let address = parse_address("address", &server.address).ok().filter(|address| !address.is_unspecified())?;
+        let on_segment = bridged.contains(&server.name) && server.vlan == 0;
+        Some((server.name.clone(), Server { address, on_segment }))
     };
     Fleet {
         answer: Some(Ok(controller)),
         services: ours.filter_map(service).collect(),
-        servers: reply.servers.iter().filter_map(address).collect(),
+        servers: reply.servers.iter().filter_map(server).collect(),
         reports_from_the_future: reply.reports_from_the_future,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_behind_routers_or_in_vlans_are_not_on_the_segment() {
+        let service = |forwarding: &str, servers: &[&str]| FleetService {
+            forwarding: forwarding.to_owned(),
+            servers: servers.iter().map(|name| (*name).to_owned()).collect(),
+            ..FleetService::default()
+        };
+        let server = |name: &str, vlan| FleetServer { name: name.to_owned(), address: vec![10, 1, 1, 2], vlan };
+        let reply = FleetReply {
+            services: vec![service("gue", &["routed", "both"]), service("", &["both", "near", "tagged"])],
+            servers: vec![server("routed", 0), server("both", 0), server("near", 0), server("tagged", 7)],
+            ..FleetReply::default()
+        };
+        let fleet = of(&reply, "10.1.0.2:7400".parse().unwrap(), None);
+        let on_segment = fleet.servers.iter().filter(|(_, server)| server.on_segment);
+        assert_eq!(on_segment.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["both", "near"]);
+        assert_eq!(fleet.servers.len(), 4);
     }
 }
