@@ -7,6 +7,20 @@ use coreward_wire::v1;
 use super::agent::Agent;
 use super::{Controller, Now};
 use coreward_fleet::fleet::AdminState;
+use coreward_metrics::metrics;
+use coreward_metrics::table::Kind::{Gauge, MaxGauge};
+use coreward_metrics::table::{Component, Family, family};
+
+metrics! {
+    GENERATION_LAG: Family<2> = family(
+        MaxGauge, "coreward_generation_lag", &["part", "name"], &[Component::Controller],
+        "Generations of the configuration that a load balancer (lb) or server (agent) is behind",
+    );
+    REFUSED_UPDATES: Family<2> = family(
+        Gauge, "coreward_refused_updates", &["part", "name"], &[Component::Controller],
+        "Parts of the newest updates that a load balancer (lb) or server (agent) rejects",
+    );
+}
 
 /// Others are counted, not named.
 const NAMED: usize = 100;
@@ -64,8 +78,8 @@ impl Controller {
     pub(super) fn add_acknowledgements(&self, page: &mut Snapshot, now: Now) {
         for (part, name, confirmed, refused) in self.parts(now) {
             let lag = self.fleet.generation.saturating_sub(confirmed);
-            page.add("coreward_generation_lag", &[part, name], lag as f64);
-            page.add("coreward_refused_updates", &[part, name], refused.len() as f64);
+            page.add(&GENERATION_LAG, [part, name], lag as f64);
+            page.add(&REFUSED_UPDATES, [part, name], refused.len() as f64);
         }
     }
 }

@@ -4,9 +4,81 @@ use std::time::Duration;
 
 use coreward_api::types::{DrainedBy, ReportState, Server, ServerState, Status};
 use coreward_metrics::component;
+use coreward_metrics::component::{CONFIGURATION_GENERATION, SERVER_WARNINGS, TABLE_GENERATION};
+use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Kind::{Counter, Gauge, MaxGauge};
+use coreward_metrics::table::{Component, Family, family};
 
 use super::{Controller, Now};
+
+metrics! {
+    REPORTS_ACCEPTED_TOTAL: Family<0> = family(
+        Counter, "coreward_reports_accepted_total", &[], &[Component::Controller],
+        "Reports accepted",
+    );
+    REPORTS_REFUSED_TOTAL: Family<1> = family(
+        Counter, "coreward_reports_refused_total", &["reason"], &[Component::Controller],
+        "Reports rejected, by reason",
+    );
+    SERVERS_LIMITED: Family<0> = family(
+        Gauge, "coreward_servers_limited", &[], &[Component::Controller],
+        "Servers limited to twice their fair share of new connections",
+    );
+    TABLE_AGE_SECONDS: Family<1> = family(
+        MaxGauge, "coreward_table_age_seconds", &["service"], &[Component::Controller],
+        "Age of the newest placement table",
+    );
+    STORE_HAS_DOCUMENT: Family<0> = family(
+        Gauge, "coreward_store_has_document", &[], &[Component::Controller],
+        "0: no document was applied yet, and no configuration is sent",
+    );
+    STORE_BEHIND: Family<0> = family(
+        Gauge, "coreward_store_behind", &[], &[Component::Controller],
+        "1: a load balancer had a newer configuration",
+    );
+    REPORTS_AHEAD_TOTAL: Family<0> = family(
+        Counter, "coreward_reports_ahead_total", &[], &[Component::Controller],
+        "Reports sent more than a second ahead of the controller's wall clock",
+    );
+    SERVERS: Family<1> = family(Gauge, "coreward_servers", &["state"], &[Component::Controller], "Servers, by state");
+    SERVICE_SERVERS: Family<2> = family(
+        Gauge, "coreward_service_servers", &["service", "state"], &[Component::Controller],
+        "Servers of a service, by state",
+    );
+    SERVICE_FAILING_OPEN: Family<1> = family(
+        Gauge, "coreward_service_failing_open", &["service"], &[Component::Controller],
+        "1: all servers of the service are down and still get new connections",
+    );
+    SERVER_REPORT_AGE_SECONDS: Family<1> = family(
+        MaxGauge, "coreward_server_report_age_seconds", &["server"], &[Component::Controller],
+        "Age of the newest report; not of servers that never reported",
+    );
+    SERVER_CORE_LOAD_RATIO: Family<2> = family(
+        MaxGauge, "coreward_server_core_load_ratio", &["server", "core"], &[Component::Controller],
+        "Smoothed load of a core / its capacity",
+    );
+    SERVER_OPEN_CONNECTIONS: Family<1> = family(
+        Gauge, "coreward_server_open_connections", &["server"], &[Component::Controller],
+        "TCP connections of its services",
+    );
+    SERVER_SERVICE_CONNECTIONS: Family<2> = family(
+        Gauge, "coreward_server_service_connections", &["server", "service"], &[Component::Controller],
+        "TCP connections of a service at a server, by its agent's last count; absent: unknown",
+    );
+    SERVER_DRAINED: Family<1> = family(
+        Gauge, "coreward_server_drained", &["server"], &[Component::Controller],
+        "1: drained by `coreward drain`; 0: not, or by the fleet's document",
+    );
+    LOAD_BALANCERS: Family<1> = family(
+        Gauge, "coreward_load_balancers", &["state"], &[Component::Controller],
+        "Load balancers, alive or lost",
+    );
+    COOKIE_KEY_AGE_SECONDS: Family<0> = family(
+        MaxGauge, "coreward_cookie_key_age_seconds", &[], &[Component::Controller],
+        "Age of the stamping cookie key",
+    );
+}
 
 fn seconds(milliseconds: u32) -> f64 {
     f64::from(milliseconds) / 1000.0
@@ -14,43 +86,43 @@ fn seconds(milliseconds: u32) -> f64 {
 
 /// Adds the metrics of `status` at this wall-clock time.
 pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
-    page.add("coreward_configuration_generation", &[], status.configuration_generation as f64);
-    page.add("coreward_reports_accepted_total", &[], status.accepted_reports as f64);
+    page.add(&CONFIGURATION_GENERATION, [], status.configuration_generation as f64);
+    page.add(&REPORTS_ACCEPTED_TOTAL, [], status.accepted_reports as f64);
     for (reason, count) in &status.refused_reports {
-        page.add("coreward_reports_refused_total", &[reason], *count as f64);
+        page.add(&REPORTS_REFUSED_TOTAL, [reason], *count as f64);
     }
     for service in &status.services {
-        page.add("coreward_table_generation", &[&service.name], service.table_generation as f64);
-        page.add("coreward_table_age_seconds", &[&service.name], seconds(service.table_age_ms));
+        page.add(&TABLE_GENERATION, [&service.name], service.table_generation as f64);
+        page.add(&TABLE_AGE_SECONDS, [&service.name], seconds(service.table_age_ms));
     }
     for state in ServerState::ALL {
         let count = status.servers.iter().filter(|server| server.state == state).count();
-        page.add("coreward_servers", &[state.name()], count as f64);
+        page.add(&SERVERS, [state.name()], count as f64);
     }
     for service in &status.services {
         for state in ServerState::ALL {
             let count = service.members.iter().filter(|member| member.state == state).count();
-            page.add("coreward_service_servers", &[&service.name, state.name()], count as f64);
+            page.add(&SERVICE_SERVERS, [&service.name, state.name()], count as f64);
         }
-        page.add("coreward_service_failing_open", &[&service.name], f64::from(u8::from(service.failing_open)));
+        page.add(&SERVICE_FAILING_OPEN, [&service.name], f64::from(u8::from(service.failing_open)));
     }
     status.servers.iter().for_each(|server| add_server(page, server));
     for (state, alive) in [("alive", true), ("lost", false)] {
         let count = status.load_balancers.iter().filter(|balancer| balancer.alive == alive).count();
-        page.add("coreward_load_balancers", &[state], count as f64);
+        page.add(&LOAD_BALANCERS, [state], count as f64);
     }
     let age = wall.as_secs().saturating_sub(status.keys.current_since_unix_s);
-    page.add("coreward_cookie_key_age_seconds", &[], age as f64);
+    page.add(&COOKIE_KEY_AGE_SECONDS, [], age as f64);
 }
 
 impl Controller {
     /// Adds the metrics of messages that have no other use.
     pub fn add_metrics(&self, page: &mut Snapshot, now: Now) {
         self.add_acknowledgements(page, now);
-        page.add("coreward_store_behind", &[], self.store_is_behind().into());
-        page.add("coreward_store_has_document", &[], self.fleet.has_document().into());
-        page.add("coreward_servers_limited", &[], self.share_limiter.limited_count() as f64);
-        page.add("coreward_reports_ahead_total", &[], self.reports_ahead as f64);
+        page.add(&STORE_BEHIND, [], self.store_is_behind().into());
+        page.add(&STORE_HAS_DOCUMENT, [], self.fleet.has_document().into());
+        page.add(&SERVERS_LIMITED, [], self.share_limiter.limited_count() as f64);
+        page.add(&REPORTS_AHEAD_TOTAL, [], self.reports_ahead as f64);
         for (id, server) in &self.fleet.servers {
             if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest.as_ref()) {
                 component::dispatch(page, &server.name, &newest.details.dispatch);
@@ -67,17 +139,17 @@ impl Controller {
 fn add_server(page: &mut Snapshot, server: &Server) {
     let name = server.name.as_str();
     if server.reports != ReportState::None && server.state != ServerState::Gone {
-        page.add("coreward_server_report_age_seconds", &[name], seconds(server.report_age_ms));
-        page.add_numbered("coreward_server_core_load_ratio", name, server.core_load.iter().copied());
+        page.add(&SERVER_REPORT_AGE_SECONDS, [name], seconds(server.report_age_ms));
+        page.add_numbered(&SERVER_CORE_LOAD_RATIO, name, server.core_load.iter().copied());
     }
-    page.add("coreward_server_open_connections", &[name], server.open_connections.into());
+    page.add(&SERVER_OPEN_CONNECTIONS, [name], server.open_connections.into());
     if let Some(counted) = server.connections.as_ref().filter(|_| server.state != ServerState::Gone) {
         for (service, count) in &counted.services {
-            page.add("coreward_server_service_connections", &[name, service], (*count).into());
+            page.add(&SERVER_SERVICE_CONNECTIONS, [name, service], (*count).into());
         }
     }
     let is_drained = server.drained.as_ref().is_some_and(|drained| drained.by == DrainedBy::Command);
-    page.add("coreward_server_drained", &[name], f64::from(u8::from(is_drained)));
+    page.add(&SERVER_DRAINED, [name], f64::from(u8::from(is_drained)));
     component::server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
-    page.add("coreward_server_warnings", &[name], server.warnings.len() as f64);
+    page.add(&SERVER_WARNINGS, [name], server.warnings.len() as f64);
 }

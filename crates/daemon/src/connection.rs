@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
+use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Kind::MaxGauge;
+use coreward_metrics::table::{Component, Family, family};
 use coreward_tls::connect::Connector;
 use coreward_tls::{Files, Role, Tls, table};
 use coreward_wire::{LEADER, TERM_HEADER};
@@ -14,6 +17,14 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
 
 use crate::controllers::Controllers;
+
+metrics! {
+    CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS: Family<1> = family(
+        MaxGauge, "coreward_certificate_not_after_timestamp_seconds", &["certificate"],
+        &[Component::Controller, Component::Lb, Component::Agent, Component::Rack],
+        "End of the daemon's own certificate (own), and of the first authority's (ca), in Unix time",
+    );
+}
 
 /// Retry interval: doubles from the first to the second value, once per round of all controllers.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
@@ -168,8 +179,7 @@ pub fn add_expiry(tls: &Tls, page: &mut Snapshot) {
         let end = certificate.not_after.as_secs_f64();
         ends.entry(which).and_modify(|first: &mut f64| *first = first.min(end)).or_insert(end);
     }
-    ends.into_iter()
-        .for_each(|(which, end)| page.add("coreward_certificate_not_after_timestamp_seconds", &[which], end));
+    ends.into_iter().for_each(|(which, end)| page.add(&CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS, [which], end));
 }
 
 /// Reason for the end of a stream.

@@ -154,6 +154,8 @@ mod tests {
     use std::io::{Read as _, Write as _};
     use std::net::TcpStream;
 
+    use coreward_metrics::component::CONFIGURATION_GENERATION;
+
     use super::*;
 
     fn request(address: SocketAddr, request: &str) -> String {
@@ -172,14 +174,14 @@ mod tests {
         assert!(bind(address).unwrap_err().to_string().contains("expected a free port"));
         let page = || {
             let mut page = Snapshot::default();
-            page.add("coreward_reports_accepted_total", &[], 7.0);
+            page.add(&CONFIGURATION_GENERATION, [], 7.0);
             std::future::ready(Some(page))
         };
         start(listener, || (), page).unwrap();
         let get = |path: &str, method: &str| request(address, &format!("{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n"));
         let found = get("/metrics", "GET");
         assert!(found.starts_with("HTTP/1.1 200 OK") && found.contains("content-type: application/openmetrics-text"));
-        assert!(found.contains("\ncoreward_reports_accepted_total 7.0\n") && found.ends_with("# EOF\n"), "{found}");
+        assert!(found.contains("\ncoreward_configuration_generation 7.0\n") && found.ends_with("# EOF\n"), "{found}");
         assert!(get("/", "GET").starts_with("HTTP/1.1 404"));
         assert!(get("/metrics", "POST").starts_with("HTTP/1.1 405"));
         assert!(request(address, "nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));

@@ -6,13 +6,23 @@ use std::sync::Arc;
 
 use coreward_daemon::add_expiry;
 use coreward_http::serve::{Acceptor, CertificateIdentity, Peer};
+use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Kind::Counter;
+use coreward_metrics::table::{Component, Family, family};
 use coreward_tls::certificate::Fingerprint;
 use coreward_tls::failure::{Failure, Failures, Reason};
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{AcceptedConnection, Caller, ClientCertificates, ConnectionAcceptor, Files, Limits, Role, Tls};
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
+
+metrics! {
+    TLS_HANDSHAKE_FAILURES_TOTAL: Family<1> = family(
+        Counter, "coreward_tls_handshake_failures_total", &["reason"], &[Component::Controller, Component::Rack],
+        "Connections that failed at TLS, by reason",
+    );
+}
 
 /// Configuration of a listening daemon.
 pub struct ListenerConfig<'a> {
@@ -93,7 +103,7 @@ impl Security {
     pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_expiry(tls, page));
         for (reason, count) in self.failures.counts() {
-            page.add("coreward_tls_handshake_failures_total", &[reason.name()], count as f64);
+            page.add(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
         }
     }
 }

@@ -2,13 +2,102 @@
 
 use coreward_wire::v1;
 
+use crate::metrics;
 use crate::snapshot::Snapshot;
-use crate::table::Component;
+use crate::table::Kind::{Counter, Gauge, MaxGauge};
+use crate::table::{Component, Family, family};
+
+/// Daemons that report the requests of UDP services.
+const DISPATCHING: &[Component] = &[Component::Controller, Component::Agent, Component::Dispatch];
+
+metrics! {
+    BUILD_INFO: Family<2> = family(Gauge, "coreward_build_info", &["part", "version"], Component::ALL, "1");
+    pub CONFIGURATION_GENERATION: Family<0> = family(
+        MaxGauge, "coreward_configuration_generation", &[], &[Component::Controller, Component::Lb, Component::Agent],
+        "Generation of the configuration in force; 0: none yet",
+    );
+    pub TABLE_GENERATION: Family<1> = family(
+        MaxGauge, "coreward_table_generation", &["service"], &[Component::Controller, Component::Lb],
+        "Generation of the newest placement table; at a load balancer of the one in force",
+    );
+    SERVER_SYNS_TOTAL: Family<2> = family(
+        Counter, "coreward_server_syns_total", &["server", "queue"], &[Component::Controller, Component::Agent],
+        "SYNs that arrived on the receive queue that RSS predicts (predicted), or on another (other)",
+    );
+    SERVER_PACKETS_TOTAL: Family<2> = family(
+        Counter, "coreward_server_packets_total", &["server", "outcome"], &[Component::Controller, Component::Agent],
+        "Packets at a server's programs, by outcome",
+    );
+    pub SERVER_WARNINGS: Family<1> = family(
+        Gauge, "coreward_server_warnings", &["server"], &[Component::Controller, Component::Agent],
+        "Faults that the agent reports, as in `coreward status`",
+    );
+    LB_PACKETS_TOTAL: Family<2> = family(
+        Counter, "coreward_lb_packets_total", &["load_balancer", "decision"], &[Component::Controller, Component::Lb],
+        "Packets forwarded or passed on, by decision",
+    );
+    LB_DROPS_TOTAL: Family<2> = family(
+        Counter, "coreward_lb_drops_total", &["load_balancer", "reason"], &[Component::Controller, Component::Lb],
+        "Dropped packets, by reason",
+    );
+    LB_EVENTS_TOTAL: Family<2> = family(
+        Counter, "coreward_lb_events_total", &["load_balancer", "event"], &[Component::Controller, Component::Lb],
+        "Other events of packets",
+    );
+    LB_CONNECTIONS: Family<1> = family(
+        Gauge, "coreward_lb_connections", &["load_balancer"], &[Component::Controller, Component::Lb],
+        "Connections in the connection table",
+    );
+    LB_UNRESOLVED_SERVERS: Family<1> = family(
+        Gauge, "coreward_lb_unresolved_servers", &["load_balancer"], &[Component::Controller, Component::Lb],
+        "Servers without a known MAC address",
+    );
+    LB_WARNINGS: Family<1> = family(
+        Gauge, "coreward_lb_warnings", &["load_balancer"], &[Component::Controller, Component::Lb],
+        "Faults of the machine, and refused updates",
+    );
+    HEALTH_CHECKS_TOTAL: Family<2> = family(
+        Counter, "coreward_health_checks_total", &["service", "outcome"], &[Component::Lb],
+        "Health checks of a service's servers, passed or failed",
+    );
+    HEALTH_SERVERS: Family<2> = family(
+        Gauge, "coreward_health_servers", &["service", "verdict"], &[Component::Lb],
+        "Servers of a service that this load balancer finds up or down, or has no verdict on",
+    );
+    HEALTH_CHECK_DURATION_MAX_SECONDS: Family<1> = family(
+        MaxGauge, "coreward_health_check_duration_max_seconds", &["service"], &[Component::Lb],
+        "Duration of the slowest server's newest health check",
+    );
+    DISPATCH_OUTSTANDING_REQUESTS: Family<3> = family(
+        Gauge, "coreward_dispatch_outstanding_requests", &["server", "service", "worker"], DISPATCHING,
+        "Requests without a response",
+    );
+    DISPATCH_QUEUED_DATAGRAMS: Family<3> = family(
+        Gauge, "coreward_dispatch_queued_datagrams", &["server", "service", "worker"], DISPATCHING,
+        "Datagrams in a worker's socket queue at the last poll",
+    );
+    DISPATCH_DISPATCHED_TOTAL: Family<3> = family(
+        Counter, "coreward_dispatch_dispatched_total", &["server", "service", "worker"], DISPATCHING,
+        "Requests given to a worker",
+    );
+    DISPATCH_COMPLETED_TOTAL: Family<3> = family(
+        Counter, "coreward_dispatch_completed_total", &["server", "service", "worker"], DISPATCHING,
+        "Requests that a worker answered",
+    );
+    DISPATCH_ABANDONED_TOTAL: Family<3> = family(
+        Counter, "coreward_dispatch_abandoned_total", &["server", "service", "worker"], DISPATCHING,
+        "Requests given up: without a response, dropped, or their worker died",
+    );
+    DISPATCH_DROPPED_TOTAL: Family<3> = family(
+        Counter, "coreward_dispatch_dropped_total", &["server", "service", "worker"], DISPATCHING,
+        "Datagrams that a worker's full receive buffer dropped",
+    );
+}
 
 /// Returns a snapshot with the values of every daemon.
 pub fn begin(part: Component) -> Snapshot {
     let mut page = Snapshot::default();
-    page.add("coreward_build_info", &[part.name(), env!("CARGO_PKG_VERSION")], 1.0);
+    page.add(&BUILD_INFO, [part.name(), env!("CARGO_PKG_VERSION")], 1.0);
     page
 }
 
@@ -20,10 +109,10 @@ pub fn server_counters<'a>(
     counters: impl Iterator<Item = (&'a String, &'a u64)>,
 ) {
     for (queue, count) in [("predicted", syns.0), ("other", syns.1)] {
-        page.add("coreward_server_syns_total", &[server, queue], count as f64);
+        page.add(&SERVER_SYNS_TOTAL, [server, queue], count as f64);
     }
     for (outcome, count) in counters.filter(|(name, _)| !name.starts_with("rss_")) {
-        page.add("coreward_server_packets_total", &[server, outcome], *count as f64);
+        page.add(&SERVER_PACKETS_TOTAL, [server, outcome], *count as f64);
     }
 }
 
@@ -31,16 +120,16 @@ pub fn server_counters<'a>(
 pub fn load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
-            Some(reason) => page.add("coreward_lb_drops_total", &[name, reason], *count as f64),
-            None => page.add("coreward_lb_packets_total", &[name, counter], *count as f64),
+            Some(reason) => page.add(&LB_DROPS_TOTAL, [name, reason], *count as f64),
+            None => page.add(&LB_PACKETS_TOTAL, [name, counter], *count as f64),
         }
     }
     for (event, count) in &state.events {
-        page.add("coreward_lb_events_total", &[name, event], *count as f64);
+        page.add(&LB_EVENTS_TOTAL, [name, event], *count as f64);
     }
-    page.add("coreward_lb_connections", &[name], state.connections as f64);
-    page.add("coreward_lb_unresolved_servers", &[name], state.unresolved_servers.len() as f64);
-    page.add("coreward_lb_warnings", &[name], state.warning_count() as f64);
+    page.add(&LB_CONNECTIONS, [name], state.connections as f64);
+    page.add(&LB_UNRESOLVED_SERVERS, [name], state.unresolved_servers.len() as f64);
+    page.add(&LB_WARNINGS, [name], state.warning_count() as f64);
 }
 
 /// Adds a service's health checks: number, failures, and verdicts of its servers.
@@ -51,14 +140,14 @@ pub fn health_checks<'a>(
 ) {
     let failed: u64 = servers.clone().map(|server| server.failures).sum();
     let made: u64 = servers.clone().map(|server| server.checks).sum();
-    page.add("coreward_health_checks_total", &[service, "passed"], made.saturating_sub(failed) as f64);
-    page.add("coreward_health_checks_total", &[service, "failed"], failed as f64);
+    page.add(&HEALTH_CHECKS_TOTAL, [service, "passed"], made.saturating_sub(failed) as f64);
+    page.add(&HEALTH_CHECKS_TOTAL, [service, "failed"], failed as f64);
     for (verdict, up) in [("up", Some(true)), ("down", Some(false)), ("unknown", None)] {
         let count = servers.clone().filter(|server| server.up == up).count();
-        page.add("coreward_health_servers", &[service, verdict], count as f64);
+        page.add(&HEALTH_SERVERS, [service, verdict], count as f64);
     }
     let slowest = servers.map(|server| server.latency_us).max().unwrap_or(0);
-    page.add("coreward_health_check_duration_max_seconds", &[service], f64::from(slowest) / 1e6);
+    page.add(&HEALTH_CHECK_DURATION_MAX_SECONDS, [service], f64::from(slowest) / 1e6);
 }
 
 /// Adds the requests of UDP services.
@@ -67,18 +156,20 @@ pub fn dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedSer
         for worker in &service.workers {
             let number = worker.worker.to_string();
             let labels = [server, service.listen.as_str(), number.as_str()];
-            page.add("coreward_dispatch_outstanding_requests", &labels, worker.outstanding.into());
-            page.add("coreward_dispatch_queued_datagrams", &labels, worker.queued.into());
-            page.add("coreward_dispatch_dispatched_total", &labels, worker.dispatched as f64);
-            page.add("coreward_dispatch_completed_total", &labels, worker.completed as f64);
-            page.add("coreward_dispatch_abandoned_total", &labels, worker.repaired as f64);
-            page.add("coreward_dispatch_dropped_total", &labels, worker.dropped as f64);
+            page.add(&DISPATCH_OUTSTANDING_REQUESTS, labels, worker.outstanding.into());
+            page.add(&DISPATCH_QUEUED_DATAGRAMS, labels, worker.queued.into());
+            page.add(&DISPATCH_DISPATCHED_TOTAL, labels, worker.dispatched as f64);
+            page.add(&DISPATCH_COMPLETED_TOTAL, labels, worker.completed as f64);
+            page.add(&DISPATCH_ABANDONED_TOTAL, labels, worker.repaired as f64);
+            page.add(&DISPATCH_DROPPED_TOTAL, labels, worker.dropped as f64);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
     use crate::table::METRICS;
 
@@ -89,14 +180,9 @@ mod tests {
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };
         let mut page = begin(Component::Dispatch);
         dispatch(&mut page, "", &[service]);
-        let expected: Vec<&str> = METRICS
-            .iter()
-            .filter(|metric| metric.parts.contains(&Component::Dispatch))
-            .map(|metric| metric.name)
-            .collect();
-        let mut found: Vec<&str> = page.names().collect();
-        found.sort_by_key(|name| METRICS.iter().position(|metric| metric.name == *name));
-        assert_eq!(found, expected);
+        let served = METRICS.iter().filter(|metric| metric.parts.contains(&Component::Dispatch));
+        let expected: BTreeSet<&str> = served.map(|metric| metric.name).collect();
+        assert_eq!(page.names().collect::<BTreeSet<_>>(), expected);
         let line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";
         assert!(page.text().contains(line), "{}", page.text());
     }

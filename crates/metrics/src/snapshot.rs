@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use crate::latency::LatencyHistogram;
-use crate::table::{Kind, METRICS, Metric};
+use crate::table::{Family, Histogram, Kind, Metric};
 
 /// Limit of series per metric. The others are one series with this label: the sum, or the largest.
 pub const MAX_SERIES: usize = 2_000;
@@ -20,38 +20,37 @@ pub const OTHERS: &str = "(others)";
 /// Values by labels.
 type Series = Vec<(Vec<String>, f64)>;
 
+/// Values of metrics, in the order of their names.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
-    series: BTreeMap<&'static str, Series>,
-    latencies: BTreeMap<&'static str, LatencyHistogram>,
+    series: BTreeMap<&'static str, (&'static Metric, Series)>,
+    latencies: BTreeMap<&'static str, (&'static Metric, LatencyHistogram)>,
 }
 
 impl Snapshot {
-    /// Adds a value. Panics on an unknown name or wrong number of labels, which every daemon's tests cover.
-    pub fn add(&mut self, name: &str, labels: &[&str], value: f64) {
-        let (metric, series) = self.series(name, labels.len());
-        push(series, metric.kind, value, || labels.iter().map(|label| (*label).to_owned()).collect());
+    /// Adds a value.
+    pub fn add<const LABELS: usize>(&mut self, family: &'static Family<LABELS>, labels: [&str; LABELS], value: f64) {
+        let (metric, series) = self.series(family.metric());
+        push(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
 
     /// Adds the values of a metric with two labels, the second one numbered from 0: ten thousand servers have half a
-    /// million cores. Panics as [`Snapshot::add`].
-    pub fn add_numbered(&mut self, name: &str, label: &str, values: impl Iterator<Item = f64>) {
-        let (metric, series) = self.series(name, 2);
+    /// million cores.
+    pub fn add_numbered(&mut self, family: &'static Family<2>, label: &str, values: impl Iterator<Item = f64>) {
+        let (metric, series) = self.series(family.metric());
         for (number, value) in values.enumerate() {
             push(series, metric.kind, value, || vec![label.to_owned(), number.to_string()]);
         }
     }
 
-    fn series(&mut self, name: &str, labels: usize) -> (&'static Metric, &mut Series) {
-        let metric = find(name).unwrap_or_else(|| panic!("no metric {name}"));
-        assert_eq!(labels, metric.labels.len(), "labels of {name}");
-        (metric, self.series.entry(metric.name).or_default())
+    fn series(&mut self, metric: &'static Metric) -> (&'static Metric, &mut Series) {
+        (metric, &mut self.series.entry(metric.name).or_insert((metric, Series::new())).1)
     }
 
-    /// Adds a histogram. Panics on an unknown name.
-    pub fn add_latencies(&mut self, name: &str, latencies: LatencyHistogram) {
-        let metric = find(name).filter(|metric| metric.kind == Kind::Histogram);
-        self.latencies.insert(metric.unwrap_or_else(|| panic!("no histogram {name}")).name, latencies);
+    /// Adds a histogram.
+    pub fn add_latencies(&mut self, histogram: &'static Histogram, latencies: LatencyHistogram) {
+        let metric = histogram.metric();
+        self.latencies.insert(metric.name, (metric, latencies));
     }
 
     pub fn names(&self) -> impl Iterator<Item = &'static str> + '_ {
@@ -83,19 +82,14 @@ fn push(series: &mut Series, kind: Kind, value: f64, labels: impl FnOnce() -> Ve
     }
 }
 
-fn find(name: &str) -> Option<&'static Metric> {
-    METRICS.iter().find(|metric| metric.name == name)
-}
-
 impl Collector for Snapshot {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        for metric in METRICS {
-            if let Some(latencies) = self.latencies.get(metric.name) {
-                let mut histogram = encoder.encode_descriptor(metric.name, metric.help, None, MetricType::Histogram)?;
-                let buckets = latencies.buckets();
-                histogram.encode_histogram::<NoLabelSet>(latencies.sum(), latencies.count(), &buckets, None)?;
-            }
-            let Some(series) = self.series.get(metric.name) else { continue };
+        for (metric, latencies) in self.latencies.values() {
+            let mut histogram = encoder.encode_descriptor(metric.name, metric.help, None, MetricType::Histogram)?;
+            let buckets = latencies.buckets();
+            histogram.encode_histogram::<NoLabelSet>(latencies.sum(), latencies.count(), &buckets, None)?;
+        }
+        for (metric, series) in self.series.values() {
             let counts = metric.kind == Kind::Counter;
             let kind = if counts { MetricType::Counter } else { MetricType::Gauge };
             // The encoder appends `_total` to a counter's name.
@@ -122,20 +116,31 @@ impl Collector for Snapshot {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics;
+    use crate::table::Kind::{Counter, Gauge, MaxGauge};
+    use crate::table::family;
+
+    metrics! {
+        REPORTS: Family<0> = family(Counter, "coreward_reports_total", &[], &[], "Reports");
+        REFUSED: Family<1> = family(Counter, "coreward_refused_total", &["reason"], &[], "Rejections");
+        LOAD: Family<2> = family(MaxGauge, "coreward_load_ratio", &["server", "core"], &[], "Load");
+        CONNECTIONS: Family<1> = family(Gauge, "coreward_connections", &["server"], &[], "Connections");
+        AGE: Family<1> = family(MaxGauge, "coreward_age_seconds", &["server"], &[], "Age");
+    }
 
     #[test]
     fn metrics_page_is_valid_openmetrics() {
         let mut page = Snapshot::default();
-        page.add("coreward_reports_refused_total", &["no_cores"], 3.0);
-        page.add("coreward_server_core_load_ratio", &["a \"b\"\\", "0"], 0.25);
-        page.add("coreward_reports_accepted_total", &[], 18_446_744_073_709.0);
+        page.add(&REFUSED, ["no_cores"], 3.0);
+        page.add(&LOAD, ["a \"b\"\\", "0"], 0.25);
+        page.add(&REPORTS, [], 18_446_744_073_709.0);
         let text = page.text();
         for line in [
-            "# TYPE coreward_reports_refused counter",
-            "coreward_reports_refused_total{reason=\"no_cores\"} 3.0",
-            "# TYPE coreward_server_core_load_ratio gauge",
-            "coreward_server_core_load_ratio{server=\"a \\\"b\\\"\\\\\",core=\"0\"} 0.25",
-            "coreward_reports_accepted_total 18446744073709.0",
+            "# TYPE coreward_refused counter",
+            "coreward_refused_total{reason=\"no_cores\"} 3.0",
+            "# TYPE coreward_load_ratio gauge",
+            "coreward_load_ratio{server=\"a \\\"b\\\"\\\\\",core=\"0\"} 0.25",
+            "coreward_reports_total 18446744073709.0",
             "# EOF",
         ] {
             assert!(text.lines().any(|found| found == line), "{line}: {text}");
@@ -146,39 +151,19 @@ mod tests {
     fn excess_series_are_aggregated() {
         let mut page = Snapshot::default();
         for server in 0..MAX_SERIES + 10 {
-            page.add("coreward_server_open_connections", &[&format!("s{server}")], 1.0);
-            page.add("coreward_server_report_age_seconds", &[&format!("s{server}")], server as f64);
+            page.add(&CONNECTIONS, [&format!("s{server}")], 1.0);
+            page.add(&AGE, [&format!("s{server}")], server as f64);
         }
         for server in 0..MAX_SERIES / 64 + 1 {
-            page.add_numbered(
-                "coreward_server_core_load_ratio",
-                &format!("s{server}"),
-                (0..64).map(|core| core as f64),
-            );
+            page.add_numbered(&LOAD, &format!("s{server}"), (0..64).map(|core| core as f64));
         }
-        let loads = &page.series["coreward_server_core_load_ratio"];
+        let (_, loads) = &page.series["coreward_load_ratio"];
         assert_eq!(loads[63 + 2 * 64], (vec!["s2".to_owned(), "63".to_owned()], 63.0));
         assert_eq!((loads.len(), loads.last()), (MAX_SERIES, Some(&(vec![OTHERS.to_owned(); 2], 63.0))));
-        for (name, last) in [("coreward_server_open_connections", 11.0), ("coreward_server_report_age_seconds", 2009.0)]
-        {
-            let series = &page.series[name];
+        for (name, last) in [("coreward_connections", 11.0), ("coreward_age_seconds", 2009.0)] {
+            let (_, series) = &page.series[name];
             assert_eq!(series.len(), MAX_SERIES);
             assert_eq!(series.last(), Some(&(vec![OTHERS.to_owned()], last)));
-        }
-    }
-
-    #[test]
-    fn metric_names_follow_prometheus_conventions() {
-        for metric in METRICS {
-            assert!(metric.name.starts_with("coreward_"), "{}", metric.name);
-            let plain =
-                |name: &str| name.chars().all(|letter| letter.is_ascii_lowercase() || "_0123456789".contains(letter));
-            assert!(plain(metric.name) && metric.labels.iter().all(|label| plain(label)), "{}", metric.name);
-            assert_eq!(metric.name.ends_with("_total"), metric.kind == Kind::Counter, "{}", metric.name);
-            assert_eq!(METRICS.iter().filter(|other| other.name == metric.name).count(), 1, "{}", metric.name);
-            for unit in ["_ms", "_milliseconds", "_ns", "_percent", "_kb"] {
-                assert!(!metric.name.contains(unit), "{}: expected base units", metric.name);
-            }
         }
     }
 }

@@ -5,12 +5,45 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use coreward_metrics::component;
+use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Component;
+use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::{Component, Family, family};
 use serde_json::{Value, json};
 
 use crate::engine::{CoreCounters, ServiceCounters};
 use crate::intake::IntakeReport;
+
+metrics! {
+    ORCHESTRATE_REQUESTS_TOTAL: Family<2> = family(
+        Counter, "coreward_orchestrate_requests_total", &["service", "outcome"], &[Component::Orchestrate],
+        "Requests of a service, by its number: received, dropped, rejected, completed, lost",
+    );
+    ORCHESTRATE_WAITING_REQUESTS: Family<1> = family(
+        Gauge, "coreward_orchestrate_waiting_requests", &["service"], &[Component::Orchestrate],
+        "Requests of a service that wait for a core",
+    );
+    ORCHESTRATE_OUTSTANDING_REQUESTS: Family<1> = family(
+        Gauge, "coreward_orchestrate_outstanding_requests", &["service"], &[Component::Orchestrate],
+        "Requests of a service at cores",
+    );
+    ORCHESTRATE_INTAKE: Family<1> = family(
+        Gauge, "coreward_orchestrate_intake", &["mode"], &[Component::Orchestrate],
+        "1 for the way by which requests enter: socket, socket-fallback, af-xdp or af-xdp-zero-copy",
+    );
+    ORCHESTRATE_INTAKE_DATAGRAMS_TOTAL: Family<1> = family(
+        Counter, "coreward_orchestrate_intake_datagrams_total", &["outcome"], &[Component::Orchestrate],
+        "Datagrams to services at the interface of AF_XDP, by outcome",
+    );
+    ORCHESTRATE_WORKERS: Family<0> = family(
+        Gauge, "coreward_orchestrate_workers", &[], &[Component::Orchestrate],
+        "Workers that are attached",
+    );
+    ORCHESTRATE_EVENTS_TOTAL: Family<1> = family(
+        Counter, "coreward_orchestrate_events_total", &["event"], &[Component::Orchestrate],
+        "Events of workers, messages and datagrams, by kind",
+    );
+}
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
@@ -80,18 +113,18 @@ impl Report {
         for (number, service) in self.services.iter().enumerate() {
             let number = number.to_string();
             for (outcome, count) in service.requests() {
-                snapshot.add("coreward_orchestrate_requests_total", &[&number, outcome], count as f64);
+                snapshot.add(&ORCHESTRATE_REQUESTS_TOTAL, [&number, outcome], count as f64);
             }
-            snapshot.add("coreward_orchestrate_waiting_requests", &[&number], service.waiting as f64);
-            snapshot.add("coreward_orchestrate_outstanding_requests", &[&number], service.outstanding as f64);
+            snapshot.add(&ORCHESTRATE_WAITING_REQUESTS, [&number], service.waiting as f64);
+            snapshot.add(&ORCHESTRATE_OUTSTANDING_REQUESTS, [&number], service.outstanding as f64);
         }
-        snapshot.add("coreward_orchestrate_workers", &[], self.workers as f64);
-        snapshot.add("coreward_orchestrate_intake", &[self.intake.mode], 1.0);
+        snapshot.add(&ORCHESTRATE_WORKERS, [], self.workers as f64);
+        snapshot.add(&ORCHESTRATE_INTAKE, [self.intake.mode], 1.0);
         for (outcome, count) in &self.intake.datagrams {
-            snapshot.add("coreward_orchestrate_intake_datagrams_total", &[outcome], *count as f64);
+            snapshot.add(&ORCHESTRATE_INTAKE_DATAGRAMS_TOTAL, [outcome], *count as f64);
         }
         for (event, count) in self.events() {
-            snapshot.add("coreward_orchestrate_events_total", &[event], count as f64);
+            snapshot.add(&ORCHESTRATE_EVENTS_TOTAL, [event], count as f64);
         }
         snapshot
     }

@@ -11,7 +11,9 @@ use coreward_daemon::metrics_endpoint;
 use coreward_listener::message_size::SizedControl;
 use coreward_listener::security::Security;
 use coreward_metrics::component;
-use coreward_metrics::table::Component;
+use coreward_metrics::metrics;
+use coreward_metrics::table::Kind::Gauge;
+use coreward_metrics::table::{Component, Family, family};
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1;
@@ -25,6 +27,17 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::agents::{Service, Shared};
 use crate::config::Config;
 use crate::reducer::Reducer;
+
+metrics! {
+    RACK_CONTROLLER_CONNECTED: Family<0> = family(
+        Gauge, "coreward_rack_controller_connected", &[], &[Component::Rack],
+        "1: the rack is connected to a controller",
+    );
+    RACK_AGENTS: Family<0> = family(
+        Gauge, "coreward_rack_agents", &[], &[Component::Rack],
+        "Agents that are connected",
+    );
+}
 
 /// Queued messages for the controller. If it is full, agents wait and summaries are dropped.
 const QUEUED: usize = 64;
@@ -115,8 +128,8 @@ impl Rack {
             move || {
                 let counts = asked.counts();
                 let mut page = component::begin(Component::Rack);
-                page.add("coreward_rack_controller_connected", &[], f64::from(u8::from(counts.connected)));
-                page.add("coreward_rack_agents", &[], counts.agents as f64);
+                page.add(&RACK_CONTROLLER_CONNECTED, [], f64::from(u8::from(counts.connected)));
+                page.add(&RACK_AGENTS, [], counts.agents as f64);
                 protected.add_metrics(&mut page);
                 page
             },

@@ -275,6 +275,16 @@ fn every_alert_is_explained_and_uses_known_metrics() {
     assert_none(gone.map(|alert| format!("docs/operations.md: there is no alert {alert}")).collect());
     let unknown = words(&rules, "coreward_").filter(|name| !metrics.contains(&format!("* `{name}` (")));
     assert_none(unknown.map(|name| format!("an alert asks for {name}, which docs/metrics.md does not have")).collect());
+    let reasons: Vec<&str> = rules
+        .split("coreward_lb_drops_total{reason=")
+        .skip(1)
+        .filter_map(|rest| rest.split('"').nth(1))
+        .flat_map(|matched| matched.split('|'))
+        .collect();
+    assert!(reasons.len() > 2, "{reasons:?}");
+    let unknown =
+        reasons.iter().filter(|reason| !coreward_intf::LB_COUNTER_NAMES.contains(&&*format!("drop_{reason}")));
+    assert_none(unknown.map(|reason| format!("an alert asks for drops by {reason}, which does not exist")).collect());
 }
 
 #[test]

@@ -11,7 +11,6 @@ use coreward_etcd::leadership::Leadership;
 use coreward_metrics::component;
 use coreward_metrics::latency::LatencyHistogram;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Component;
 use coreward_model::policy::Pool;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{ServiceIndex, table};
@@ -26,11 +25,28 @@ use coreward_fleet::audit::Author;
 use coreward_fleet::clock::{RecordClock, wall_now};
 use coreward_fleet::config::TableTiming;
 use coreward_fleet::fleet::{Fleet, FleetServer};
+use coreward_metrics::metrics;
+use coreward_metrics::table::{Component, Histogram, histogram};
 
 use super::socket_query_relay::Sockets;
 use super::state_manager::{Change, Counts};
 use super::table_budget::TableBudget;
 use super::update_publisher::UpdatePublisher;
+
+metrics! {
+    TABLE_BUILD_DELAY_SECONDS: Histogram = histogram(
+        "coreward_table_build_delay_seconds", &[Component::Controller],
+        "Time from a server's newest report to the tables that contain it",
+    );
+    TABLE_PROPAGATION_SECONDS: Histogram = histogram(
+        "coreward_table_propagation_seconds", &[Component::Controller],
+        "Time from the receipt of a report that makes a table due to a load balancer's acknowledgement of the table",
+    );
+    REPORT_SENT_TO_KERNEL_SECONDS: Histogram = histogram(
+        "coreward_report_sent_to_kernel_seconds", &[Component::Controller],
+        "The same from the agent's send time, by two machines' wall clocks",
+    );
+}
 
 pub struct ControllerState {
     controller: Mutex<Controller>,
@@ -339,13 +355,13 @@ impl ControllerState {
         self.controller().add_metrics(&mut page, now);
         self.counts.add_metrics(&mut page);
         let latencies = *self.report_to_table.lock();
-        page.add_latencies("coreward_table_build_delay_seconds", latencies);
+        page.add_latencies(&TABLE_BUILD_DELAY_SECONDS, latencies);
         let (since_receipt, since_sent) = {
             let controller = self.controller();
             (controller.table_acks.since_receipt, controller.table_acks.since_sent)
         };
-        page.add_latencies("coreward_table_propagation_seconds", since_receipt);
-        page.add_latencies("coreward_report_sent_to_kernel_seconds", since_sent);
+        page.add_latencies(&TABLE_PROPAGATION_SECONDS, since_receipt);
+        page.add_latencies(&REPORT_SENT_TO_KERNEL_SECONDS, since_sent);
         page
     }
 

@@ -13,7 +13,6 @@ use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
 use coreward_http::endpoints::RequestCounts;
 use coreward_metrics::component;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Component;
 use coreward_tls::FileWatcher;
 use coreward_wire::LEADER;
 use parking_lot::Mutex;
@@ -24,7 +23,33 @@ use tonic::metadata::MetadataValue;
 use super::controller_state::ControllerState;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use coreward_listener::security::Security;
+use coreward_metrics::metrics;
+use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::{Component, Family, Histogram, family, histogram};
 use coreward_store::StoreError;
+
+metrics! {
+    API_REQUESTS_TOTAL: Family<1> = family(
+        Counter, "coreward_api_requests_total", &["status"], &[Component::Controller],
+        "Requests to the HTTP API, by status",
+    );
+    CONTROLLER_IS_LEADER: Family<0> = family(
+        Gauge, "coreward_controller_is_leader", &[], &[Component::Controller],
+        "1: this controller leads; 0: another one does, or none",
+    );
+    LEADER_TERM: Family<0> = family(
+        Gauge, "coreward_leader_term", &[], &[Component::Controller],
+        "Term of this leader, with etcd",
+    );
+    LEADER_LEASE_SECONDS: Family<0> = family(
+        Gauge, "coreward_leader_lease_seconds", &[], &[Component::Controller],
+        "Remaining lease of this leader, with etcd",
+    );
+    ETCD_REQUEST_SECONDS: Histogram = histogram(
+        "coreward_etcd_request_seconds", &[Component::Controller],
+        "Duration of requests to etcd",
+    );
+}
 
 /// Record of the leader in etcd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -113,15 +138,15 @@ impl LeaderElection {
         };
         self.security.add_metrics(&mut page);
         for (status, count) in self.api_requests.all() {
-            page.add("coreward_api_requests_total", &[&status.to_string()], count as f64);
+            page.add(&API_REQUESTS_TOTAL, [&status.to_string()], count as f64);
         }
-        page.add("coreward_controller_is_leader", &[], f64::from(u8::from(leads.is_some())));
+        page.add(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leads.is_some())));
         if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
-            page.add("coreward_leader_term", &[], leadership.term() as f64);
-            page.add("coreward_leader_lease_seconds", &[], leadership.lease_end().remaining().as_secs_f64());
+            page.add(&LEADER_TERM, [], leadership.term() as f64);
+            page.add(&LEADER_LEASE_SECONDS, [], leadership.lease_end().remaining().as_secs_f64());
         }
         if let Some(cluster) = &self.cluster {
-            page.add_latencies("coreward_etcd_request_seconds", cluster.latencies());
+            page.add_latencies(&ETCD_REQUEST_SECONDS, cluster.latencies());
         }
         page
     }

@@ -23,7 +23,29 @@ use coreward_fleet::drains::{self, DrainRequest};
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
 use coreward_fleet::records::{Document, DrainRecord, Records};
+use coreward_metrics::metrics;
+use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::{Component, Family, family};
 use coreward_store::{Store, StoreError};
+
+metrics! {
+    STORE_WRITABLE: Family<0> = family(
+        Gauge, "coreward_store_writable", &[], &[Component::Controller],
+        "1: the last write to the store succeeded; 0: changes fail",
+    );
+    STORE_WRITES_TOTAL: Family<1> = family(
+        Counter, "coreward_store_writes_total", &["result"], &[Component::Controller],
+        "Writes to the store, `written` or `failed`",
+    );
+    RELOADS_TOTAL: Family<1> = family(
+        Counter, "coreward_reloads_total", &["result"], &[Component::Controller],
+        "Reloads by SIGHUP, `in-force` or `refused`",
+    );
+    FLEET_FILE_REFUSED: Family<0> = family(
+        Gauge, "coreward_fleet_file_refused", &[], &[Component::Controller],
+        "1: the fleet's file was wrong at its last reading; an older document is in force",
+    );
+}
 
 /// Manager of configuration and records, the only writer of the store.
 pub struct StateManager {
@@ -82,12 +104,12 @@ impl Counts {
     pub fn add_metrics(&self, page: &mut Snapshot) {
         let number = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
         let flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
-        page.add("coreward_store_writable", &[], flag(&self.is_writable));
-        page.add("coreward_store_writes_total", &["written"], number(&self.writes));
-        page.add("coreward_store_writes_total", &["failed"], number(&self.failed_writes));
-        page.add("coreward_reloads_total", &["in-force"], number(&self.reloads));
-        page.add("coreward_reloads_total", &["refused"], number(&self.failed_reloads));
-        page.add("coreward_fleet_file_refused", &[], flag(&self.file_refused));
+        page.add(&STORE_WRITABLE, [], flag(&self.is_writable));
+        page.add(&STORE_WRITES_TOTAL, ["written"], number(&self.writes));
+        page.add(&STORE_WRITES_TOTAL, ["failed"], number(&self.failed_writes));
+        page.add(&RELOADS_TOTAL, ["in-force"], number(&self.reloads));
+        page.add(&RELOADS_TOTAL, ["refused"], number(&self.failed_reloads));
+        page.add(&FLEET_FILE_REFUSED, [], flag(&self.file_refused));
     }
 }
 

@@ -4,11 +4,53 @@ use std::time::Duration;
 
 use coreward_dataplane::lb::COUNTER_NAMES;
 use coreward_metrics::component;
+use coreward_metrics::component::{CONFIGURATION_GENERATION, TABLE_GENERATION};
+use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Component;
+use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::{Component, Family, Histogram, family, histogram};
 use coreward_wire::{ServiceIndex, v1};
 
 use super::Forwarder;
+
+metrics! {
+    LB_SEND_DROPS_TOTAL: Family<0> = family(
+        Counter, "coreward_lb_send_drops_total", &[], &[Component::Lb],
+        "Frames sent by XDP that the driver dropped, by its counters",
+    );
+    LB_MASKED_SERVERS: Family<0> = family(
+        Gauge, "coreward_lb_masked_servers", &[], &[Component::Lb],
+        "Servers that this load balancer masks because its own checks find them down",
+    );
+    LB_EXPIRED_TABLES: Family<0> = family(
+        Gauge, "coreward_lb_expired_tables", &[], &[Component::Lb],
+        "Services with an expired placement table: this load balancer places by its own counts",
+    );
+    LB_ANNOUNCED_VIPS: Family<0> = family(
+        Gauge, "coreward_lb_announced_vips", &[], &[Component::Lb],
+        "VIPs announced to the routers, with [announce]",
+    );
+    LB_SERVICE_PACKETS_TOTAL: Family<2> = family(
+        Counter, "coreward_lb_service_packets_total", &["service", "decision"], &[Component::Lb],
+        "Packets of a service forwarded or passed on, by decision",
+    );
+    LB_SERVICE_DROPS_TOTAL: Family<2> = family(
+        Counter, "coreward_lb_service_drops_total", &["service", "reason"], &[Component::Lb],
+        "Dropped packets of a service, by reason",
+    );
+    LB_SERVICE_FORWARDED_BYTES_TOTAL: Family<1> = family(
+        Counter, "coreward_lb_service_forwarded_bytes_total", &["service"], &[Component::Lb],
+        "Bytes of a service's forwarded frames",
+    );
+    LB_SERVICE_HANDSHAKES_FAIL: Family<1> = family(
+        Gauge, "coreward_lb_service_handshakes_fail", &["service"], &[Component::Lb],
+        "1: most new TCP connections do not become established",
+    );
+    LB_TABLE_INSTALL_SECONDS: Histogram = histogram(
+        "coreward_lb_table_install_seconds", &[Component::Lb],
+        "Time from the arrival of a table to the table in force",
+    );
+}
 
 impl Forwarder {
     /// Records the latency of a table's installation.
@@ -19,14 +61,14 @@ impl Forwarder {
     /// Returns all metrics. `state`: of the whole daemon.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
         let mut page = component::begin(Component::Lb);
-        page.add("coreward_configuration_generation", &[], self.confirmed as f64);
+        page.add(&CONFIGURATION_GENERATION, [], self.confirmed as f64);
         component::load_balancer(&mut page, &self.name, state);
-        page.add_latencies("coreward_lb_table_install_seconds", self.table_to_kernel);
-        page.add("coreward_lb_send_drops_total", &[], self.symptoms.send_drops_total as f64);
-        page.add("coreward_lb_masked_servers", &[], self.masked.len() as f64);
-        page.add("coreward_lb_expired_tables", &[], self.table_ages.expired().len() as f64);
+        page.add_latencies(&LB_TABLE_INSTALL_SECONDS, self.table_to_kernel);
+        page.add(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
+        page.add(&LB_MASKED_SERVERS, [], self.masked.len() as f64);
+        page.add(&LB_EXPIRED_TABLES, [], self.table_ages.expired().len() as f64);
         if let Some(announced) = self.announced {
-            page.add("coreward_lb_announced_vips", &[], announced as f64);
+            page.add(&LB_ANNOUNCED_VIPS, [], announced as f64);
         }
         let checked: Vec<(ServiceIndex, v1::ServerHealth)> =
             self.health.results().map(|(service, _, checked)| (service, (&checked).into())).collect();
@@ -37,18 +79,18 @@ impl Forwarder {
         for (number, (service, index)) in &self.services {
             let name = service.name.as_str();
             let fail = self.symptoms.handshakes_fail.contains(number);
-            page.add("coreward_lb_service_handshakes_fail", &[name], f64::from(u8::from(fail)));
+            page.add(&LB_SERVICE_HANDSHAKES_FAIL, [name], f64::from(u8::from(fail)));
             if let Some(generation) = self.balancer.table_generation(*index) {
-                page.add("coreward_table_generation", &[name], generation as f64);
+                page.add(&TABLE_GENERATION, [name], generation as f64);
             }
             let counters = self.balancer.counters(*index);
             for (counter, count) in COUNTER_NAMES.into_iter().zip(counters.packets) {
                 match counter.strip_prefix("drop_") {
-                    Some(reason) => page.add("coreward_lb_service_drops_total", &[name, reason], count as f64),
-                    None => page.add("coreward_lb_service_packets_total", &[name, counter], count as f64),
+                    Some(reason) => page.add(&LB_SERVICE_DROPS_TOTAL, [name, reason], count as f64),
+                    None => page.add(&LB_SERVICE_PACKETS_TOTAL, [name, counter], count as f64),
                 }
             }
-            page.add("coreward_lb_service_forwarded_bytes_total", &[name], counters.forwarded_bytes as f64);
+            page.add(&LB_SERVICE_FORWARDED_BYTES_TOTAL, [name], counters.forwarded_bytes as f64);
         }
         page
     }

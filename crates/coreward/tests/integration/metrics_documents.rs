@@ -1,9 +1,16 @@
-//! docs/metrics.md and the dashboard against the table of metrics.
+//! Names of metrics; docs/metrics.md and the dashboard against their declarations.
 
 use std::collections::BTreeSet;
 
-use crate::table::{Kind, METRICS};
+use coreward_metrics::table::{Kind, METRICS, Metric};
 use serde_json::Value;
+
+// The daemons that declare metrics.
+use coreward_agent as _;
+use coreward_control_server as _;
+use coreward_lb as _;
+use coreward_orchestrator as _;
+use coreward_rack as _;
 
 fn one_line(item: &str) -> String {
     item.split_whitespace().collect::<Vec<_>>().join(" ")
@@ -11,16 +18,16 @@ fn one_line(item: &str) -> String {
 
 #[test]
 fn documented_metrics_equal_the_table() {
-    let text = include_str!("../../../docs/metrics.md");
+    let text = include_str!("../../../../docs/metrics.md");
     let section = text.split("## All metrics").nth(1).unwrap();
     let rows: Vec<String> = section.split("\n* ").skip(1).map(one_line).collect();
-    let expected: Vec<String> = METRICS
+    let mut metrics: Vec<&Metric> = METRICS.iter().copied().collect();
+    metrics.sort_by_key(|metric| metric.name);
+    let expected: Vec<String> = metrics
         .iter()
         .map(|metric| {
             let parts: Vec<&str> = metric.parts.iter().map(|part| part.name()).collect();
             let labels = format!("by {}", metric.labels.join(", "));
-            let is_counter = matches!(metric.kind, Kind::Counter);
-            assert_eq!(metric.name.ends_with("_total"), is_counter, "{}", metric.name);
             let kind = matches!(metric.kind, Kind::Histogram).then_some("histogram");
             let notes: Vec<&str> = kind.into_iter().chain((!metric.labels.is_empty()).then_some(&*labels)).collect();
             let notes = if notes.is_empty() { String::new() } else { format!("{}; ", notes.join(", ")) };
@@ -31,6 +38,21 @@ fn documented_metrics_equal_the_table() {
         assert_eq!(found, expected);
     }
     assert_eq!(rows.len(), expected.len());
+}
+
+#[test]
+fn metric_names_follow_prometheus_conventions() {
+    for metric in METRICS {
+        assert!(metric.name.starts_with("coreward_"), "{}", metric.name);
+        let is_plain =
+            |name: &str| name.chars().all(|letter| letter.is_ascii_lowercase() || "_0123456789".contains(letter));
+        assert!(is_plain(metric.name) && metric.labels.iter().all(|label| is_plain(label)), "{}", metric.name);
+        assert_eq!(metric.name.ends_with("_total"), metric.kind == Kind::Counter, "{}", metric.name);
+        assert_eq!(METRICS.iter().filter(|other| other.name == metric.name).count(), 1, "{}", metric.name);
+        for unit in ["_ms", "_milliseconds", "_ns", "_percent", "_kb"] {
+            assert!(!metric.name.contains(unit), "{}: expected base units", metric.name);
+        }
+    }
 }
 
 fn names(expression: &str) -> BTreeSet<&str> {
@@ -55,7 +77,7 @@ fn queries(value: &Value, found: &mut Vec<String>) {
 
 #[test]
 fn every_query_of_the_dashboard_names_a_metric_and_its_labels() {
-    let dashboard: Value = serde_json::from_str(include_str!("../../../contrib/grafana/coreward.json")).unwrap();
+    let dashboard: Value = serde_json::from_str(include_str!("../../../../contrib/grafana/coreward.json")).unwrap();
     let mut found = Vec::new();
     queries(&dashboard, &mut found);
     let expressions: Vec<&String> = found.iter().filter(|query| query.contains("coreward_")).collect();
