@@ -1,11 +1,11 @@
 //! `coreward-lab load`.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum;
 use coreward_sim::output::{Format, Printed as _};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -34,7 +34,7 @@ static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 pub struct LoadArgs {
     /// Address and port of the service
     #[arg(value_name = "ADDRESS:PORT")]
-    pub target: SocketAddrV4,
+    pub target: SocketAddr,
     /// Transport of requests
     #[arg(long, value_enum, default_value_t = TransportName::Udp)]
     pub transport: TransportName,
@@ -56,9 +56,9 @@ pub struct LoadArgs {
     /// Number of source ports (sockets or connections); each request uses a random one
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=16_384))]
     pub flows: u16,
-    /// Source addresses, which the flows use in turn [default: the kernel's choice]
+    /// Source addresses of the target's family, which the flows use in turn [default: the kernel's choice]
     #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',')]
-    pub sources: Vec<Ipv4Addr>,
+    pub sources: Vec<IpAddr>,
     /// Source port of the first flow; the others follow, so every run has the same flows [default: the kernel's choice]
     #[arg(long, value_name = "PORT")]
     pub first_port: Option<u16>,
@@ -206,6 +206,10 @@ fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     if let Some(first) = args.first_port {
         let last = u32::from(first) + u32::from(args.flows) - 1;
         ensure!(first > 0 && last <= 65_535, "ports {first} to {last} of {} flows: expected 1 to 65535", args.flows);
+    }
+    let is_foreign = |address: &&IpAddr| address.is_ipv4() != args.target.is_ipv4();
+    if let Some(source) = args.sources.iter().find(is_foreign) {
+        bail!("source {source} of target {}: expected an address of the same family", args.target);
     }
     let sources = Sources { addresses: args.sources.clone(), flows: args.flows, first_port: args.first_port };
     let keys = Keys { count: args.keys, value_bytes: args.value_bytes };

@@ -1,12 +1,12 @@
 //! Receiving with the kernel's arrival time: a process that reads late does not make the packet older.
 
 use std::io::{self, IoSliceMut};
-use std::net::SocketAddrV4;
+use std::net::{SocketAddr, SocketAddrV4, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd as _};
 use std::time::Duration;
 
 use nix::sys::socket::sockopt::ReceiveTimestampns;
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrIn, recvmsg, setsockopt};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, setsockopt};
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, clock_gettime};
 
@@ -20,7 +20,7 @@ pub struct Received {
     /// Time when the kernel received it, by CLOCK_MONOTONIC (ns). Of a stream: the last of the segments that were read.
     pub arrived_ns: u64,
     /// Sender; `None` on a stream.
-    pub sender: Option<SocketAddrV4>,
+    pub sender: Option<SocketAddr>,
     /// The datagram was longer than the buffer.
     pub truncated: bool,
 }
@@ -48,7 +48,7 @@ impl Receiver {
     pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
         let mut slices = [IoSliceMut::new(buffer)];
         let socket = socket.as_fd().as_raw_fd();
-        let message = recvmsg::<SockaddrIn>(socket, &mut slices, Some(&mut self.control), MsgFlags::empty())?;
+        let message = recvmsg::<SockaddrStorage>(socket, &mut slices, Some(&mut self.control), MsgFlags::empty())?;
         let mut arrived = None;
         for control in message.cmsgs()? {
             if let ControlMessageOwned::ScmTimestampns(at) = control {
@@ -58,10 +58,15 @@ impl Receiver {
         Ok(Received {
             length: message.bytes,
             arrived_ns: arrived.map_or_else(now_ns, monotonic_ns),
-            sender: message.address.map(SocketAddrV4::from),
+            sender: message.address.as_ref().and_then(socket_address),
             truncated: message.flags.contains(MsgFlags::MSG_TRUNC),
         })
     }
+}
+
+fn socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
+    let ipv4 = address.as_sockaddr_in().map(|address| SocketAddrV4::from(*address).into());
+    ipv4.or_else(|| address.as_sockaddr_in6().map(|address| SocketAddrV6::from(*address).into()))
 }
 
 /// Converts a past time of CLOCK_REALTIME, as in the kernel's stamps, to CLOCK_MONOTONIC. Its age is taken now, so that
@@ -99,7 +104,7 @@ mod tests {
         let mut buffer = [0; 3];
         let received = Receiver::default().receive(receiver, &mut buffer).unwrap();
         assert_eq!((received.length, received.truncated), (3, true));
-        assert_eq!(received.sender.map(Into::into), Some(sender.local_addr().unwrap()));
+        assert_eq!(received.sender, Some(sender.local_addr().unwrap()));
         // Two clocks are read one after the other: allow for a pause between the two.
         let tolerance_ns = 100_000_000;
         println!("{before_ns}, {after_ns}: {received:?}");

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, Write as _};
-use std::net::{SocketAddrV4, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd as _;
 use std::time::Duration;
 
@@ -82,7 +82,7 @@ struct Waiting {
 #[derive(Debug)]
 pub struct Connections<P: Protocol> {
     protocol: P,
-    target: SocketAddrV4,
+    target: SocketAddr,
     sources: Sources,
     epoll: Epoll,
     /// `None` between attempts to open it.
@@ -101,7 +101,7 @@ pub struct Connections<P: Protocol> {
 
 impl<P: Protocol> Connections<P> {
     /// Opens a connection per flow. Fails when a source cannot be bound, or without a listener.
-    pub fn open(protocol: P, target: SocketAddrV4, sources: Sources, seed: u64) -> anyhow::Result<Self> {
+    pub fn open(protocol: P, target: SocketAddr, sources: Sources, seed: u64) -> anyhow::Result<Self> {
         let mut all = Self {
             protocol,
             target,
@@ -118,7 +118,7 @@ impl<P: Protocol> Connections<P> {
             sources,
         };
         for index in 0..usize::from(all.sources.flows) {
-            let source = all.sources.source(index as u16);
+            let source = all.sources.source(index as u16, target);
             let socket = all.bind(index).with_context(|| format!("cannot bind the source {source}"))?;
             let connected = socket.connect_timeout(&target.into(), CONNECT_LIMIT);
             connected.with_context(|| format!("cannot connect from {source} to {target}"))?;
@@ -129,10 +129,10 @@ impl<P: Protocol> Connections<P> {
     }
 
     fn bind(&self, index: usize) -> io::Result<Socket> {
-        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        let socket = Socket::new(Domain::for_address(self.target), Type::STREAM, None)?;
         // The port may be in TIME-WAIT towards another service.
         socket.set_reuse_address(true)?;
-        socket.bind(&self.sources.source(index as u16).into())?;
+        socket.bind(&self.sources.source(index as u16, self.target).into())?;
         socket.set_tcp_nodelay(true)?;
         Receiver::enable(&socket)?;
         Ok(socket)

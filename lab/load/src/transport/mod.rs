@@ -6,7 +6,7 @@ mod tcp;
 mod udp;
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 pub use connections::{Connections, Malformed, Protocol, Reply};
 pub use http::Http;
@@ -18,8 +18,8 @@ use crate::workload::Demand;
 /// Sources of requests.
 #[derive(Debug, Clone)]
 pub struct Sources {
-    /// Addresses; flows take them in turn.
-    pub addresses: Vec<Ipv4Addr>,
+    /// Addresses of the target's family; flows take them in turn.
+    pub addresses: Vec<IpAddr>,
     /// Number of flows: source ports.
     pub flows: u16,
     /// The first one's port, the others follow; `None`: the kernel chooses.
@@ -27,11 +27,11 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Address and port of flow `index`; port 0: the kernel's choice.
-    pub fn source(&self, index: u16) -> SocketAddrV4 {
-        let count = self.addresses.len();
-        let address = self.addresses.get(usize::from(index) % count.max(1)).copied().unwrap_or(Ipv4Addr::UNSPECIFIED);
-        SocketAddrV4::new(address, self.first_port.map_or(0, |first| first + index))
+    /// Address and port of flow `index` to `target`; port 0 and the unspecified address: the kernel's choice.
+    pub fn source(&self, index: u16, target: SocketAddr) -> SocketAddr {
+        let any = if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        let address = self.addresses.get(usize::from(index) % self.addresses.len().max(1)).copied().unwrap_or(any);
+        SocketAddr::new(address, self.first_port.map_or(0, |first| first + index))
     }
 }
 
@@ -80,4 +80,45 @@ pub trait Transport {
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
 
     fn errors(&self) -> Errors;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, UdpSocket};
+
+    use super::*;
+    use crate::event_loop::now_ns;
+    use crate::key_value::{self, ResponseWriter, Status};
+    use crate::request_type::RequestType;
+
+    const SOURCES: Sources = Sources { addresses: Vec::new(), flows: 2, first_port: None };
+    const LIMIT_NS: u64 = 30_000_000_000;
+
+    #[test]
+    fn ipv6_target_is_loaded_by_udp() {
+        let server = UdpSocket::bind("[::1]:0").unwrap();
+        let keys = Datagrams::KeyValue(Keys { count: 1, value_bytes: 0 });
+        let mut transport = Udp::open(server.local_addr().unwrap(), &SOURCES, keys, 1).unwrap();
+        let demand = Demand { class: 0, request_type: RequestType::GET, service_ns: 0 };
+        transport.send(&demand, 7, now_ns() + LIMIT_NS);
+        let mut datagram = [0; 100];
+        let (length, client) = server.recv_from(&mut datagram).unwrap();
+        let mut response = ResponseWriter::default();
+        response.begin(&key_value::Request::parse(&datagram[..length]).unwrap(), Status::Done, 3);
+        response.finish().for_each(|datagram| assert_eq!(server.send_to(datagram, client).unwrap(), datagram.len()));
+        let mut answers = Vec::new();
+        while answers.is_empty() {
+            transport.receive(now_ns() + LIMIT_NS, &mut answers).unwrap();
+        }
+        assert_eq!((answers[0].id, answers[0].worker), (7, Some(Worker { server: 0, worker: 3 })));
+    }
+
+    #[test]
+    fn ipv6_target_is_loaded_by_tcp() {
+        let server = TcpListener::bind("[::1]:0").unwrap();
+        let sources = Sources { addresses: vec![Ipv6Addr::LOCALHOST.into()], ..SOURCES };
+        let connections = Connections::open(Paced, server.local_addr().unwrap(), sources, 1).unwrap();
+        assert!(server.accept().unwrap().1.is_ipv6());
+        assert_eq!(connections.errors(), Errors::default());
+    }
 }

@@ -1,7 +1,7 @@
 //! Requests as datagrams, each from one of many sockets: of the key-value protocol, or DNS queries.
 
 use std::io;
-use std::net::{SocketAddrV4, UdpSocket};
+use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;
 
 use anyhow::Context as _;
@@ -56,11 +56,11 @@ pub struct Udp {
 
 impl Udp {
     /// Opens the sockets, all connected to `target`. Fails when a source cannot be bound.
-    pub fn open(target: SocketAddrV4, sources: &Sources, datagrams: Datagrams, seed: u64) -> anyhow::Result<Self> {
+    pub fn open(target: SocketAddr, sources: &Sources, datagrams: Datagrams, seed: u64) -> anyhow::Result<Self> {
         let epoll = Epoll::new()?;
         let mut sockets = Vec::new();
         for index in 0..sources.flows {
-            let source = sources.source(index);
+            let source = sources.source(index, target);
             let socket = UdpSocket::bind(source).with_context(|| format!("cannot bind the source {source}"))?;
             socket.connect(target).with_context(|| format!("no way from {source} to {target}"))?;
             socket.set_nonblocking(true)?;

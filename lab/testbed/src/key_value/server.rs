@@ -1,7 +1,7 @@
 //! `coreward-lab testbed key-value-server`: the master, which starts the workers.
 
 use std::fs;
-use std::net::{SocketAddrV4, UdpSocket};
+use std::net::{SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -32,7 +32,7 @@ const WORKER_POLL_INTERVAL: Duration = Duration::from_millis(20);
 pub struct KeyValueServerArgs {
     /// UDP address and port
     #[arg(long, value_name = "ADDRESS:PORT")]
-    pub listen: SocketAddrV4,
+    pub listen: SocketAddr,
     /// Number of workers, each with its own socket
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: u8,
@@ -146,7 +146,7 @@ impl<'a> Server<'a> {
 
     fn open_socket(&self) -> anyhow::Result<UdpSocket> {
         let open = || -> anyhow::Result<UdpSocket> {
-            let socket = Socket::new(Domain::IPV4, Type::DGRAM, None)?;
+            let socket = Socket::new(Domain::for_address(self.args.listen), Type::DGRAM, None)?;
             socket.set_reuse_port(true)?;
             socket.bind(&self.args.listen.into())?;
             let socket = UdpSocket::from(socket);
