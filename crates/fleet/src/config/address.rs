@@ -1,6 +1,11 @@
-//! Addresses that a VIP or a server can have.
+//! Addresses that a VIP, a server or another load balancer can have.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use coreward_config::toml::de::DeValue;
+use coreward_config::{FromToml, Reader, Spanned, parsed, serde_json};
+use coreward_model::tuple::{Protocol, ServiceAddress};
+use serde_json::{Value, json};
 
 /// Returns the reason why no service can have this VIP and port, to follow the address in a sentence.
 pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
@@ -37,4 +42,79 @@ fn why_unusable_ipv6(address: Ipv6Addr) -> Option<&'static str> {
 
 pub fn is_host_ipv4(address: Ipv4Addr) -> bool {
     !(address.is_unspecified() || address.is_broadcast() || address.is_multicast())
+}
+
+/// VIP and port of a service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Vip(pub SocketAddr);
+
+impl Vip {
+    /// With what it speaks.
+    pub fn with(self, protocol: Protocol) -> ServiceAddress {
+        ServiceAddress { socket: self.0, protocol }
+    }
+}
+
+impl FromToml for Vip {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
+            let vip = written.parse::<SocketAddr>().map_err(|_| "");
+            let usable = vip.and_then(|vip| vip_error(vip).map_or(Ok(vip), Err));
+            usable.map(Vip).map_err(|reason| format!("VIP {written:?}{reason}: expected {}", Self::expected()))
+        })
+    }
+
+    fn expected() -> String {
+        "an address that one host can have and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\""
+            .to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^([0-9]+(\.[0-9]+){3}|\[[0-9A-Fa-f:.]+\]):[0-9]+$" })
+    }
+}
+
+/// Address of a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServerAddress(pub IpAddr);
+
+impl FromToml for ServerAddress {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
+            let address = written.parse::<IpAddr>().map_err(|_| "");
+            let usable = address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
+            let wrong = |reason| format!("server address {written:?}{reason}: expected {}", Self::expected());
+            usable.map(ServerAddress).map_err(wrong)
+        })
+    }
+
+    fn expected() -> String {
+        "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^([0-9]+(\.[0-9]+){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$" })
+    }
+}
+
+/// Address of another load balancer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BalancerAddress(pub IpAddr);
+
+impl FromToml for BalancerAddress {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
+            let address = written.parse::<Ipv4Addr>().ok().filter(|address| is_host_ipv4(*address));
+            let expected = || format!("load balancer's address {written:?}: expected {}", Self::expected());
+            address.map(|v4| Self(v4.into())).ok_or_else(expected)
+        })
+    }
+
+    fn expected() -> String {
+        "an IPv4 address that one host can have, as \"10.2.0.11\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        Ipv4Addr::schema()
+    }
 }

@@ -12,9 +12,10 @@ use coreward_model::lb_stamping;
 use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
 
-use super::file::{FleetFile, Server, Service};
+use super::file::{FleetFile, Server};
 use super::once::UniqueValues;
-use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode, racks, transfer};
+use super::service::{self, Service};
+use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
 
 /// Checks the document. On mistakes, which are on the reader's list, the result is incomplete.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
@@ -141,14 +142,14 @@ impl Services<'_> {
             names.take(name, &service.name.span, reader);
             let pool = self.pool(service, &positions, reader);
             let Some(protocol) = service.protocol.value else { continue };
-            let mode = mode::of(service, protocol, reader);
+            let mode = service::mode(service, protocol, reader);
             let address = service.vip.value.map(|vip| vip.with(protocol));
             vips.take(address, &service.vip.span, reader);
             if let Some(address) = address {
                 self.no_server_has(address.socket.ip(), &service.vip.span, reader);
             }
             if address.is_some_and(|address| address.socket.is_ipv6()) {
-                mode::check_ipv6(service, reader);
+                service::check_ipv6(service, reader);
             }
             let differs = |position: &usize| {
                 address.is_some_and(|vip| vip.socket.is_ipv4() != self.servers[*position].address.is_ipv4())

@@ -1,7 +1,7 @@
 //! Fleet's document, parsed and checked; docs/config.md is the reference.
 //!
-//! [`file`] describes single values, [`check`] and [`mode`] check combinations. Every mistake has the place of its
-//! value. [`difference`] compares two documents.
+//! [`file`], [`service`] and [`address`] describe single values, [`service`] and [`check`] check combinations. Every
+//! mistake has the place of its value. [`difference`] compares two documents.
 
 mod address;
 mod check;
@@ -10,9 +10,9 @@ pub mod file;
 mod health;
 #[cfg(test)]
 mod ipv6_tests;
-mod mode;
 mod once;
 mod racks;
+mod service;
 #[cfg(test)]
 mod tests;
 mod transfer;

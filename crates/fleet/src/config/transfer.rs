@@ -6,7 +6,7 @@ use coreward_config::{Reader, Spanned};
 use coreward_model::consistency::ServiceMode;
 use coreward_model::tuple::{Protocol, ServiceAddress};
 
-use super::file::Service;
+use super::service::Service;
 use super::{OtherBalancer, ServerConfig, ServiceConfig};
 
 /// Returns the other load balancer; mistakes are on the reader's list.

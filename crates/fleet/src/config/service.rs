@@ -1,14 +1,75 @@
-//! Consistency mode of a service: valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
+//! A service's keys, and the valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
 
-use coreward_config::{Reader, Spanned};
+use coreward_config::{Field, HOUR, Name, Period, Reader, Spanned, config_struct, string_enum};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::forwarding::Forwarding;
+use coreward_model::health::WhenAllDown;
+use coreward_model::placement::BucketCount;
 use coreward_model::policy;
 use coreward_model::tuple::Protocol;
 
-use super::file::{PolicyName, Service, UdpMode};
+use super::address::{BalancerAddress, Vip};
+use super::health::Health;
+
+config_struct! {
+    /// One `[[service]]`.
+    pub struct Service {
+        /// Used once.
+        pub name: Field<Name>,
+        /// IPv4 or IPv6 address and port that clients connect to; used once, and no server's own address.
+        pub vip: Field<Vip>,
+        /// Protocol of the service.
+        pub protocol: Field<Protocol> = Field { value: Some(Protocol::Tcp), span: 0..0 },
+        /// TCP: how packets find the server of their connection.
+        pub consistency: Option<Spanned<Consistency>>,
+        /// Party that stamps the cookie into TCP timestamps.
+        pub timestamps: Option<Spanned<Timestamps>>,
+        /// How packets reach its servers: by MAC address, or with an outer header across routers.
+        pub forwarding: Option<Spanned<Forwarding>>,
+        /// UDP: what one decision is for.
+        pub udp: Option<Spanned<UdpMode>>,
+        /// Address of the load balancer that had the service before: what is not known here is sent on to it.
+        pub migrate_from: Option<Spanned<BalancerAddress>>,
+        /// Address of the load balancer that gets new connections; older ones continue here.
+        pub migrate_to: Option<Spanned<BalancerAddress>>,
+        /// Placement policy for new connections.
+        pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
+        /// So long the part of a server that joins grows, linearly.
+        pub slow_start: Option<Period<0, HOUR>>,
+        /// A power of two; without it the fleet's.
+        pub buckets: Option<BucketCount>,
+        /// Names of its servers; without it all.
+        pub servers: Option<Vec<Spanned<String>>>,
+        /// Whether and how its servers are checked; without it they are not.
+        pub health: Option<Spanned<Health>>,
+        /// Treatment of new connections when all servers are down.
+        pub when_all_down: WhenAllDown = WhenAllDown::default(),
+    }
+}
+
+/// Unit of decisions of a UDP service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UdpMode {
+    /// All datagrams of one client's address and port.
+    Flow,
+    /// One datagram.
+    Packet,
+}
+
+string_enum!(
+    UdpMode,
+    "udp",
+    [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
+);
+
+/// The name of a policy that exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PolicyName(pub &'static str);
+
+string_enum!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
 
 /// Returns the service's mode; mistakes are on the reader's list.
-pub fn of(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
+pub fn mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
     let mode = match protocol {
         Protocol::Tcp => tcp_mode(service, reader),
         Protocol::Udp => udp_mode(service, reader),
