@@ -4,7 +4,7 @@ use coreward_intf as intf;
 
 use crate::ServerId;
 use crate::forwarding::Forwarding;
-use crate::tuple::Protocol;
+use crate::tuple::{Protocol, ServerIdOutOfRange};
 
 /// `enum consistency` of `bpf/include/intf.h`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -108,6 +108,22 @@ impl Transfer {
     }
 }
 
+/// An invalid setting of a service's mode.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{key}: {reason}")]
+pub struct InvalidSetting {
+    /// Name of the setting.
+    pub key: String,
+    /// Its value and what was expected.
+    pub reason: String,
+}
+
+const CONSISTENCY: &str = "consistency";
+const TIMESTAMPS: &str = "timestamps";
+const FORWARDING: &str = "forwarding";
+const ADOPTED_FROM: &str = "adopted_from";
+const HANDED_OVER_TO: &str = "handed_over_to";
+
 /// Data-plane settings of a service besides its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceMode {
@@ -164,6 +180,78 @@ impl ServiceMode {
             || self.transfer.is_some()
     }
 
+    /// Returns each setting with its name, for messages.
+    pub fn settings(self) -> Vec<(&'static str, String)> {
+        let mut settings = vec![
+            (CONSISTENCY, self.consistency.name()),
+            (TIMESTAMPS, self.timestamps.name().to_owned()),
+            (FORWARDING, self.forwarding.name().to_owned()),
+        ];
+        settings.extend(self.transfer.map(|transfer| match transfer {
+            Transfer::AdoptedFrom(id) => (ADOPTED_FROM, id.to_string()),
+            Transfer::HandedOverTo(id) => (HANDED_OVER_TO, id.to_string()),
+        }));
+        settings
+    }
+
+    /// Parses [`ServiceMode::settings`]; those that are absent have their defaults. An unknown setting is an error:
+    /// packets must not be forwarded in another mode than requested.
+    pub fn from_settings<'a>(settings: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, InvalidSetting> {
+        let mut mode = Self::default();
+        for (key, value) in settings {
+            match key {
+                CONSISTENCY => mode.consistency = parse_setting(key, value)?,
+                TIMESTAMPS => mode.timestamps = parse_setting(key, value)?,
+                FORWARDING => mode.forwarding = parse_setting(key, value)?,
+                ADOPTED_FROM => mode.transfer = Some(Transfer::AdoptedFrom(parse_id(key, value)?)),
+                HANDED_OVER_TO => mode.transfer = Some(Transfer::HandedOverTo(parse_id(key, value)?)),
+                _ => {
+                    let reason = format!("this version does not have it, value {value:?}: expected a newer version");
+                    return Err(InvalidSetting { key: key.to_owned(), reason });
+                }
+            }
+        }
+        Ok(mode)
+    }
+
+    /// Returns the bits of `service_slot.number` in `bpf/include/intf.h`, without the service's index. They have no
+    /// room for the forwarding.
+    pub fn slot_bits(self) -> u32 {
+        let timestamps = match self.timestamps {
+            Timestamps::Server => 0,
+            Timestamps::Off => intf::SERVICE_TIMESTAMPS_OFF,
+            Timestamps::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
+        };
+        let transfer = self.transfer.map_or(0, |transfer| {
+            let direction = match transfer {
+                Transfer::AdoptedFrom(_) => intf::SERVICE_ADOPTED,
+                Transfer::HandedOverTo(_) => intf::SERVICE_HANDED_OVER,
+            };
+            direction | u32::from(transfer.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
+        });
+        self.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps | transfer
+    }
+
+    /// Parses [`ServiceMode::slot_bits`], with the default forwarding; `None`: bits of no mode.
+    pub fn from_slot_bits(bits: u32) -> Option<Self> {
+        let consistency = bits >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
+        let timestamps = match bits & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
+            0 => Timestamps::Server,
+            intf::SERVICE_TIMESTAMPS_OFF => Timestamps::Off,
+            _ => Timestamps::LoadBalancer,
+        };
+        let other = bits >> intf::SERVICE_OTHER_BALANCER_SHIFT & (intf::SERVER_ID_COUNT - 1);
+        let other = ServerId::try_from(u64::from(other)).ok()?;
+        let transfer = match bits & (intf::SERVICE_ADOPTED | intf::SERVICE_HANDED_OVER) {
+            0 => None,
+            intf::SERVICE_ADOPTED => Some(Transfer::AdoptedFrom(other)),
+            _ => Some(Transfer::HandedOverTo(other)),
+        };
+        let consistency = *Consistency::ALL.get(consistency as usize)?;
+        let mode = Self { consistency, timestamps, transfer, forwarding: Forwarding::default() };
+        (mode.slot_bits() == bits).then_some(mode)
+    }
+
     /// Returns the default mode. UDP has no cookie: by flow.
     pub fn default_for(protocol: Protocol) -> Self {
         match protocol {
@@ -175,9 +263,61 @@ impl ServiceMode {
     }
 }
 
+fn parse_setting<T: std::str::FromStr<Err: std::fmt::Display>>(key: &str, value: &str) -> Result<T, InvalidSetting> {
+    value.parse().map_err(|error: T::Err| InvalidSetting { key: key.to_owned(), reason: error.to_string() })
+}
+
+fn parse_id(key: &str, value: &str) -> Result<ServerId, InvalidSetting> {
+    let id: u64 = parse_setting(key, value)?;
+    id.try_into().map_err(|error: ServerIdOutOfRange| InvalidSetting { key: key.to_owned(), reason: error.to_string() })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn all_modes() -> Vec<ServiceMode> {
+        let other = ServerId::try_from(16_383).unwrap();
+        let mut modes = Vec::new();
+        for consistency in Consistency::ALL {
+            for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
+                for transfer in [None, Some(Transfer::AdoptedFrom(other)), Some(Transfer::HandedOverTo(other))] {
+                    let of = |forwarding| ServiceMode { consistency, timestamps, transfer, forwarding };
+                    modes.extend(Forwarding::ALL.map(of));
+                }
+            }
+        }
+        modes
+    }
+
+    #[test]
+    fn settings_round_trip() {
+        for mode in all_modes() {
+            let settings = mode.settings();
+            let written = settings.iter().map(|(key, value)| (*key, value.as_str()));
+            assert_eq!(ServiceMode::from_settings(written), Ok(mode));
+        }
+        assert_eq!(ServiceMode::from_settings([]), Ok(ServiceMode::default()));
+        let error = |key, value| ServiceMode::from_settings([(key, value)]).unwrap_err().to_string();
+        assert!(
+            error("consistency", "sticky").starts_with("consistency: consistency \"sticky\" is not known: expected")
+        );
+        assert!(error("timestamps", "client").starts_with("timestamps: timestamps by \"client\": expected \"server\""));
+        assert!(error("forwarding", "vxlan").starts_with("forwarding: forwarding \"vxlan\" is not known: expected"));
+        assert!(error("adopted_from", "16384").starts_with("adopted_from: "));
+        assert!(error("mss", "1400").starts_with("mss: this version does not have it, value \"1400\""));
+    }
+
+    #[test]
+    fn slot_bits_round_trip() {
+        for mode in all_modes() {
+            let stored = ServiceMode { forwarding: Forwarding::default(), ..mode };
+            assert_eq!(ServiceMode::from_slot_bits(mode.slot_bits()), Some(stored));
+        }
+        for none in [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20] {
+            assert_eq!(ServiceMode::from_slot_bits(none & !intf::SERVICE_INDEX_MASK), None, "{none:#x}");
+        }
+    }
 
     #[test]
     fn names_round_trip() {

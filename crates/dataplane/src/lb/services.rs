@@ -5,10 +5,10 @@ use std::mem::offset_of;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
+use coreward_model::ServiceAddress;
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::tuple::{Protocol, address_of};
-use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::{MapCore as _, MapFlags};
 use zerocopy::FromBytes as _;
 
@@ -82,42 +82,14 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
 
 /// Returns a slot's number: SERVICE_INDEX_MASK and so on of `bpf/include/intf.h`.
 fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
-    let timestamps = match mode.timestamps {
-        Timestamps::Server => 0,
-        Timestamps::Off => intf::SERVICE_TIMESTAMPS_OFF,
-        Timestamps::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
-    };
-    let transfer = mode.transfer.map_or(0, |transfer| {
-        let direction = match transfer {
-            Transfer::AdoptedFrom(_) => intf::SERVICE_ADOPTED,
-            Transfer::HandedOverTo(_) => intf::SERVICE_HANDED_OVER,
-        };
-        direction | u32::from(transfer.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
-    });
-    u32::from(index.0) | mode.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps | transfer
+    u32::from(index.0) | mode.slot_bits()
 }
 
 /// Returns the parts of [`number`], with the default forwarding; `None` for anything but a service.
 fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     let index = (number & intf::SERVICE_INDEX_MASK) as u16;
-    let consistency = number >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
-    let timestamps = match number & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
-        0 => Timestamps::Server,
-        intf::SERVICE_TIMESTAMPS_OFF => Timestamps::Off,
-        _ => Timestamps::LoadBalancer,
-    };
-    let consistency = *Consistency::ALL.get(consistency as usize)?;
-    let index = ServiceIndex(index);
-    let other =
-        ServerId::try_from(u64::from(number >> intf::SERVICE_OTHER_BALANCER_SHIFT & (intf::SERVER_ID_COUNT - 1)))
-            .ok()?;
-    let transfer = match number & (intf::SERVICE_ADOPTED | intf::SERVICE_HANDED_OVER) {
-        0 => None,
-        intf::SERVICE_ADOPTED => Some(Transfer::AdoptedFrom(other)),
-        _ => Some(Transfer::HandedOverTo(other)),
-    };
-    let mode = ServiceMode { consistency, timestamps, transfer, forwarding: Forwarding::default() };
-    (u32::from(index.0) < intf::MAX_SERVICES && self::number(index, mode) == number).then_some((index, mode))
+    let mode = ServiceMode::from_slot_bits(number & !intf::SERVICE_INDEX_MASK)?;
+    (u32::from(index) < intf::MAX_SERVICES).then_some((ServiceIndex(index), mode))
 }
 
 /// Returns the features that these services and their tables need.
@@ -334,28 +306,4 @@ pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
         Some((address, index, mode))
     });
     named.map(|(address, index, mode)| (address, Service::new(index, mode))).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn service_numbers_round_trip() {
-        for consistency in Consistency::ALL {
-            for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
-                let other = ServerId::try_from(16383).unwrap();
-                for transfer in [None, Some(Transfer::AdoptedFrom(other)), Some(Transfer::HandedOverTo(other))] {
-                    let (index, mode) = (
-                        ServiceIndex(1023),
-                        ServiceMode { consistency, timestamps, transfer, ..ServiceMode::default() },
-                    );
-                    assert_eq!(parse_number(number(index, mode)), Some((index, mode)));
-                }
-            }
-        }
-        for none in [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20] {
-            assert_eq!(parse_number(none), None, "{none:#x}");
-        }
-    }
 }

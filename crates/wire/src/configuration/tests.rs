@@ -103,7 +103,8 @@ fn configurations_round_trip() {
 #[test]
 fn unusable_service_affects_no_other_and_keeps_its_drains() {
     let mut message = v1::FleetConfiguration { number: 9, ..(&fleet()).into() };
-    message.services[1].mode.as_mut().unwrap().consistency = "quantum".into();
+    let mode = message.services[1].mode.as_mut().unwrap();
+    mode.settings.insert("consistency".into(), "quantum".into());
     message.services[1].servers[0].eligible = false;
     let (number, configuration, refused) = FleetConfiguration::decode(message.encode_to_vec().into()).unwrap();
     assert_eq!((number, configuration.services.len(), configuration.keys), (9, 1, keys()));
