@@ -17,12 +17,13 @@ use coreward_agent::rss_command::RssArgs;
 use coreward_api::types::{Explain, PacketKind};
 use coreward_cli::shell::ShellCommand;
 use coreward_cli::{exit_status, print};
-use coreward_daemon::drop_capabilities::Daemon;
+use coreward_daemon::drop_capabilities;
 use coreward_dataplane::capabilities;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
 use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionsArgs};
+use coreward_metrics::table::Component;
 use coreward_model::tuple::Protocol;
 use coreward_orchestrator::command::{self as orchestrate, OrchestrateArgs};
 use coreward_render as show;
@@ -283,23 +284,23 @@ fn run(command: Command) -> anyhow::Result<()> {
     }
     match command {
         Command::Controller(args) => {
-            Daemon::Controller.confine()?;
+            drop_capabilities::confine(Component::Controller)?;
             coreward_control_server::server::run(&args.config)
         }
         Command::Lb(args) => lb(args),
         Command::Agent(args) => agent(args),
         Command::Rack(args) => {
-            Daemon::Rack.confine()?;
+            drop_capabilities::confine(Component::Rack)?;
             coreward_rack::daemon::run(&args.config)
         }
         Command::Dispatch(args) => {
             capabilities::require("coreward dispatch")?;
-            Daemon::Dispatch.confine()?;
+            drop_capabilities::confine(Component::Dispatch)?;
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
         Command::Orchestrate(args) => {
             let prepared = orchestrate::prepare(&args)?;
-            Daemon::Orchestrate.confine()?;
+            drop_capabilities::confine(Component::Orchestrate)?;
             print(&orchestrate::run(prepared)?)
         }
         Command::Status(StatusArgs { query, rss_keys }) => {
@@ -362,7 +363,7 @@ fn lb(args: LbArgs) -> anyhow::Result<()> {
     }
     capabilities::require("coreward lb")?;
     let config = args.config.context("--config is missing")?;
-    Daemon::Lb.confine()?;
+    drop_capabilities::confine(Component::Lb)?;
     if args.detach { coreward_lb::daemon::detach(&config) } else { coreward_lb::daemon::run(&config) }
 }
 
@@ -376,7 +377,7 @@ fn agent(args: AgentArgs) -> anyhow::Result<()> {
         }
         (None, config) => {
             let config = config.context("--config is missing")?;
-            Daemon::Agent.confine()?;
+            drop_capabilities::confine(Component::Agent)?;
             if args.detach { coreward_agent::daemon::detach(&config) } else { coreward_agent::daemon::run(&config) }
         }
     }

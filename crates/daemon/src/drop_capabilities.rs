@@ -2,59 +2,48 @@
 
 use anyhow::Context as _;
 use caps::{CapSet, Capability, CapsHashSet};
+use coreward_metrics::table::Component;
 use nix::sys::prctl;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Daemon {
-    Controller,
-    Lb,
-    Agent,
-    Dispatch,
-    Orchestrate,
-    Rack,
+/// Returns the capabilities kept for the daemon's life. Those for BPF stay: programs are reloaded with changed
+/// services.
+pub fn retained(daemon: Component) -> &'static [Capability] {
+    use Capability::{
+        CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE,
+    };
+    match daemon {
+        Component::Controller | Component::Rack => &[],
+        // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
+        Component::Lb => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW],
+        // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes, for servers that packets are
+        // handed on to. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users
+        // (/proc/PID/fd).
+        Component::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
+        // Services may have ports below 1024.
+        Component::Orchestrate => &[CAP_NET_BIND_SERVICE],
+        Component::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
+    }
 }
 
-impl Daemon {
-    /// Returns the capabilities kept for the daemon's life. Those for BPF stay: programs are reloaded with changed
-    /// services.
-    pub fn retained(self) -> &'static [Capability] {
-        use Capability::{
-            CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE,
-        };
-        match self {
-            Self::Controller | Self::Rack => &[],
-            // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
-            Self::Lb => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW],
-            // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes, for servers that packets are
-            // handed on to. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users
-            // (/proc/PID/fd).
-            Self::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
-            // Services may have ports below 1024.
-            Self::Orchestrate => &[CAP_NET_BIND_SERVICE],
-            Self::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
+/// Drops every other capability for good, also for child processes, and forbids core dumps and ptrace(2) without
+/// CAP_SYS_PTRACE, since keys are in memory. Capabilities belong to threads: call it before the first is started.
+pub fn confine(daemon: Component) -> anyhow::Result<()> {
+    let retained: CapsHashSet = retained(daemon).iter().copied().collect();
+    let has = |set| caps::read(None, set).context("cannot read this process's capabilities");
+    let permitted: CapsHashSet = has(CapSet::Permitted)?.intersection(&retained).copied().collect();
+    let effective: CapsHashSet = has(CapSet::Effective)?.intersection(&retained).copied().collect();
+    if caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP)? {
+        for capability in has(CapSet::Bounding)?.difference(&retained) {
+            caps::drop(None, CapSet::Bounding, *capability)?;
         }
     }
-
-    /// Drops every other capability for good, also for child processes, and forbids core dumps and ptrace(2) without
-    /// CAP_SYS_PTRACE, since keys are in memory. Capabilities belong to threads: call it before the first is started.
-    pub fn confine(self) -> anyhow::Result<()> {
-        let retained: CapsHashSet = self.retained().iter().copied().collect();
-        let has = |set| caps::read(None, set).context("cannot read this process's capabilities");
-        let permitted: CapsHashSet = has(CapSet::Permitted)?.intersection(&retained).copied().collect();
-        let effective: CapsHashSet = has(CapSet::Effective)?.intersection(&retained).copied().collect();
-        if caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP)? {
-            for capability in has(CapSet::Bounding)?.difference(&retained) {
-                caps::drop(None, CapSet::Bounding, *capability)?;
-            }
-        }
-        caps::clear(None, CapSet::Ambient)?;
-        reduce(CapSet::Inheritable, &CapsHashSet::new())?;
-        reduce(CapSet::Effective, &effective)?;
-        reduce(CapSet::Permitted, &permitted)?;
-        prctl::set_no_new_privs().context("no_new_privs")?;
-        prctl::set_dumpable(false).context("dumpable")?;
-        Ok(())
-    }
+    caps::clear(None, CapSet::Ambient)?;
+    reduce(CapSet::Inheritable, &CapsHashSet::new())?;
+    reduce(CapSet::Effective, &effective)?;
+    reduce(CapSet::Permitted, &permitted)?;
+    prctl::set_no_new_privs().context("no_new_privs")?;
+    prctl::set_dumpable(false).context("dumpable")?;
+    Ok(())
 }
 
 /// Sets `set` to `retained` unless equal: a unit's filter without capabilities forbids capset(2).

@@ -4,7 +4,8 @@
 
 use std::path::Path;
 
-use coreward_daemon::drop_capabilities::Daemon;
+use coreward_daemon::drop_capabilities;
+use coreward_metrics::table::Component;
 use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificates, issue};
 use coreward_testbed::http::Connection;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
@@ -45,8 +46,8 @@ fn status(pid: u32, field: &str) -> String {
     status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
 }
 
-fn kept(daemon: Daemon) -> String {
-    let set = daemon.retained().iter().fold(0u64, |set, capability| set | capability.bitmask());
+fn kept(daemon: Component) -> String {
+    let set = drop_capabilities::retained(daemon).iter().fold(0u64, |set, capability| set | capability.bitmask());
     format!("{set:016x}")
 }
 
@@ -59,7 +60,9 @@ fn peers_authenticate_each_other() {
     let mut fleet = Fleet::start(&testbed, FleetOptions { tls: true, ..Default::default() }).unwrap();
     ask(&testbed);
 
-    for (name, daemon) in [("controller", Daemon::Controller), ("lb1", Daemon::Lb), ("agent-s1", Daemon::Agent)] {
+    for (name, daemon) in
+        [("controller", Component::Controller), ("lb1", Component::Lb), ("agent-s1", Component::Agent)]
+    {
         let pid = fleet.daemon(name).unwrap().pid();
         for set in ["CapEff:", "CapPrm:", "CapBnd:"] {
             assert_eq!(status(pid, set), kept(daemon), "{name} {set}");

@@ -1,6 +1,7 @@
 //! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
 
-use coreward_daemon::drop_capabilities::Daemon;
+use coreward_daemon::drop_capabilities;
+use coreward_metrics::table::Component;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities};
 use coreward_testbed::http::Connection;
@@ -38,12 +39,12 @@ fn daemons_work_within_their_units_limits() {
     ask(&testbed, 20);
 
     let daemons = [
-        ("controller", "controller", Daemon::Controller),
-        ("lb1", "lb", Daemon::Lb),
-        ("agent-s1", "agent", Daemon::Agent),
+        ("controller", "controller", Component::Controller),
+        ("lb1", "lb", Component::Lb),
+        ("agent-s1", "agent", Component::Agent),
     ];
     for (name, unit, daemon) in daemons {
-        let kept = daemon.retained().iter().fold(0, |set, capability| set | capability.bitmask());
+        let kept = drop_capabilities::retained(daemon).iter().fold(0, |set, capability| set | capability.bitmask());
         assert_eq!(effective_capabilities(fleet.daemon(name).unwrap().pid()), kept, "{name}");
         let left = unit_capabilities(unit).unwrap().into_iter().fold(0, |set, name| set | capability(name).bitmask());
         assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");

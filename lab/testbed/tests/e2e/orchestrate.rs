@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coreward_daemon::drop_capabilities::Daemon;
+use coreward_daemon::drop_capabilities;
 use coreward_load::key_value::{DATAGRAM_MAX, Request, key_name, parse_response};
+use coreward_metrics::table::Component;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::TIMEOUT;
 use coreward_testbed::fleet::{coreward_command, lab_command};
@@ -224,7 +225,9 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
 fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
     let setup = Setup::new()?;
     let orchestrator = setup.orchestrator()?;
-    let retained = Daemon::Orchestrate.retained().iter().fold(0, |set, capability| set | capability.bitmask());
+    let retained = drop_capabilities::retained(Component::Orchestrate)
+        .iter()
+        .fold(0, |set, capability| set | capability.bitmask());
     assert_eq!(effective_capabilities(orchestrator.0.id()) & !retained, 0);
     orchestrator.end().map(drop)
 }
