@@ -13,7 +13,7 @@ use crate::process::{run, tied};
 
 /// Kernel of the guests: the release's own.
 const KERNEL: &str = "6.1";
-const MODULES: [&str; 13] = [
+const MODULES: [&str; 17] = [
     "virtio_pci",
     "virtio_blk",
     "crc32c_generic",
@@ -28,6 +28,10 @@ const MODULES: [&str; 13] = [
     "ip_vs_rr",
     "ip_vs_mh",
     "virtio_net",
+    "bonding",
+    "8021q",
+    "ipip",
+    "fou",
 ];
 /// Packages that a minimal Debian lacks: for booting, for the daemons' packages, for the tests.
 const PROGRAMS: &str =

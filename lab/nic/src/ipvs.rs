@@ -10,7 +10,7 @@ use crate::debian::{Debian, File};
 use crate::guest::Guest;
 use crate::packages::Packages;
 use crate::tally::Tally;
-use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually};
+use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually, start_in};
 
 const NAME: &str = "Debian with IPVS";
 /// Connections of each group.
@@ -203,15 +203,9 @@ const CHECKS: [(&str, Check); 4] = [
     ("coreward is removed, and no connection breaks", remove),
 ];
 
-/// Starts a command in the namespace of `host`.
-fn start(guest: &mut Guest, unit: &str, host: &str, command: &str) -> Result<()> {
-    let properties = format!("-p NetworkNamespacePath=/run/netns/{host} -p StandardOutput=truncate:/run/{unit}");
-    guest.run(&format!("systemd-run -q --unit {unit} {properties} {command}")).map(drop)
-}
-
 /// Opens a group of connections.
 fn open(guest: &mut Guest, group: &str) -> Result<()> {
-    start(guest, &format!("test-{group}"), "client", &format!("bash /etc/test-hold {group} {HELD}"))?;
+    start_in(guest, &format!("test-{group}"), "client", &format!("bash /etc/test-hold {group} {HELD}"))?;
     let ready = format!("test -p /run/test-{group}.out");
     eventually(SETTLE_LIMIT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
 }
@@ -249,13 +243,13 @@ fn status_has(guest: &mut Guest, pattern: &str) -> Result<()> {
 fn balance(guest: &mut Guest) -> Result<String> {
     for server in ["s1", "s2"] {
         let command = format!("nginx -c /etc/test-nginx-{server} -g 'daemon off;'").replace('\'', "\"");
-        start(guest, &format!("test-nginx-{server}"), server, &command)?;
+        start_in(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
-    start(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
+    start_in(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
     let request = "ip netns exec client timeout 10 bash /etc/test-request 80";
     eventually(SETTLE_LIMIT, || guest.run(request))?;
-    start(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
-    start(guest, "test-load", "client", "bash /etc/test-load")?;
+    start_in(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
+    start_in(guest, "test-load", "client", "bash /etc/test-load")?;
     open(guest, "oldest")?;
     let table = guest.run("ip netns exec director ipvsadm -Ln")?;
     ensure!(table.contains("10.2.0.11:80") && table.contains("10.2.0.12:80"), "ipvsadm: {table}");
@@ -264,10 +258,10 @@ fn balance(guest: &mut Guest) -> Result<String> {
 
 fn adopt(guest: &mut Guest) -> Result<String> {
     apt(guest, "install /root/debs/old/coreward_*.deb")?;
-    start(guest, "coreward-controller", "controller", "coreward controller --config /etc/coreward/controller.toml")?;
+    start_in(guest, "coreward-controller", "controller", "coreward controller --config /etc/coreward/controller.toml")?;
     for server in ["s1", "s2"] {
         let command = format!("coreward agent --config /etc/coreward/{server}.toml");
-        start(guest, &format!("coreward-{server}"), server, &command)?;
+        start_in(guest, &format!("coreward-{server}"), server, &command)?;
     }
     for server in ["s1", "s2"] {
         eventually(SETTLE_LIMIT, || status_has(guest, &format!("{server} .*active")))?;
@@ -275,7 +269,7 @@ fn adopt(guest: &mut Guest) -> Result<String> {
     }
     unbroken(guest, &["oldest"]).context("after the agents' start")?;
     open(guest, "older")?;
-    start(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
+    start_in(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
     let ready = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > /run/status; \
                  grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
     eventually(SETTLE_LIMIT, || guest.run(ready)).with_context(|| shown(guest))?;

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use crate::process::{run, tied};
 
 /// Modules that the guests load besides their dependencies; Debian's kernels have some of them built in.
-pub const MODULES: [&str; 15] = [
+pub const MODULES: [&str; 19] = [
     "virtio_pci",
     "virtio_net",
     "igb",
@@ -26,6 +26,10 @@ pub const MODULES: [&str; 15] = [
     "ip_vs",
     "ip_vs_rr",
     "ip_vs_mh",
+    "bonding",
+    "8021q",
+    "ipip",
+    "fou",
 ];
 
 /// Takes image and needed modules out of a kernel package, and lays them flat into `folder`. Fails when the package

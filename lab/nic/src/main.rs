@@ -10,8 +10,8 @@
 //! * [`forwarding`], [`segment`]: a server that forwards packets, and the other machines of its network
 //! * [`cases`]: the checks
 //!
-//! `make test-units` (`--units`): [`units`] and [`ipvs`], in guests with Debian and systemd
-//! ([`debian`]).
+//! `make test-units` (`--units`): [`units`], [`ipvs`] and [`networks`], in guests with Debian and
+//! systemd ([`debian`]).
 
 mod agent;
 mod cases;
@@ -21,6 +21,7 @@ mod guest;
 mod initrd;
 mod ipvs;
 mod kernel;
+mod networks;
 mod packages;
 mod process;
 mod rss;
@@ -89,8 +90,11 @@ fn main() -> ExitCode {
 type DebianCheck = fn(&Packages, &Path, &Path, Option<&str>, &mut Tally) -> Result<()>;
 
 /// Guests with Debian.
-const DEBIAN_CASES: [(&str, DebianCheck); 2] =
-    [("Debian with systemd", units::check), ("Debian with IPVS", ipvs::check)];
+const DEBIAN_CASES: [(&str, DebianCheck); 3] = [
+    ("Debian with systemd", units::check),
+    ("Debian with IPVS", ipvs::check),
+    ("Debian with bonds, VLANs and tunnels", networks::check),
+];
 
 fn check_units(arguments: &Arguments, debs: &Path, tally: &mut Tally) {
     match prepare(arguments) {

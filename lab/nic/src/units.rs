@@ -243,6 +243,12 @@ fn main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
     DAEMONS.iter().map(|daemon| main_pid(guest, daemon)).collect()
 }
 
+/// Starts a command in the namespace of `host`.
+pub fn start_in(guest: &mut Guest, unit: &str, host: &str, command: &str) -> Result<()> {
+    let properties = format!("-p NetworkNamespacePath=/run/netns/{host} -p StandardOutput=truncate:/run/{unit}");
+    guest.run(&format!("systemd-run -q --unit {unit} {properties} {command}")).map(drop)
+}
+
 /// Repeats `check` until it passes.
 pub fn eventually<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
     let end = Instant::now() + limit;

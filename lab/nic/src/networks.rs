@@ -1,0 +1,279 @@
+//! Networks that need drivers which development machines may lack: bonds, VLAN devices, the kernel's own tunnels.
+//!
+//! Load balancer, servers, client and controller have a network namespace each.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::debian::{Debian, File};
+use crate::guest::Guest;
+use crate::packages::Packages;
+use crate::tally::Tally;
+use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually};
+
+const NAME: &str = "Debian with bonds, VLANs and tunnels";
+/// Connections per check.
+const REQUESTS: usize = 20;
+
+/// s1 is in VLAN 20, as are second devices of client and controller; s2 decapsulates by devices of its kernel.
+const NETWORK: &str = "
+mkdir -p /var/lib/coreward
+ip netns add switch
+ip -n switch link add br0 type bridge
+ip -n switch link set br0 up
+link() { # namespace, device, name at the switch
+	ip link add $2 netns $1 type veth peer name $3 netns switch
+	# XDP_TX on veth needs NAPI at the other end; frames of XDP must carry whole checksums.
+	ip netns exec switch ethtool -K $3 gro on > /dev/null
+	ip netns exec $1 ethtool -K $2 tx off > /dev/null
+}
+port() { # namespace, address
+	ip netns add $1
+	ip -n $1 link set lo up
+	link $1 eth0 p-$1
+	ip -n switch link set p-$1 master br0 up
+	ip -n $1 link set eth0 up
+	[ -z \"$2\" ] || ip -n $1 address add $2/24 dev eth0
+}
+tagged() { # namespace, address
+	ip -n $1 link add link eth0 name eth0.20 type vlan id 20
+	ip -n $1 address add $2/24 dev eth0.20
+	ip -n $1 link set eth0.20 up
+}
+bond() { # namespace, device, its links
+	ip -n $1 link add $2 type bond mode 802.3ad miimon 100 lacp_rate fast xmit_hash_policy layer3+4
+	for link in $3; do
+		ip -n $1 link set $link down
+		ip -n $1 link set $link master $2
+	done
+	ip -n $1 link set $2 up
+}
+port client 10.2.0.2
+tagged client 10.3.0.2
+port controller 10.2.0.9
+tagged controller 10.3.0.9
+port s1 ''
+tagged s1 10.3.0.11
+port s2 10.2.0.12
+ip netns add lb
+ip -n lb link set lo up
+link lb link0 p-lb0
+link lb link1 p-lb1
+bond switch bond1 'p-lb0 p-lb1'
+ip -n switch link set bond1 master br0
+bond lb bond0 'link0 link1'
+ip -n lb address add 10.2.0.1/24 dev bond0
+ip -n s1 route add 10.2.0.2 via 10.3.0.2
+ip -n s1 route add 10.2.0.9 via 10.3.0.9
+for server in s1 s2; do
+	ip netns exec $server sysctl -q -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2
+	for vip in 10.200.0.1 10.200.0.2 10.200.0.3; do
+		ip -n $server address add $vip/32 dev lo
+		ip -n client route replace $vip via 10.2.0.1
+	done
+done
+# tunl0 takes IP-in-IP packets to any address of the server, fou those in UDP, with the rest left to tunl0.
+ip -n s2 link set tunl0 up
+ip netns exec s2 ip fou add port 6080 gue
+ip netns exec s2 sysctl -q -w net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.tunl0.rp_filter=0
+";
+const CONTROLLER: &str = "
+listen = \"10.2.0.9:7400\"
+api = \"127.0.0.1:7401\"
+store = \"/var/lib/coreward/controller.redb\"
+fleet = \"fleet.toml\"
+allow_plaintext = true
+";
+const FLEET: &str = "
+[[server]]
+name = \"s1\"
+address = \"10.3.0.11\"
+vlan = 20
+
+[[server]]
+name = \"s2\"
+address = \"10.2.0.12\"
+
+[[service]]
+name = \"tagged\"
+vip = \"10.200.0.1:80\"
+servers = [\"s1\"]
+policy = \"rr\"
+
+[[service]]
+name = \"by-ipip\"
+vip = \"10.200.0.2:80\"
+servers = [\"s2\"]
+policy = \"rr\"
+forwarding = \"ipip\"
+consistency = \"hash-table\"
+
+[[service]]
+name = \"by-gue\"
+vip = \"10.200.0.3:80\"
+servers = [\"s2\"]
+policy = \"rr\"
+forwarding = \"gue\"
+consistency = \"hash-table\"
+";
+const LB: &str = "
+name = \"lb1\"
+controller = \"10.2.0.9:7400\"
+interface = \"bond0\"
+pin_directory = \"/sys/fs/bpf/coreward/lb\"
+xdp_mode = \"native\"
+";
+const AGENT: &str = "
+server = \"s1\"
+controller = \"10.2.0.9:7400\"
+interface = \"eth0.20\"
+pin_directory = \"/sys/fs/bpf/coreward/s1\"
+steer = \"off\"
+";
+
+fn nginx(server: &str) -> String {
+    format!(
+        "user www-data;\nworker_processes 1;\npid /run/nginx-{server}.pid;\nevents {{}}\nhttp {{\naccess_log off;\n\
+         server {{\nlisten 80;\nlocation / {{ return 200 \"served by {server}\\n\"; }}\n}}\n}}\n"
+    )
+}
+
+/// $1: the VIP; $2: the number of connections, one after the other, with two requests each.
+const REQUEST: &str = "
+for ((number = 0; number < $2; number++)); do
+	exec 3<>/dev/tcp/$1/80 || exit 1
+	for request in 1 2; do
+		printf 'GET / HTTP/1.1\\r\\nHost: test\\r\\n\\r\\n' >&3
+		while :; do
+			read -r -t 10 line <&3 || exit 1
+			[[ $line == served* ]] && break
+		done
+	done
+	exec 3>&-
+done
+echo $line
+";
+
+fn files() -> Vec<File> {
+    [
+        ("etc/test-network", NETWORK.to_owned()),
+        ("etc/test-request", REQUEST.to_owned()),
+        ("etc/coreward/controller.toml", CONTROLLER.to_owned()),
+        ("etc/coreward/fleet.toml", FLEET.to_owned()),
+        ("etc/coreward/lb.toml", LB.to_owned()),
+        ("etc/coreward/s1.toml", AGENT.to_owned()),
+        ("etc/test-nginx-s1", nginx("s1")),
+        ("etc/test-nginx-s2", nginx("s2")),
+    ]
+    .into()
+}
+
+/// Checks the packages in the directory `old` of `debs`.
+///
+/// # Errors
+/// When there is no guest.
+pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
+    let debian = Debian::new(packages, cache, "networks", &files(), debs)?;
+    let mut guest = debian.boot()?;
+    guest.run("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb && systemctl disable --now -q nginx")?;
+    if let Some(command) = command {
+        println!("{}", guest.run(command)?);
+        return Ok(());
+    }
+    units::passes(NAME, &CHECKS, &mut guest, tally);
+    Ok(())
+}
+
+/// Each continues where the one before it ended.
+const CHECKS: [(&str, Check); 5] = [
+    ("the daemons start, with native XDP on a bond by LACP", start),
+    ("a server with a VLAN device serves, and stamps its packets", tagged),
+    ("the kernel's ipip device decapsulates", ipip),
+    ("the kernel's fou port decapsulates", gue),
+    ("a link of the bond fails, and the other one serves", fail_link),
+];
+
+fn start(guest: &mut Guest) -> Result<String> {
+    apt(guest, "install /root/debs/old/coreward_*.deb")?;
+    let daemons = [
+        ("controller", "controller", "coreward controller --config /etc/coreward/controller.toml"),
+        ("lb", "lb", "coreward lb --config /etc/coreward/lb.toml"),
+        ("s1", "s1", "coreward agent --config /etc/coreward/s1.toml"),
+    ];
+    for (unit, host, command) in daemons {
+        units::start_in(guest, &format!("coreward-{unit}"), host, command)?;
+    }
+    for server in ["s1", "s2"] {
+        let command = format!("nginx -c /etc/test-nginx-{server} -g \"daemon off;\"");
+        units::start_in(guest, &format!("test-nginx-{server}"), server, &command)?;
+    }
+    eventually(SETTLE_LIMIT, || {
+        let status = status(guest)?;
+        ensure!(status.contains("load balancer lb1: XDP native") && !status.contains("  ! "), "{status}");
+        Ok(())
+    })?;
+    let bond = guest.run("ip netns exec lb cat /proc/net/bonding/bond0")?;
+    let ports = bond.lines().find_map(|line| line.trim().strip_prefix("Number of ports: "));
+    ensure!(ports == Some("2"), "LACP has not aggregated both links: {bond}");
+    Ok("2 links aggregated".to_owned())
+}
+
+fn status(guest: &mut Guest) -> Result<String> {
+    guest.run("ip netns exec controller coreward status")
+}
+
+/// Makes connections to a VIP, which this server must answer.
+fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
+    let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {REQUESTS}");
+    let served = eventually(SETTLE_LIMIT, || guest.run(&command)).with_context(|| format!("requests to {vip}"))?;
+    ensure!(served.trim() == format!("served by {server}"), "answered by {served:?}, expected {server}");
+    Ok(())
+}
+
+/// Returns the load balancer's count of this decision.
+fn decisions(guest: &mut Guest, name: &str) -> Result<u64> {
+    let status = status(guest)?;
+    let mut words = status.split([' ', ',', '\n']).filter(|word| !word.is_empty());
+    let count = words.find(|word| *word == name).and_then(|_| words.next());
+    count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status}"))
+}
+
+fn tagged(guest: &mut Guest) -> Result<String> {
+    request(guest, "10.200.0.1", "s1")?;
+    // A daemon reports its counters once a second. Cookies show that the agent's programs see the VLAN's packets.
+    let by_cookie = eventually(SETTLE_LIMIT, || match decisions(guest, "established")? {
+        count if count >= REQUESTS as u64 => Ok(count),
+        count => bail!("{count} packets by their cookie"),
+    })?;
+    Ok(format!("{REQUESTS} connections, {by_cookie} packets by their cookie"))
+}
+
+fn ipip(guest: &mut Guest) -> Result<String> {
+    decapsulated(guest, "10.200.0.2")
+}
+
+fn gue(guest: &mut Guest) -> Result<String> {
+    decapsulated(guest, "10.200.0.3")
+}
+
+fn decapsulated(guest: &mut Guest, vip: &str) -> Result<String> {
+    let before = tunnel_packets(guest)?;
+    request(guest, vip, "s2")?;
+    let packets = tunnel_packets(guest)? - before;
+    ensure!(packets >= 4 * REQUESTS as u64, "tunl0 received {packets} packets of {REQUESTS} connections");
+    Ok(format!("{REQUESTS} connections, {packets} packets by tunl0"))
+}
+
+fn tunnel_packets(guest: &mut Guest) -> Result<u64> {
+    let count = guest.run("ip netns exec s2 cat /sys/class/net/tunl0/statistics/rx_packets")?;
+    count.trim().parse().with_context(|| count.clone())
+}
+
+fn fail_link(guest: &mut Guest) -> Result<String> {
+    guest.run("ip -n switch link set p-lb0 down")?;
+    request(guest, "10.200.0.1", "s1")?;
+    guest.run("ip -n switch link set p-lb0 up && ip -n switch link set p-lb1 down")?;
+    request(guest, "10.200.0.1", "s1")?;
+    Ok(format!("{REQUESTS} connections with each link alone"))
+}
