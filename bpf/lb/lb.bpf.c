@@ -294,7 +294,7 @@ static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packe
 	return 0;
 }
 
-static __always_inline bool is_looked_at(__u8 protocol)
+static __always_inline bool is_balanced_protocol(__u8 protocol)
 {
 	return protocol == IPPROTO_TCP || protocol == IPPROTO_ICMP || (udp_in_use && protocol == IPPROTO_UDP);
 }
@@ -312,7 +312,7 @@ static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *p
 		return ended;
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end || !sent_to_us(data))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (!is_looked_at(PACKET_U8(data, IP_AT(protocol))))
+	if (!is_balanced_protocol(PACKET_U8(data, IP_AT(protocol))))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	address_tail = service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), 0, 0);
 	if (find_lb_service(&lb_state.directories, address_tail) != SERVICE_ADDRESS_ONLY)

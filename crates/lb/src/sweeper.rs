@@ -375,8 +375,8 @@ mod tests {
         fn tick(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
             let service = due(0, 0).1;
             let slice = self.entries.len() / SWEEP_BEATS;
-            let looked_at = (0..slice).filter_map(|n| self.entries[(self.next + n) % self.entries.len()]);
-            let over = looked_at
+            let inspected = (0..slice).filter_map(|n| self.entries[(self.next + n) % self.entries.len()]);
+            let over = inspected
                 .filter(|connection| connection.last_seen.0 + CONNECTION_BEATS <= beat)
                 .map(|connection| (connection, service));
             let over: Vec<_> = over.collect();

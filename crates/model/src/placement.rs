@@ -297,10 +297,10 @@ impl PlacementTable {
 
     /// Returns the first candidate of least cost over all groups. Rule `Table` has one candidate per group.
     fn least_candidate(&self, hash: impl Fn(usize) -> u32, cost: impl Fn(&Candidate) -> u64) -> Option<Candidate> {
-        let looked_at = if self.rule == Rule::Table { 1 } else { self.candidates_per_bucket as usize };
+        let considered = if self.rule == Rule::Table { 1 } else { self.candidates_per_bucket as usize };
         let candidates = (0..self.groups.len()).flat_map(|group| {
             let bucket = self.bucket_count.bucket(hash(group));
-            &self.candidates_of(group, bucket)[..looked_at]
+            &self.candidates_of(group, bucket)[..considered]
         });
         // min_by_key takes the first of equals, like the BPF program.
         candidates.min_by_key(|candidate| cost(candidate)).copied()

@@ -149,11 +149,11 @@ fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> A
 /// Sends the rack's configuration when it has changed, checked once per report interval. Ends with the rack, or with
 /// the reason to end it.
 async fn send_updates(shared: &ControllerState, session: u64, updates: &Updates) -> Option<Rejection> {
-    let (mut reported, mut looked_at) = (None, None);
+    let (mut reported, mut considered) = (None, None);
     loop {
         let now = shared.now();
         let changes = shared.controller().rack_changes(session);
-        if looked_at.replace(changes) != Some(changes) {
+        if considered.replace(changes) != Some(changes) {
             let configuration = match shared.controller().rack_configuration(session, now) {
                 Ok(configuration) => configuration?,
                 Err(refused) => return Some(refused),

@@ -92,7 +92,7 @@ impl LoadBalancer {
             return Err(NOT_OURS);
         }
         // The protocol of IPv6 is known behind its extension headers.
-        if outer.vip.is_ipv4() && !self.looks_at(outer.protocol) {
+        if outer.vip.is_ipv4() && !self.balances(outer.protocol) {
             return Err(NOT_OURS);
         }
         let whole = packet::ip(frame)?;
@@ -101,7 +101,7 @@ impl LoadBalancer {
             (PROTOCOL_ICMPV6, _) if outer.protocol != PROTOCOL_ICMPV6 => Err(NOT_OURS),
             (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => self.icmp(&whole, sender, now_ns, read),
             (packet::PROTOCOL_ICMP, _) => Err(NOT_OURS),
-            (protocol, _) if !self.looks_at(protocol) => Err(NOT_OURS),
+            (protocol, _) if !self.balances(protocol) => Err(NOT_OURS),
             (UDP, Part::Later) => self.later_fragment(&whole, read),
             (UDP, _) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
@@ -124,7 +124,7 @@ impl LoadBalancer {
     }
 
     /// Whether the program handles the protocol: UDP is not compiled in while no service needs it.
-    fn looks_at(&self, protocol: u8) -> bool {
+    fn balances(&self, protocol: u8) -> bool {
         let udp = || self.by_address.keys().any(|(.., protocol)| *protocol == UDP);
         matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
     }
