@@ -128,7 +128,7 @@ impl Simulation {
         }
         match connection.stage {
             Stage::Opening => self.open(number),
-            Stage::Open(left) => self.go_on(number, left),
+            Stage::Open(left) => self.send_next(number, left),
         }
     }
 
@@ -167,7 +167,7 @@ impl Simulation {
         Ok(())
     }
 
-    fn go_on(&mut self, number: u32, left: u32) -> anyhow::Result<()> {
+    fn send_next(&mut self, number: u32, left: u32) -> anyhow::Result<()> {
         let flags = match left {
             0 if self.rng.chance(1, 10) => RST,
             0 => ACK | FIN,
@@ -194,7 +194,7 @@ impl Simulation {
             }
             Delivery::Rejected => {
                 if flags == RST {
-                    self.report.resets_astray += 1;
+                    self.report.misdelivered_resets += 1;
                 } else if timestamps {
                     self.report.misdelivered += 1;
                 } else {
@@ -259,8 +259,8 @@ impl Simulation {
     /// Sends a packet through one of the load balancers.
     fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<Delivery> {
         let alive: Vec<usize> = (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].alive).collect();
-        let astray = self.rng.chance(1, PACKETS_PER_FAULT);
-        let choice = self.connection(number).hash as usize + usize::from(astray);
+        let is_rerouted = self.rng.chance(1, PACKETS_PER_FAULT);
+        let choice = self.connection(number).hash as usize + usize::from(is_rerouted);
         let first = alive[choice % alive.len()];
         self.report.packets += 1;
         let frame = self.frame(number, load_balancer_mac(first), flags);
@@ -339,11 +339,11 @@ impl Simulation {
         if connection.timestamps || connection.sockets.iter().any(|socket| socket.server == server) {
             return Delivery::Rejected;
         }
-        self.hand_to_the_one_before(number, server, frame)
+        self.forward_to_previous_server(number, server, frame)
     }
 
     /// A server that does not know a packet without a cookie hands it to the one that the load balancer named.
-    fn hand_to_the_one_before(&mut self, number: u32, server: usize, frame: &[u8]) -> Delivery {
+    fn forward_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> Delivery {
         let named = u16::from_be_bytes([frame[ETHERNET + 4], frame[ETHERNET + 5]]);
         let before = ServerId::try_from(u64::from(named)).ok().filter(|id| *id != self.servers[server].id);
         let Some(before) = before.and_then(|id| self.servers.iter().position(|server| server.id == id)) else {

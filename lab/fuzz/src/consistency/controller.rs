@@ -117,8 +117,8 @@ impl Simulation {
     }
 
     fn pick_server(&mut self, life: Life) -> Option<usize> {
-        let those: Vec<usize> = (0..self.servers.len()).filter(|at| self.servers[*at].life == life).collect();
-        (!those.is_empty()).then(|| self.rng.pick(&those))
+        let candidates: Vec<usize> = (0..self.servers.len()).filter(|at| self.servers[*at].life == life).collect();
+        (!candidates.is_empty()).then(|| self.rng.pick(&candidates))
     }
 
     // ---- tables ----
@@ -168,7 +168,7 @@ impl Simulation {
         for number in 0..self.load_balancers.len() {
             // After the load balancer's updates of servers.
             let delay = DELAY_MS as u64 + self.delay();
-            self.at(delay, Event::TellTable(number));
+            self.at(delay, Event::SendTable(number));
         }
     }
 
@@ -208,7 +208,7 @@ impl Simulation {
     fn send_owner(&mut self, number: usize, within_ms: usize) {
         for other in 0..self.config.load_balancers {
             let delay = self.rng.below(within_ms) as u64;
-            self.at(delay, Event::TellOwner(other, number));
+            self.at(delay, Event::SendOwner(other, number));
         }
     }
 
@@ -246,7 +246,7 @@ impl Simulation {
     fn send_server(&mut self, server: usize, within_ms: usize) {
         for number in 0..self.load_balancers.len() {
             let delay = self.rng.below(within_ms) as u64;
-            self.at(delay, Event::TellServer(number, server));
+            self.at(delay, Event::SendServer(number, server));
         }
     }
 
@@ -284,11 +284,11 @@ impl Simulation {
     fn send_keys(&mut self) {
         for number in 0..self.load_balancers.len() {
             let delay = self.delay();
-            self.at(delay, Event::TellKeys(number));
+            self.at(delay, Event::SendKeys(number));
         }
         for server in 0..self.servers.len() {
             let delay = self.delay() + self.delay();
-            self.at(delay, Event::TellServerKeys(server));
+            self.at(delay, Event::SendServerKeys(server));
         }
     }
 
@@ -364,8 +364,8 @@ impl Simulation {
 
     fn change_health(&mut self) -> bool {
         let Some(server) = self.pick_server(Life::Serving) else { return false };
-        let ill = self.servers.iter().filter(|server| !server.healthy).count();
-        self.servers[server].healthy = !self.servers[server].healthy || ill > SERVERS / 4;
+        let unhealthy = self.servers.iter().filter(|server| !server.healthy).count();
+        self.servers[server].healthy = !self.servers[server].healthy || unhealthy > SERVERS / 4;
         self.report.other_changes += 1;
         self.send_server(server, DELAY_MS);
         self.send_new_table();
@@ -383,7 +383,7 @@ impl Simulation {
             harness.change(&Change::Server(*service_slot, self.servers[server].id, Some(unresolved)))?;
             self.report.other_changes += 1;
             let delay = 100 + self.delay();
-            self.at(delay, Event::TellServer(number, server));
+            self.at(delay, Event::SendServer(number, server));
         }
         Ok(reported)
     }

@@ -79,12 +79,12 @@ enum Event {
     /// Something about the fleet changes.
     Change,
     /// A load balancer receives the state of a server, or of all.
-    TellServer(usize, usize),
+    SendServer(usize, usize),
     /// A load balancer gets the newest table.
-    TellTable(usize),
+    SendTable(usize),
     /// A load balancer gets the newest keys.
-    TellKeys(usize),
-    TellServerKeys(usize),
+    SendKeys(usize),
+    SendServerKeys(usize),
     /// A new key, in the slot that is not in use.
     NewKey,
     /// Everybody has it: it is used from now on.
@@ -92,7 +92,7 @@ enum Event {
     /// A load balancer returns, with empty tables.
     Return(usize),
     /// A load balancer receives whether another one is alive.
-    TellOwner(usize, usize),
+    SendOwner(usize, usize),
     /// A load balancer frees entries of connections that their server does not have any more.
     Sweep(usize),
 }
@@ -156,17 +156,17 @@ impl Simulation {
             Event::Arrival => self.arrival(),
             Event::Packet(connection) => self.next_packet(connection),
             Event::Change => self.change(),
-            Event::TellServer(number, server) => self.send_server_to(number, server),
-            Event::TellTable(number) => self.send_table_to(number),
-            Event::TellKeys(number) => self.send_keys_to(number),
-            Event::TellServerKeys(server) => {
+            Event::SendServer(number, server) => self.send_server_to(number, server),
+            Event::SendTable(number) => self.send_table_to(number),
+            Event::SendKeys(number) => self.send_keys_to(number),
+            Event::SendServerKeys(server) => {
                 self.servers[server].set_keys(self.controller.keys, self.now);
                 Ok(())
             }
             Event::NewKey => self.new_key(),
             Event::SwitchKey => self.switch_key(),
             Event::Return(number) => self.start_load_balancer(number),
-            Event::TellOwner(number, other) => self.send_owner_to(number, other),
+            Event::SendOwner(number, other) => self.send_owner_to(number, other),
             Event::Sweep(number) => self.sweep(number),
         }
     }

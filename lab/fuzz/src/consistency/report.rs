@@ -25,7 +25,7 @@ pub struct Report {
     pub syn_elsewhere: u64,
     /// Resets without timestamps that reached a server without the connection, which they do not affect: the flow table
     /// still had an earlier connection without timestamps of the same client port.
-    pub resets_astray: u64,
+    pub misdelivered_resets: u64,
     pub without_timestamps: u64,
     /// Packets that the bucket's server forwarded to the one before.
     pub chained: u64,
@@ -93,7 +93,7 @@ impl fmt::Display for Report {
             writeln!(f, "  {name:28}{count:12}")?;
         }
         writeln!(f, "to the owner of an entry first: {}", self.to_owner)?;
-        writeln!(f, "bare resets that reached a server without the connection: {}", self.resets_astray)?;
+        writeln!(f, "bare resets that reached a server without the connection: {}", self.misdelivered_resets)?;
         writeln!(f, "SYNs sent again that reached another server: {}", self.syn_elsewhere)?;
         writeln!(
             f,
