@@ -3,6 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use coreward_intf as intf;
+use coreward_model::forwarding::Forwarding;
 
 use crate::campaign::{Campaign, Failure, RunLimit, Summary};
 use crate::consistency;
@@ -61,6 +62,12 @@ struct Consistency {
     /// Consistency mode: stateless or stateful
     #[arg(long, default_value = "stateless")]
     mode: String,
+    /// Address family of the VIP
+    #[arg(long, default_value = "4", value_parser = ["4", "6"])]
+    family: String,
+    /// Forwarding to the servers: l2, ipip or gue
+    #[arg(long, default_value = "l2")]
+    forwarding: Forwarding,
     /// Seed of everything
     #[arg(long, default_value_t = consistency::Config::default().seed)]
     seed: u64,
@@ -77,6 +84,8 @@ fn consistency(arguments: &Consistency) -> anyhow::Result<()> {
         key_rotation_ms: consistency::Config::default().key_rotation_ms,
         load_balancers: arguments.load_balancers,
         consistency: arguments.mode.parse()?,
+        forwarding: arguments.forwarding,
+        ipv6: arguments.family == "6",
         seed: arguments.seed,
         with_program: !arguments.model_only,
     };

@@ -3,24 +3,22 @@
 use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
+use coreward_model::ServerId;
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::Mac;
-use coreward_model::{FourTuple, ServerId};
 
 use super::server::{self, Life, Socket};
 use super::{Event, MAX_IDLE_MS, Simulation, load_balancer_mac};
-use crate::frame::{self, ETHERNET, Ip, Tcp, timestamp};
-
-/// The only service.
-pub(super) const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+use crate::frame::{self, ETHERNET, Ip, Tcp, UDP, timestamp};
+use crate::ipv6;
 
 const FIN: u8 = 0x01;
 const SYN: u8 = 0x02;
 const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
 
-/// Offset of a SYN's TSecr: its timestamp follows two options of 6 bytes.
-const SYN_TSECR: usize = ETHERNET + 20 + 20 + 6 + 6;
+/// Offset of a SYN's TSecr in the TCP header: its timestamp follows two options of 6 bytes.
+const SYN_TSECR: usize = 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
 /// A packet that is not answered is sent again so often, then the client gives up.
 const ATTEMPTS: u32 = 25;
@@ -65,6 +63,20 @@ enum Delivery {
     Lost,
     /// A server without the connection got it, and resets.
     Rejected,
+}
+
+/// Returns a frame without its outer header.
+fn decapsulated(frame: &[u8]) -> Vec<u8> {
+    let outer = &frame[ETHERNET..];
+    let (header, protocol) = if outer[0] >> 4 == 6 { (40, outer[6]) } else { (20, outer[9]) };
+    let inner = &outer[header + if protocol == UDP { 8 } else { 0 }..];
+    let ethertype = if inner[0] >> 4 == 6 { [0x86, 0xdd] } else { [8, 0] };
+    [&frame[..ETHERNET - 2], &ethertype, inner].concat()
+}
+
+/// Returns the offset of the TCP header in a frame without IPv4 options.
+fn transport_offset(frame: &[u8]) -> usize {
+    ipv6::read(frame).map_or(ETHERNET + 20, |headers| headers.transport)
 }
 
 impl Simulation {
@@ -243,16 +255,17 @@ impl Simulation {
         let ip = Ip {
             mac: to,
             source: connection.client.0,
-            destination: VIP.0,
+            destination: self.config.vip().0,
             protocol: frame::TCP,
             identification: value as u16,
             fragment: 0x4000,
             option_words: 0,
             service_and_life: [0, 64],
         };
-        let segment = Tcp { ports: (connection.client.1, VIP.1), flags, options };
+        let segment = Tcp { ports: (connection.client.1, self.config.vip().1), flags, options };
         let mut packet = Vec::new();
         ip.packet(&mut packet, |packet| segment.segment(packet, (number, number), 0));
+        ipv6::translate(&mut self.rng, &mut packet);
         packet
     }
 
@@ -291,6 +304,7 @@ impl Simulation {
             return self.forward(number, flags, owner, &frame);
         }
         let server = server::position(to).expect("a server's MAC address");
+        let frame = if self.config.forwarding.encapsulates() { decapsulated(&frame) } else { frame };
         Ok(self.deliver(number, flags, server, &frame))
     }
 
@@ -301,7 +315,7 @@ impl Simulation {
             return Delivery::Lost;
         }
         let connection = self.connection(number);
-        let tuple = FourTuple::ipv4(connection.client, VIP);
+        let tuple = ipv6::tuple(connection.client, self.config.vip());
         let returned = cookie::recognise(&self.servers[server].keys, &tuple, connection.tsecr);
         let id = self.servers[server].id;
         // Its load balancer has lost the entry: from now on the server's id.
@@ -318,7 +332,8 @@ impl Simulation {
             return Delivery::Lost;
         }
         if flags == SYN {
-            let tsecr = frame.get(SYN_TSECR..SYN_TSECR + 4).filter(|_| self.connection(number).timestamps);
+            let tsecr_at = transport_offset(frame) + SYN_TSECR;
+            let tsecr = frame.get(tsecr_at..tsecr_at + 4).filter(|_| self.connection(number).timestamps);
             let tsecr = tsecr.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
             let socket = self.servers[server].socket(server, tsecr);
             let sockets = &mut self.connection_mut(number).sockets;
@@ -344,7 +359,9 @@ impl Simulation {
 
     /// A server that does not know a packet without a cookie hands it to the one that the load balancer named.
     fn forward_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> Delivery {
-        let named = u16::from_be_bytes([frame[ETHERNET + 4], frame[ETHERNET + 5]]);
+        // IP identification; of IPv6 the end of the flow label.
+        let named_at = ETHERNET + if frame[ETHERNET] >> 4 == 6 { 2 } else { 4 };
+        let named = u16::from_be_bytes([frame[named_at], frame[named_at + 1]]);
         let before = ServerId::try_from(u64::from(named)).ok().filter(|id| *id != self.servers[server].id);
         let Some(before) = before.and_then(|id| self.servers.iter().position(|server| server.id == id)) else {
             return Delivery::Rejected;
@@ -365,7 +382,7 @@ impl Simulation {
         // An answer to a second SYN by another server is not of this connection.
         let from_another = connection.server.is_some_and(|first| first != server);
         let Some(socket) = connection.sockets.iter().find(|socket| socket.server == server) else { return };
-        let tuple = FourTuple::ipv4(connection.client, VIP);
+        let tuple = ipv6::tuple(connection.client, self.config.vip());
         let value = self.servers[server].stamp(&tuple, socket, now);
         // The first answer is what opens the connection.
         if !from_another && (!lost || connection.tsecr == 0) {

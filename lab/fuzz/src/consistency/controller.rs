@@ -11,13 +11,13 @@ use coreward_model::rss::RssKey;
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
-use super::client::VIP;
 use super::report::Report;
 use super::server::{self, Life, Server};
-use super::{Config, Event, LoadBalancer, Simulation, load_balancer_mac, mode};
+use super::{Config, Event, LoadBalancer, Simulation, load_balancer_mac};
 use crate::change::Change;
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::{Harness, Setup};
+use crate::ipv6;
 
 /// Servers at the start, and about as many later on.
 const SERVERS: usize = 48;
@@ -185,8 +185,8 @@ impl Simulation {
     fn new_load_balancer(&mut self, number: usize) -> anyhow::Result<LoadBalancer> {
         let setup = Setup::new(load_balancer_mac(number), self.controller.keys);
         let mut harness = Harness::new(setup, self.config.with_program)?;
-        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        let service_slot = harness.change(&Change::Services(vec![(address, mode(self.config.consistency))]))?[0];
+        let address = ServiceAddress { socket: ipv6::socket(self.config.vip()), protocol: Protocol::Tcp };
+        let service_slot = harness.change(&Change::Services(vec![(address, self.config.mode())]))?[0];
         for server in self.servers.iter().filter(|server| server.life != Life::Gone) {
             harness.change(&Change::Server(service_slot, server.id, Some(known(server))))?;
         }
@@ -231,7 +231,7 @@ impl Simulation {
             let open = &self.open;
             let ended = |client| match client {
                 SocketAddr::V4(client) => !open.contains(&(*client.ip(), client.port())),
-                SocketAddr::V6(_) => true,
+                SocketAddr::V6(client) => !open.contains(&(ipv6::stand_in(*client.ip()), client.port())),
             };
             let ended: Vec<_> =
                 harness.model.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();

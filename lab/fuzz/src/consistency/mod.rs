@@ -18,13 +18,16 @@ mod server;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashSet};
+use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::forwarding::Forwarding;
 use coreward_model::lb::Mac;
 
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::Harness;
+use crate::ipv6;
 use client::Connection;
 use controller::Controller;
 pub use report::Report;
@@ -48,6 +51,9 @@ pub struct Config {
     pub load_balancers: usize,
     /// Stateless or stateful.
     pub consistency: Consistency,
+    pub forwarding: Forwarding,
+    /// Whether the VIP is an IPv6 address.
+    pub ipv6: bool,
     /// Determines everything.
     pub seed: u64,
     /// The BPF programs with their reference models.
@@ -63,9 +69,22 @@ impl Default for Config {
             key_rotation_ms: 2 * MAX_IDLE_MS,
             load_balancers: 2,
             consistency: Consistency::Stateless,
+            forwarding: Forwarding::L2,
+            ipv6: false,
             seed: 1,
             with_program: true,
         }
+    }
+}
+
+impl Config {
+    /// Returns VIP and port of the only service; an IPv6 VIP by its IPv4 stand-in.
+    fn vip(&self) -> (Ipv4Addr, u16) {
+        (if self.ipv6 { ipv6::STAND_INS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
+    }
+
+    fn mode(&self) -> ServiceMode {
+        ServiceMode { consistency: self.consistency, forwarding: self.forwarding, ..ServiceMode::default() }
     }
 }
 
@@ -117,18 +136,14 @@ struct Simulation {
     connections: Vec<Option<Connection>>,
     opened: u32,
     /// Clients of open connections.
-    open: HashSet<(std::net::Ipv4Addr, u16)>,
+    open: HashSet<(Ipv4Addr, u16)>,
     /// Clients of connections that ended: some ports are used again.
-    ended: Vec<(std::net::Ipv4Addr, u16)>,
+    ended: Vec<(Ipv4Addr, u16)>,
     report: Report,
 }
 
 fn load_balancer_mac(number: usize) -> Mac {
     [2, 0, 0, 0, 0, number as u8]
-}
-
-fn mode(consistency: Consistency) -> ServiceMode {
-    ServiceMode { consistency, ..ServiceMode::default() }
 }
 
 /// Simulates. Fails when a BPF program and its reference model differ, or the kernel refuses something.

@@ -4,13 +4,17 @@
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::consistency::{Config, MAX_IDLE_MS, Report, run};
 use coreward_model::consistency::Consistency;
+use coreward_model::forwarding::Forwarding;
 
 fn check(config: Config) -> Report {
     let report = run(config).unwrap();
     println!("{report}");
     assert!(report.holds());
+    // Connections whose entry a load balancer lost cannot be broadcast across routers (docs/limits.md).
+    let loses_entries = config.consistency == Consistency::Stateful && config.forwarding.encapsulates();
+    let expected_pct = if loses_entries { 85 } else { 99 };
     // It did happen: nearly all get through, and 80 changes a minute were made.
-    assert!(report.completed + report.lost_with_server > u64::from(config.connections) * 99 / 100);
+    assert!(report.completed + report.lost_with_server > u64::from(config.connections) * expected_pct / 100);
     let changes = u64::from(config.minutes * config.changes_per_minute);
     assert!(report.changes() >= changes - 1, "{} of {changes}", report.changes());
     assert!(report.key_switches >= u64::from(config.minutes) / 2 && report.load_balancers_restarted > 0);
@@ -31,7 +35,12 @@ fn connections_stay_with_their_server_through_all_changes() {
 fn connections_stay_with_their_server_through_the_bpf_program() {
     skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
-        check(Config { connections: 10_000, minutes: 2, consistency, ..Config::default() });
+        for (forwarding, ipv6) in
+            [(Forwarding::L2, false), (Forwarding::L2, true), (Forwarding::Gue, false), (Forwarding::Gue, true)]
+        {
+            println!("{}, {}, IPv6: {ipv6}", consistency.name(), forwarding.name());
+            check(Config { connections: 5_000, minutes: 2, consistency, forwarding, ipv6, ..Config::default() });
+        }
     }
 }
 
