@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use coreward_model::rss::{seeded_rng, uniform_below};
 
-use crate::addresses::{DEVICE, SERVICE, server_address};
+use crate::addresses::{DEVICE, Family, server_address};
 use crate::counters::{self, Counters, OVERTAKEN_ACKS, OVERTAKEN_DATA, TIMESTAMP_DROPS};
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, busy_file};
 use crate::http::Connection;
@@ -38,6 +39,9 @@ pub struct Options {
     /// net.ipv4.tcp_syncookies on the servers (2: for every connection)
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=2))]
     pub syncookies: u8,
+    /// Address family of the VIP, the client and the servers
+    #[arg(long, value_enum, default_value_t = Family::Ipv4)]
+    pub family: Family,
 }
 
 /// Observations.
@@ -125,8 +129,12 @@ const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 /// Runs everything in a testbed of its own; `instance` is its name. Fails when something cannot be set up; what breaks
 /// is in the outcome.
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
-    let testbed =
-        Testbed::create(TestbedOptions { instance: instance.to_owned(), servers: SERVERS, ..Default::default() })?;
+    let testbed = Testbed::create(TestbedOptions {
+        instance: instance.to_owned(),
+        servers: SERVERS,
+        family: options.family,
+        ..Default::default()
+    })?;
     for number in testbed.server_numbers() {
         let value = options.syncookies.to_string();
         testbed.server(number)?.set_sysctls(&[("ipv4/tcp_syncookies", value.as_str())])?;
@@ -140,17 +148,20 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
 /// The same load by the same hosts, with the load balancer's kernel routing each connection to one of the servers by a
 /// hash (ECMP): losses and retransmissions of the machine itself.
 fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> {
-    let forwarding = |on: &str| {
-        testbed.load_balancer(1)?.set_sysctls(&[
+    let forwarding = |on: &str| match options.family {
+        Family::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
             ("ipv4/ip_forward", on),
             ("ipv4/fib_multipath_hash_policy", "1"),
             ("ipv4/conf/all/send_redirects", "0"),
             (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
-        ])
+        ]),
+        Family::Ipv6 => testbed
+            .load_balancer(1)?
+            .set_sysctls(&[("ipv6/conf/all/forwarding", on), ("ipv6/fib_multipath_hash_policy", "1")]),
     };
     forwarding("1")?;
     let hops = testbed.server_numbers().into_iter().flat_map(|number| {
-        let address = server_address(number).to_string();
+        let address = options.family.address(server_address(number)).to_string();
         ["nexthop".to_owned(), "via".to_owned(), address, "dev".to_owned(), DEVICE.to_owned()]
     });
     route(testbed, "add", hops)?;
@@ -166,7 +177,7 @@ fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> 
 /// The load balancer's route to the VIP.
 fn route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
-    command.args(["route", verb, &SERVICE.ip().to_string()]).args(hops);
+    command.args(["route", verb, &testbed.service().ip().to_string()]).args(hops);
     testbed.run(testbed.load_balancer(1)?, command).map(drop)
 }
 
@@ -174,7 +185,10 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Tcp) -> anyhow::R
     for number in testbed.server_numbers() {
         write_busy(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
     }
-    let mut fleet = Fleet::start(testbed, FleetOptions { load: LoadSource::PacedServer, ..Default::default() })?;
+    let mut fleet = Fleet::start(
+        testbed,
+        FleetOptions { load: LoadSource::PacedServer, servers_family: options.family, ..Default::default() },
+    )?;
     let first_table = table_generation(&fleet, testbed)?;
     let before = all_counters(testbed)?;
     let (done, pool_changes) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -183,8 +197,8 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Tcp) -> anyhow::R
         scope.spawn(|| change_loads(testbed, &done));
         let pool = scope.spawn(|| change_pool(testbed, &mut fleet, &done, &pool_changes));
         let quiet = Duration::from_secs(options.idle_seconds.into());
-        let idle = scope.spawn(move || testbed.client().within(|| Ok(idle_connection(quiet))));
-        let busy = scope.spawn(move || testbed.client().within(|| Ok(busy_connection(quiet))));
+        let idle = scope.spawn(move || testbed.client().within(|| Ok(idle_connection(testbed.service(), quiet))));
+        let busy = scope.spawn(move || testbed.client().within(|| Ok(busy_connection(testbed.service(), quiet))));
         let (wrk_requests, wrk_errors) = wrk(testbed, options.wrk_seconds)?;
         let (downloads, failed_downloads) = download(testbed, options.downloads)?;
         let idle = joined(idle)?.map_err(|error| format!("{error:#}"));
@@ -317,8 +331,8 @@ fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes:
 }
 
 /// In ms: how long the answer took after the silence.
-fn idle_connection(quiet: Duration) -> anyhow::Result<u64> {
-    let mut connection = Connection::open(None)?;
+fn idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> {
+    let mut connection = Connection::open_to(service, None)?;
     let before = connection.query_worker().context("before the silence")?;
     std::thread::sleep(quiet);
     let start = Instant::now();
@@ -331,8 +345,8 @@ fn idle_connection(quiet: Duration) -> anyhow::Result<u64> {
 }
 
 /// Bytes received.
-fn busy_connection(duration: Duration) -> anyhow::Result<u64> {
-    let mut stream = Connection::open(None)?.get(SLOW_FILE)?;
+fn busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
+    let mut stream = Connection::open_to(service, None)?.get(SLOW_FILE)?;
     stream.set_read_timeout(Some(MAX_PAUSE))?;
     let (end, mut received, mut buffer) = (Instant::now() + duration, 0u64, [0; 65_536]);
     while Instant::now() < end {
@@ -350,7 +364,7 @@ fn busy_connection(duration: Duration) -> anyhow::Result<u64> {
 fn wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
-    command.arg(format!("{seconds}s")).arg(format!("http://{SERVICE}{WORKER_PATH}"));
+    command.arg(format!("{seconds}s")).arg(format!("http://{}{WORKER_PATH}", testbed.service()));
     let output = testbed.run(testbed.client(), command)?;
     parse_wrk(&String::from_utf8(output.stdout)?)
 }
@@ -394,7 +408,7 @@ pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Resu
     let mut command = Command::new("curl");
     command.args(options);
     command.args(["--silent", "--show-error", "--fail", "--max-time", "30", "--output", "/dev/null"]);
-    command.args(["--write-out", "%{size_download}"]).arg(format!("http://{SERVICE}{LARGE_FILE}"));
+    command.args(["--write-out", "%{size_download}"]).arg(format!("http://{}{LARGE_FILE}", testbed.service()));
     let output = testbed.run(testbed.client(), command)?;
     let size = String::from_utf8_lossy(&output.stdout);
     if size != LARGE_FILE_BYTES.to_string() {

@@ -29,18 +29,18 @@ impl Connection {
     /// Opens a connection, from `source` if given; call it inside the client's namespace. Fails when it is not accepted
     /// in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
-        Self::open_to(SERVICE, source)
+        Self::open_to(SERVICE.into(), source.map(Into::into))
     }
 
     /// Opens a connection to another address. Fails when it is not accepted in time.
-    pub fn open_to(address: SocketAddrV4, source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
-        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
+    pub fn open_to(address: SocketAddr, source: Option<SocketAddr>) -> anyhow::Result<Self> {
+        let socket = socket2::Socket::new(socket2::Domain::for_address(address), socket2::Type::STREAM, None)?;
         if let Some(source) = source {
             socket.set_reuse_address(true)?;
-            socket.bind(&SocketAddr::V4(source).into()).with_context(|| format!("cannot bind to {source}"))?;
+            socket.bind(&source.into()).with_context(|| format!("cannot bind to {source}"))?;
         }
         socket
-            .connect_timeout(&SocketAddr::V4(address).into(), ANSWER_LIMIT)
+            .connect_timeout(&address.into(), ANSWER_LIMIT)
             .with_context(|| format!("cannot connect to {address}"))?;
         socket.set_read_timeout(Some(ANSWER_LIMIT))?;
         socket.set_write_timeout(Some(ANSWER_LIMIT))?;

@@ -1,10 +1,11 @@
 //! The short form of `coreward-lab testbed conformance`: the same parts, seconds instead of minutes.
 
+use coreward_testbed::addresses::Family;
 use coreward_testbed::conformance::{Options, run};
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
-fn short(instance: &str, syncookies: u8) {
-    let options = Options { wrk_seconds: 8, downloads: 200, idle_seconds: 40, syncookies };
+fn short(instance: &str, syncookies: u8, family: Family) {
+    let options = Options { wrk_seconds: 8, downloads: 200, idle_seconds: 40, syncookies, family };
     let outcome = run(instance, options).unwrap();
     println!("{outcome:#?}");
     assert!(outcome.is_clean(), "{outcome:#?}");
@@ -14,11 +15,17 @@ fn short(instance: &str, syncookies: u8) {
 #[test]
 fn stock_clients_and_servers_see_no_errors() {
     skip_if!(missing_testbed_rights());
-    short("conform", 1);
+    short("conform", 1, Family::Ipv4);
 }
 
 #[test]
 fn stock_clients_see_no_errors_with_syn_cookies() {
     skip_if!(missing_testbed_rights());
-    short("cookies", 2);
+    short("cookies", 2, Family::Ipv4);
+}
+
+#[test]
+fn stock_ipv6_clients_and_servers_see_no_errors() {
+    skip_if!(missing_testbed_rights());
+    short("conform6", 1, Family::Ipv6);
 }

@@ -196,7 +196,7 @@ fn vip_migrates_from_haproxy_and_back() {
         site.testbed
             .client()
             .within(|| {
-                let mut connection = Connection::open_to(own, None)?;
+                let mut connection = Connection::open_to(own.into(), None)?;
                 let who = connection.query_worker()?;
                 Ok(vec![(connection, who)])
             })
