@@ -1,6 +1,7 @@
 //! The share of new connections that a server draws while an impostor reports idle cores in its name.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use coreward_model::allowance::MAX_SHARE_MULTIPLE;
@@ -34,12 +35,12 @@ pub struct ByzantineShare {
 impl ByzantineShare {
     /// Opens connections while the impostor reports; call it in the client's namespace. `servers`: how many there are.
     /// Fails when a connection breaks, or a signal came.
-    pub fn measure(impostor: u16, servers: u16) -> anyhow::Result<Self> {
+    pub fn measure(service: SocketAddr, impostor: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
         let mut seconds = vec![[0, 0]; IMPOSTOR_SECONDS];
         while let Some([drawn, all]) = seconds.get_mut(start.elapsed().as_secs() as usize) {
             interrupt::check()?;
-            *drawn += u64::from(Connection::open(None)?.query_worker()?.server == impostor);
+            *drawn += u64::from(Connection::open_to(service, None)?.query_worker()?.server == impostor);
             *all += 1;
             std::thread::sleep(INTERVAL);
         }

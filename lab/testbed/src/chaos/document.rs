@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::net::SocketAddrV4;
+use std::net::SocketAddr;
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use crate::addresses::{rack_name, server_address};
+use crate::addresses::{Family, rack_name, server_address};
 
 /// [`seeded_rng`]'s stream for what changes.
 const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
@@ -31,8 +31,10 @@ const ACTIVE: Entry = Entry { draining: false, weight: 1, is_direct: false };
 #[derive(Debug, Clone)]
 pub struct Documents {
     rng: Xoshiro256PlusPlus,
-    services: Vec<(String, SocketAddrV4, &'static str)>,
+    services: Vec<(String, SocketAddr, &'static str)>,
     policies: Vec<&'static str>,
+    /// Family of the servers' addresses.
+    family: Family,
     servers: BTreeMap<u16, Option<Entry>>,
     /// By server: through which racks its agent may speak.
     racks_of: BTreeMap<u16, Vec<u16>>,
@@ -45,14 +47,16 @@ impl Documents {
     /// server, the racks that its agent may use; empty: there are none.
     pub fn new(
         seed: u64,
+        family: Family,
         servers: &[u16],
-        services: Vec<(String, SocketAddrV4, &'static str)>,
+        services: Vec<(String, SocketAddr, &'static str)>,
         racks_of: BTreeMap<u16, Vec<u16>>,
     ) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_CHANGES),
             policies: vec![POLICIES[0]; services.len()],
             services,
+            family,
             servers: servers.iter().map(|number| (*number, Some(ACTIVE))).collect(),
             racks_of,
             report_interval_ms: 100,
@@ -67,7 +71,8 @@ impl Documents {
         let _ = writeln!(text, "racks = {:?}", names(&racks));
         for (number, entry) in &self.servers {
             let Some(Entry { draining, weight, is_direct }) = entry else { continue };
-            let (address, state) = (server_address(*number), if *draining { "draining" } else { "active" });
+            let (address, state) =
+                (self.family.address(server_address(*number)), if *draining { "draining" } else { "active" });
             let _ = writeln!(
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
@@ -167,8 +172,14 @@ mod tests {
     use super::*;
 
     fn documents(seed: u64) -> Documents {
-        let services = vec![("web".to_owned(), SocketAddrV4::new([10, 200, 0, 1].into(), 80), "")];
-        Documents::new(seed, &[1, 2, 3, 4], services, (1..=4).map(|number| (number, vec![1, 2])).collect())
+        let services = vec![("web".to_owned(), SocketAddr::new([10, 200, 0, 1].into(), 80), "")];
+        Documents::new(
+            seed,
+            Family::Ipv4,
+            &[1, 2, 3, 4],
+            services,
+            (1..=4).map(|number| (number, vec![1, 2])).collect(),
+        )
     }
 
     #[test]

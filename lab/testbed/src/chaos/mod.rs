@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use crate::addresses::SERVICE;
+use crate::addresses::Family;
 use crate::conformance::{SetOnDrop, change_loads, write_busy};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, logs};
 use crate::interrupt;
@@ -52,7 +52,7 @@ use invariants::{InvariantChecker, ResourceUsage};
 use outcome::{Outcome, Recovery};
 use schedule::{Parts, Planned, Schedule};
 use test_env::TestEnv;
-use traffic::{STREAM_SERVICE, Traffic};
+use traffic::{Traffic, stream_service};
 
 /// Options of `coreward-lab testbed chaos`.
 #[derive(Debug, Clone, clap::Args)]
@@ -75,6 +75,9 @@ pub struct Options {
     /// Number of rack controllers between agents and controllers
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=4))]
     pub racks: u16,
+    /// Address family of the VIP, the client and the servers
+    #[arg(long, value_enum, default_value_t = Family::Ipv4)]
+    pub family: Family,
     /// Another version of `coreward`, with which upgrades alternate
     #[arg(long, value_name = "FILE")]
     pub upgrade_binary: Option<PathBuf>,
@@ -124,13 +127,14 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         load_balancers: LOAD_BALANCERS,
         racks: options.racks,
         client_addresses: CLIENT_ADDRESSES,
+        family: options.family,
         ..TestbedOptions::default()
     })?;
     let numbers = testbed.server_numbers();
     let _nginx: Vec<Nginx> =
         numbers.iter().map(|number| testbed.start_nginx(*number)).collect::<anyhow::Result<_>>()?;
     let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
-    let _streams = testbed.start_stream_servers_at(STREAM_SERVICE, busy_of_streams)?;
+    let _streams = testbed.start_stream_servers_at(stream_service(&testbed), busy_of_streams)?;
     for number in &numbers {
         write_busy(&busy_file(&testbed, *number), &vec![0; usize::from(CORES)])?;
     }
@@ -141,8 +145,12 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         .collect();
     let documents = Documents::new(
         options.seed,
+        options.family,
         &numbers,
-        vec![("web".to_owned(), SERVICE, WEB_MORE), ("streams".to_owned(), STREAM_SERVICE, STREAMS_MORE)],
+        vec![
+            ("web".to_owned(), testbed.service(), WEB_MORE),
+            ("streams".to_owned(), stream_service(&testbed), STREAMS_MORE),
+        ],
         racks_of.clone(),
     );
     let disk = Disk::mount(&testbed.directory().join("store"))?;
@@ -311,7 +319,8 @@ impl<'a> Run<'a> {
         writer.undrain(written, 0)?;
         self.print_progress(&format!("an impostor reports idle cores of s{IMPOSTOR}"));
         self.site.start_false_reports(IMPOSTOR, FalseReportKind::Load)?;
-        let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(IMPOSTOR, SERVERS))?;
+        let service = self.testbed.service();
+        let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(service, IMPOSTOR, SERVERS))?;
         self.site.stop_false_reports(IMPOSTOR)?;
         if byzantine_share.is_over_limit() {
             self.violations.push(format!(

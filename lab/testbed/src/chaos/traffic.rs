@@ -3,7 +3,7 @@
 //! may break.
 
 use std::fs;
-use std::net::SocketAddrV4;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Mutex;
@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::Serialize;
 
-use crate::addresses::{SERVICE, VIP};
 use crate::conformance::{download_once, parse_wrk};
 use crate::connection_errors::Broken;
 use crate::http::{Answerer, Connection};
@@ -22,8 +21,10 @@ use crate::nginx::WORKER_PATH;
 use crate::stream::client::{StreamClient, Streams};
 use crate::topology::Testbed;
 
-/// Address of the stream servers; the service of nginx is [`SERVICE`].
-pub const STREAM_SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 9000);
+/// Returns the address of the stream servers; nginx has that of [`Testbed::service`].
+pub fn stream_service(testbed: &Testbed) -> SocketAddr {
+    SocketAddr::new(testbed.service().ip(), 9000)
+}
 /// Downloads at a time, at [`DOWNLOAD_RATE`].
 const DOWNLOADERS: u32 = 3;
 /// Bytes per second: a megabyte lasts long enough to meet a fault.
@@ -103,7 +104,7 @@ impl<'a> Traffic<'a> {
         // Address 0 is the other clients', whose kernel chooses their ports.
         let addresses = 1..testbed.options().client_addresses;
         let streams = Streams { seed, ..Streams::steady(STREAMS_PER_SECOND, seconds) };
-        let streams = testbed.start_stream_client_at(STREAM_SERVICE, addresses, &streams, None)?;
+        let streams = testbed.start_stream_client_at(stream_service(testbed), addresses, &streams, None)?;
         Ok(Self { testbed, start: Instant::now(), seen: Mutex::default(), streams: Some(streams), delay_script })
     }
 
@@ -130,7 +131,8 @@ impl<'a> Traffic<'a> {
         });
         scope.spawn(move || {
             while going() {
-                let outcome = self.in_client(|| Connection::open(None)?.query_worker().map(drop));
+                let outcome =
+                    self.in_client(|| Connection::open_to(self.testbed.service(), None)?.query_worker().map(drop));
                 self.count(|seen| &mut seen.short, "short connection", outcome);
                 std::thread::sleep(SHORT_INTERVAL);
             }
@@ -182,7 +184,7 @@ impl<'a> Traffic<'a> {
         let mut command = Command::new("wrk");
         command.args(["--threads", "1", "--connections", "8", "--timeout", "10s", "--duration"]);
         command.arg(format!("{WRK_SECONDS}s")).arg("--script").arg(&self.delay_script);
-        command.arg(format!("http://{SERVICE}{WORKER_PATH}"));
+        command.arg(format!("http://{}{WORKER_PATH}", self.testbed.service()));
         let outcome = self.testbed.run(self.testbed.client(), command);
         match outcome.and_then(|output| parse_wrk(&String::from_utf8_lossy(&output.stdout))) {
             Ok((requests, errors)) => {
@@ -203,7 +205,7 @@ impl<'a> Traffic<'a> {
         while going() {
             for place in &mut kept {
                 let asked = Instant::now();
-                let outcome = self.in_client(|| ask(place));
+                let outcome = self.in_client(|| ask(place, self.testbed.service()));
                 if outcome.is_err() {
                     *place = None;
                 }
@@ -215,10 +217,10 @@ impl<'a> Traffic<'a> {
 }
 
 /// Opens the connection where there is none; it is always the same worker that answers.
-fn ask(place: &mut Option<(Connection, Answerer)>) -> anyhow::Result<()> {
+fn ask(place: &mut Option<(Connection, Answerer)>, service: SocketAddr) -> anyhow::Result<()> {
     match place {
         None => {
-            let mut connection = Connection::open(None)?;
+            let mut connection = Connection::open_to(service, None)?;
             let first = connection.query_worker()?;
             *place = Some((connection, first));
         }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use coreward_testbed::chaos::traffic::STREAM_SERVICE;
+use coreward_testbed::chaos::traffic::stream_service;
 use coreward_testbed::conformance::write_busy;
 use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, asking, bundle, busy_file};
 use coreward_testbed::nginx::Nginx;
@@ -85,7 +85,7 @@ impl TestEnv {
         let testbed = Testbed::create(TestbedOptions { servers, ..testbed }).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
         let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
-        let streams = testbed.start_stream_servers_at(STREAM_SERVICE, busy_of_streams).unwrap();
+        let streams = testbed.start_stream_servers_at(stream_service(&testbed), busy_of_streams).unwrap();
         let loads = Loads::start(&testbed);
         eventually(*TIMEOUT, "a file of loads", || busy_file(&testbed, servers).exists());
         let racks_of = racks_of.iter().map(|(server, racks)| (*server, racks.to_vec()));
@@ -96,7 +96,8 @@ impl TestEnv {
             servers_more: racks_of.clone().map(|(server, racks)| (server, named(&racks))).collect(),
             racks_of: racks_of.collect(),
             more: format!(
-                "\n[[service]]\nname = \"streams\"\nvip = \"{STREAM_SERVICE}\"\nconsistency = \"stateful\"\n"
+                "\n[[service]]\nname = \"streams\"\nvip = \"{}\"\nconsistency = \"stateful\"\n",
+                stream_service(&testbed)
             ),
             ..Default::default()
         };
@@ -226,7 +227,7 @@ fn racks_and_controller_restart_without_broken_connections() {
     site.loads.set_idle(NOBODY);
     let mut kept = open(&site.testbed, 20);
     let streams = Streams::endless(40.0);
-    let streams = site.testbed.start_stream_client_at(STREAM_SERVICE, 1..4, &streams, None).unwrap();
+    let streams = site.testbed.start_stream_client_at(stream_service(&site.testbed), 1..4, &streams, None).unwrap();
     pause(2_000);
     site.fleet.kill("rack1").unwrap();
     let killed = Instant::now();
