@@ -72,6 +72,7 @@ conformance: build ## stock clients and servers for minutes while everything cha
 	@scripts/install run
 	@$(LAB) testbed conformance
 	@$(LAB) testbed conformance --syncookies 2
+	@$(LAB) testbed conformance --family 6
 
 api-test: build ## the HTTP API against its OpenAPI document, by schemathesis (EXAMPLES=100)
 	@scripts/install api

@@ -203,11 +203,12 @@ pub fn passes(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally: &m
 pub type Check = fn(&mut Guest) -> Result<String>;
 
 /// Each continues where the one before it ended.
-const CHECKS: [(&str, Check); 8] = [
+const CHECKS: [(&str, Check); 9] = [
     ("installing starts nothing", install),
     ("the units start", start),
     ("the units are confined", confined),
     ("the orchestrator accepts requests", orchestrate),
+    ("the orchestrator accepts requests by AF_XDP", orchestrate_by_af_xdp),
     ("connections reach the server", connect),
     ("a reload is obeyed, a wrong file refused", reload),
     ("an upgrade restarts the daemons, and no connection breaks", upgrade),
@@ -349,16 +350,33 @@ fn confined_daemon(guest: &mut Guest, daemon: &str) -> Result<usize> {
 
 /// Sends a request without a worker to take it. The service has a port below 1024.
 fn orchestrate(guest: &mut Guest) -> Result<String> {
-    const METRIC: &str = "coreward_orchestrate_waiting_requests";
     guest.run("printf request > /dev/udp/10.2.0.11/400")?;
+    orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
+}
+
+/// Waits until a metric of the orchestrator is not 0.
+fn orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
     let get = "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
     eventually(SETTLE_LIMIT, || {
         let metrics = guest.run(&format!("bash -c '{get}'"))?;
-        let line = metrics.lines().find(|line| line.starts_with(METRIC));
-        let line = line.with_context(|| format!("no {METRIC} in {metrics:?}"))?;
-        ensure!(!line.ends_with(" 0"), "{line}");
+        let line = metrics.lines().find(|line| line.starts_with(metric));
+        let line = line.with_context(|| format!("no {metric} in {metrics:?}"))?;
+        ensure!(!line.ends_with(" 0.0"), "{line}");
         Ok(line.to_owned())
     })
+}
+
+/// With the drop-in of the package's examples.
+fn orchestrate_by_af_xdp(guest: &mut Guest) -> Result<String> {
+    guest.run(
+        "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && \
+         cp /usr/share/doc/coreward-orchestrate/examples/orchestrate-af-xdp.conf $directory/af-xdp.conf && \
+         sed -i '1i intake = \"af-xdp\"\\ninterface = \"srv0\"' /etc/coreward/orchestrate.toml && \
+         systemctl daemon-reload && systemctl restart coreward-orchestrate",
+    )?;
+    orchestrator_metric(guest, "coreward_orchestrate_intake{mode=\"af-xdp\"}")?;
+    guest.run("ip netns exec client bash -c 'printf request > /dev/udp/10.2.0.11/400'")?;
+    orchestrator_metric(guest, "coreward_orchestrate_intake_datagrams_total{outcome=\"received\"}")
 }
 
 fn connect(guest: &mut Guest) -> Result<String> {
