@@ -46,7 +46,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
-use coreward_model::cookie::FleetKeys;
+use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
@@ -138,6 +138,8 @@ pub struct Options {
     /// Capacity for connections of stateful services, 64 bytes each. A table of another size that is taken over is
     /// replaced when it is empty, and rejected otherwise.
     pub connection_table: TableSize,
+    /// Key of the connection table's hash in new maps; `None`: random. Tests with a fixed seed give one.
+    pub connection_key: Option<CookieKey>,
     /// VLAN of clients' packets.
     pub vlan: Vlan,
 }
@@ -151,6 +153,7 @@ impl Default for Options {
             lb_stamping_clock: LbStampingClock::default(),
             packets_read_clock: false,
             connection_table: TableSize::default(),
+            connection_key: None,
             vlan: Vlan::UNTAGGED,
         }
     }
@@ -299,7 +302,7 @@ impl LoadBalancer {
                     variant.counters_by_cpu = program::pinned_counters_by_cpu(pins)?;
                 }
                 let (maps, program) = Maps::create(&variant, sizes)?;
-                connections::begin(&maps);
+                connections::begin(&maps, options.connection_key);
                 if let (Some(pins), None) = (&pins, &pending_upgrade) {
                     maps.pin(pins)?;
                 }

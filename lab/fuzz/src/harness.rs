@@ -125,6 +125,7 @@ impl Instance {
             broadcast: [dataplane::BroadcastRates::uniform(BROADCAST); REASONS],
             flow_table_entries: setup.flow_sets * intf::FLOW_SET_ENTRIES,
             connection_table,
+            connection_key: Some(setup.connection_key),
             vlan: setup.vlans.vip,
             // So that the reference model sees the same time.
             lb_stamping_clock: dataplane::LbStampingClock::Ticks,
@@ -140,7 +141,6 @@ impl Instance {
             lb.use_server_vlans(SERVER_VLANS.iter().map(|id| vlan(*id)).collect())?;
         }
         let memory = Memory::of(lb.program())?;
-        memory.set_connection_key(&setup.connection_key);
         let services = vec![None; intf::MAX_SERVICES as usize];
         Ok(Self { lb, memory, services, out: vec![0; 1 << 14] })
     }

@@ -8,7 +8,6 @@ use anyhow::Context as _;
 use coreward_dataplane::mmap_array::MmapArray;
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::cookie::CookieKey;
 use coreward_model::lb::{Buckets, ServerTraffic};
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapHandle};
@@ -79,11 +78,6 @@ impl Memory {
     /// Sets how many entries of the connection table one source prefix may hold.
     pub fn limit_entries(&self, per_source: Option<u32>) {
         self.state.store(offset_of!(intf::lb_state, entries_per_source), per_source.unwrap_or(0).into());
-    }
-
-    /// Sets what places connections in the connection table: drawn at random otherwise.
-    pub fn set_connection_key(&self, key: &CookieKey) {
-        self.state.write(offset_of!(intf::lb_state, connection_key), &key.layout());
     }
 
     pub fn round_robin(&self, service: usize) -> u64 {

@@ -26,12 +26,11 @@ use crate::rcu::wait_for_programs;
 const CLOCK: usize = offset_of!(intf::lb_state, clock);
 const OWNERS: usize = offset_of!(intf::lb_state, owners);
 
-/// Prepares new maps: a key of their own, all slots free, no owner number.
-pub(super) fn begin(maps: &Maps) {
+/// Prepares new maps: this key or a random one, all slots free, no owner number.
+pub(super) fn begin(maps: &Maps, key: Option<CookieKey>) {
     maps.connections.initialise();
-    let mut random = UnwrapErr(SysRng);
-    let key = CookieKey::random(&mut random).layout();
-    maps.state.write(offset_of!(intf::lb_state, connection_key), &key);
+    let key = key.unwrap_or_else(|| CookieKey::random(&mut UnwrapErr(SysRng)));
+    maps.state.write(offset_of!(intf::lb_state, connection_key), &key.layout());
     set_timers(maps, &Timers::default(), Clock(0));
     set_owner_word(maps, None);
 }

@@ -86,7 +86,9 @@ impl Balancer {
     }
 
     pub fn with(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
-        let mut lb = LoadBalancer::load(options).unwrap();
+        // A random one gives other collisions in each run.
+        let connection_key = options.connection_key.or(Some(CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 }));
+        let mut lb = LoadBalancer::load(Options { connection_key, ..options }).unwrap();
         lb.set_own_mac(OWN_MAC);
         let services = lb.set_services(services).unwrap();
         let none = CookieKey { k0: 0, k1: 0 };
