@@ -80,7 +80,7 @@ typedef ptrdiff_t (*coreward_handler)(const struct coreward_request *request,
  */
 struct coreward_serve_options {
   /**
-   * Acts on hints; null: monitors are rearmed, and nothing else.
+   * Acts on hints, between requests and at yield points; null: monitors are rearmed, and nothing else.
    */
   const struct coreward_allocator *allocator;
   /**

@@ -61,7 +61,7 @@ pub struct Allocator {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct ServeOptions {
-    /// Acts on hints; null: monitors are rearmed, and nothing else.
+    /// Acts on hints, between requests and at yield points; null: monitors are rearmed, and nothing else.
     pub allocator: *const Allocator,
     /// Time that a request runs before it yields (5 us).
     pub quantum_ns: u64,

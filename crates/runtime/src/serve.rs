@@ -40,8 +40,8 @@ pub trait Handler {
     /// Serves a request. `response` is empty.
     fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply;
 
-    /// Acts on a hint: enables or disables services on cores, then rearms the monitor. Errors, as those of the calls of
-    /// [`Worker`], end the worker.
+    /// Acts on a hint: enables or disables services on cores, then rearms the monitor. Called between two requests, and
+    /// at a yield point of [`handle`](Self::handle). Errors, as those of the calls of [`Worker`], end the worker.
     fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         worker.rearm_load_monitor(hint.service)
     }
@@ -107,7 +107,7 @@ trait Preempt {
 }
 
 impl Context<'_> {
-    /// Serves waiting requests of higher priority if the handler's quantum is used up.
+    /// Acts on a hint and serves waiting requests of higher priority if the handler's quantum is used up.
     pub fn yield_point(&mut self) {
         if self.error.is_none()
             && let Err(error) = self.try_yield()
@@ -151,13 +151,16 @@ impl Worker<'_> {
 impl Preempt for Server<'_, '_> {
     #[inline]
     fn is_preempted(&mut self, priority: u8) -> bool {
-        self.worker.highest(priority).is_some()
+        self.worker.highest(priority).is_some() || self.worker.has_hint()
     }
 
     fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError> {
+        // Requests of higher priority may not end, and a service has one hint in flight: it would get no further core.
+        self.act_on_hint()?;
         while let Some((higher, slot)) = self.worker.highest(priority) {
             self.counters.preempting += 1;
             self.serve_request(higher, slot)?;
+            self.act_on_hint()?;
         }
         Ok(())
     }
@@ -193,12 +196,18 @@ impl Server<'_, '_> {
     /// Acts on a hint and serves a request, if there are any. Returns whether it served one.
     #[inline]
     fn serve_one(&mut self) -> Result<bool, RuntimeError> {
-        if let Some(hint) = self.worker.next_hint() {
-            self.handler.load_hint(hint, self.worker)?;
-        }
+        self.act_on_hint()?;
         let Some((priority, slot)) = self.worker.highest(u8::MAX) else { return Ok(false) };
         self.serve_request(priority, slot)?;
         Ok(true)
+    }
+
+    #[inline]
+    fn act_on_hint(&mut self) -> Result<(), RuntimeError> {
+        match self.worker.next_hint() {
+            Some(hint) => self.handler.load_hint(hint, self.worker),
+            None => Ok(()),
+        }
     }
 
     fn leave(&mut self) -> Result<(), RuntimeError> {

@@ -201,13 +201,22 @@ impl Worker<'_> {
 
     /// Returns the next hint for this core (LoadHint), if one waits. Hints of unknown kind are skipped.
     pub fn next_hint(&mut self) -> Option<HintMessage> {
+        let slot = self.hint_slot()?;
         let Self { segment, core, rings, .. } = self;
-        let offset = |slot| segment.geometry.downlink_message(*core, slot);
-        let slot = rings.hints.oldest_slot(|slot| segment.sequence(offset(slot)))?;
-        let message = segment.read_message(offset(slot));
+        let message = segment.read_message(segment.geometry.downlink_message(*core, slot));
         rings.hints.advance();
         rings.hints.publish(&segment.core(*core).worker_heads.messages);
         message.hint()
+    }
+
+    pub(crate) fn has_hint(&self) -> bool {
+        self.hint_slot().is_some()
+    }
+
+    #[inline]
+    fn hint_slot(&self) -> Option<u32> {
+        let sequence = |slot| self.segment.sequence(self.segment.geometry.downlink_message(self.core, slot));
+        self.rings.hints.oldest_slot(sequence)
     }
 
     /// Takes the oldest request of the highest priority out of the queues, for servers with a scheduler of their own.

@@ -101,6 +101,22 @@ fn handler_yields_to_higher_priority_after_its_quantum() {
     assert_eq!(events_with_quantum(Duration::from_secs(3600)), (vec!["low starts", "low ends", "high"], 0));
 }
 
+#[test]
+fn hint_is_acted_on_at_a_yield_point() {
+    let (_directory, path, mut queues) = orchestrator();
+    let handler = Recorder::default();
+    let options = ServeOptions { quantum: Duration::ZERO, ..ServeOptions::default() };
+    serve(&mut queues, &path, &handler, options, |queues| {
+        queues.send(0, 1, &request(1), b"low").unwrap();
+        while !handler.low_has_started.load(SeqCst) {
+            std::thread::yield_now();
+        }
+        queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting: 0 }).unwrap();
+        handler.is_high_sent.store(true, SeqCst);
+    });
+    assert_eq!(handler.events.into_inner().unwrap(), ["low starts", "hint", "low ends"]);
+}
+
 /// Answers nothing to service 0, and too much to service 1.
 struct Silent;
 
