@@ -4,6 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
+// The daemons that declare metrics.
+use coreward_agent as _;
+use coreward_control_server as _;
+use coreward_lb as _;
 use coreward_metrics::table::{Component, METRICS};
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
