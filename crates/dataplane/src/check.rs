@@ -43,7 +43,7 @@ pub fn verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
 
 /// Returns the number of instructions that the verifier has processed for a loaded program. Fails when the kernel does
 /// not show the program.
-pub fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
+fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
     let id = Program::id_from_fd(program).context("the program's id")?;
     ProgInfoIter::default()
         .find(|info| info.id == id)

@@ -119,10 +119,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
             "UDP datagrams from CPU {SENDER} to a veth device whose packets are dropped on CPU {RECEIVER}: by RPS or \
              by a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`, `sum` of all columns: by /proc/stat. \
              Difference, in points: 0 from `not idle` less `stolen` to `not idle`. Without IRQ_TIME_ACCOUNTING the \
-             kernel samples all but idle time at its timer interrupt; a sum other than 100 is no measure of softirqs. \
-             Events: task switches, begins and ends of interrupts and softirqs, of all CPUs. `program`: time of one \
-             event by the kernel's run-time statistics; `empty`: a program that does nothing. Medians of {windows} \
-             windows of {window_ms} ms."
+             kernel samples all but idle time. Events: task switches, begins and ends of interrupts and softirqs, of \
+             all CPUs. `program`: time of one event by the kernel's run-time statistics; `empty`: a program that does \
+             nothing. Medians of {windows} windows of {window_ms} ms."
         ),
         tables: vec![loads, costs],
     })

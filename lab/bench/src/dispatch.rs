@@ -67,16 +67,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     ip("link set lo up")?;
     let _statistics = enable_statistics()?;
     let mut sent = Table::new(&["datagram sent, 16 workers", "above empty, ns", "empty, ns"]);
-    let mut table = Table::new(&[
-        "policy",
-        "workers",
-        "above empty, ns",
-        "fastest rounds",
-        "goal",
-        "verdict",
-        "program, ns",
-        "empty, ns",
-    ]);
+    let mut table =
+        Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
     for workers in WORKERS {
         let mut services = vec![Service::floor(workers, Floor::Empty)?, Service::floor(workers, Floor::Selects)?];
         let mut names = vec!["(always the same)"];
@@ -105,7 +97,6 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
                 fastest.into(),
                 goal,
                 verdict,
-                median_of(times).into(),
                 median_of(&empty).into(),
             ]);
         }

@@ -158,9 +158,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         about: format!(
             "server.bpf.c at the loopback of a network namespace with {} connections, by the kernel's run-time \
              statistics (its clock reads included). A request is of one byte, and so is the response; each packet \
-             passes both programs. Medians of {} rounds, in each of which every connection that was not idle is asked \
-             once. `1 %`: so many were idle for more than {} ms and then asked once. `all`: every one was, so that \
-             each looks for an entry of its own and finds it.",
+             passes both programs. Medians of {} rounds, each with a request on 99 % of the connections. `1 %`: the \
+             others were idle for more than {} ms before. `all`: every one was, and finds an entry of its own.",
             args.connections,
             args.rounds,
             intf::LARGEST_STEP_MS,

@@ -53,8 +53,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
             case.millions_per_second.push(outcome.requests as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
-    let mut table =
-        Table::new(&["requests at cores", "million requests/s", "least", "most", "ns per request", "goal", "verdict"]);
+    let mut table = Table::new(&["requests at cores", "million requests/s", "least", "most", "goal", "verdict"]);
     for (number, case) in cases.iter().enumerate() {
         let goal = (number == 0).then_some(Goal::AtLeast(8.0));
         table.row(std::iter::once(case.name.clone().into()).chain(rates(&case.millions_per_second, goal)));
@@ -72,13 +71,13 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Median, least, most, ns for each at the median, and the goal for the median.
-fn rates(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 6] {
+/// Median, least, most, and the goal for the median.
+fn rates(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
     let middle = median(millions_per_second).expect("at least one round");
     let least = millions_per_second.iter().copied().fold(f64::INFINITY, f64::min);
     let most = millions_per_second.iter().copied().fold(0.0, f64::max);
     let [goal, verdict] = goal_cells(goal, middle);
-    [middle.into(), least.into(), most.into(), Cell::Number(1e3 / middle), goal, verdict]
+    [middle.into(), least.into(), most.into(), goal, verdict]
 }
 
 /// Bytes kept of each packet: enough for every header up to the ports.
@@ -107,8 +106,7 @@ fn captures(args: &Args) -> anyhow::Result<Table> {
             rates.push(outcome.packets as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
-    let head =
-        ["packets of a capture, by policy", "million packets/s", "least", "most", "ns per packet", "goal", "verdict"];
+    let head = ["packets of a capture, by policy", "million packets/s", "least", "most", "goal", "verdict"];
     let mut table = Table::new(&head);
     for ((name, policies), millions_per_second) in cases.iter().zip(&millions_per_second) {
         let goal = (policies.len() == 1).then_some(Goal::AtLeast(20.0));
@@ -126,7 +124,7 @@ fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
 }
 
 fn cases(requests: u64) -> anyhow::Result<Vec<Case>> {
-    let case = |name: &str, policy: &str, cores: u16, service: &str, latency: f64, requests: u64| {
+    let case = |name: &str, policy: &str, cores: u16, service: &str, latency: f64| {
         let config = rpc::Config {
             policy: policy.parse()?,
             cores,
@@ -139,19 +137,17 @@ fn cases(requests: u64) -> anyhow::Result<Vec<Case>> {
     };
     let bimodal = "bimodal:0.1:5";
     [
-        ("JSQ, 16 cores, exponential", "jsq", 16, "exp", 0.0, requests),
-        ("JSQ, 16 cores, bimodal, latency", "jsq", 16, bimodal, 0.35, requests),
-        ("the same, a fourth of the run", "jsq", 16, bimodal, 0.35, requests / 4),
-        ("the same, four times the run", "jsq", 16, bimodal, 0.35, requests * 4),
-        ("the same, 4 cores", "jsq", 4, bimodal, 0.35, requests),
-        ("the same, 64 cores", "jsq", 64, bimodal, 0.35, requests),
-        ("the same, 256 cores", "jsq", 256, bimodal, 0.35, requests),
-        ("the same, 1024 cores", "jsq", 1024, bimodal, 0.35, requests),
-        ("JLQ, 16 cores", "jlq", 16, bimodal, 0.35, requests),
-        ("JBSRQ, 16 cores", "jbsrq", 16, bimodal, 0.35, requests),
-        ("processor sharing, 16 cores", "ps", 16, bimodal, 0.0, requests),
+        ("JSQ, 16 cores, exponential", "jsq", 16, "exp", 0.0),
+        ("JSQ, 16 cores, bimodal, latency", "jsq", 16, bimodal, 0.35),
+        ("the same, 4 cores", "jsq", 4, bimodal, 0.35),
+        ("the same, 64 cores", "jsq", 64, bimodal, 0.35),
+        ("the same, 256 cores", "jsq", 256, bimodal, 0.35),
+        ("the same, 1024 cores", "jsq", 1024, bimodal, 0.35),
+        ("JLQ, 16 cores", "jlq", 16, bimodal, 0.35),
+        ("JBSRQ, 16 cores", "jbsrq", 16, bimodal, 0.35),
+        ("processor sharing, 16 cores", "ps", 16, bimodal, 0.0),
     ]
     .into_iter()
-    .map(|(name, policy, cores, service, latency, requests)| case(name, policy, cores, service, latency, requests))
+    .map(|(name, policy, cores, service, latency)| case(name, policy, cores, service, latency))
     .collect()
 }

@@ -84,15 +84,14 @@ pub fn costs_by_connections(args: &Args, progress: &dyn Fn(usize, usize)) -> any
 /// One case, measured.
 struct Measured {
     case: Case,
-    /// Medians over the rounds, ns: the empty program, parse and swap MACs, lb.
-    medians: [f64; 3],
+    /// Median of the empty program, ns.
+    empty: f64,
     /// lb above the empty program (ns), round by round.
     above_empty: Rounds,
     /// Fastest round of each (ns).
     fastest: f64,
     /// The same of parse and swap MACs.
     floor: f64,
-    verifier_instructions: u32,
 }
 
 impl Measured {
@@ -100,11 +99,10 @@ impl Measured {
     fn new(balancer: &Balancer, times: [&Rounds; 3]) -> anyhow::Result<Self> {
         Ok(Self {
             case: balancer.case(),
-            medians: times.map(|rounds| median_of(rounds)),
+            empty: median_of(times[0]),
             above_empty: above(times[2], times[0]),
             fastest: fastest_above(times[2], times[0]),
             floor: fastest_above(times[1], times[0]),
-            verifier_instructions: balancer.verifier_instructions()?,
         })
     }
 }
@@ -159,16 +157,11 @@ fn costs(established: &[ByConnections], alone: &[Measured], goals: &Goals<'_>) -
         "goal",
         "verdict",
         "multiple of parse + swap",
-        "lb, ns",
         "empty, ns",
-        "parse + swap MACs, ns",
-        "lb / empty",
-        "verifier instructions",
     ]);
     let modes: [fn(&ByConnections) -> &Measured; 3] = [|of| &of.stateless, |of| &of.stateful, |of| &of.hash_table];
     let by_mode = modes.into_iter().flat_map(|mode| established.iter().map(mode));
     for m in by_mode.chain(alone) {
-        let [empty, swap, lb] = m.medians;
         let [goal, verdict] = goal_cells(goals.of(m.case), m.fastest);
         table.row([
             m.case.to_string().into(),
@@ -178,11 +171,7 @@ fn costs(established: &[ByConnections], alone: &[Measured], goals: &Goals<'_>) -
             goal,
             verdict,
             (m.fastest / goals.floor).into(),
-            lb.into(),
-            empty.into(),
-            swap.into(),
-            (lb / empty).into(),
-            m.verifier_instructions.into(),
+            m.empty.into(),
         ]);
     }
     table
@@ -193,12 +182,11 @@ fn about(args: &Args, floor: f64) -> String {
         "lb.bpf.c on a fresh packet each time (BPF_PROG_TEST_RUN; a program puts the next connection into the frame \
          and calls the measured one). {} rounds of {} packets per program, interleaved, after a warm-up by all \
          connections; medians over the rounds. `fastest rounds`: the fastest of lb above the fastest of `empty`, \
-         least disturbed by other guests; the goal is for these. `multiple of parse + swap`: the same, divided by \
-         that of `parse + swap MACs` (median of all cases: {floor:.1} ns). The frame is in the CPU's cache. Packets of \
-         open connections come in random order with valid cookies. stateful has a table of {} entries, hash-table \
-         one of {}. A first packet of stateful takes an entry; all are freed between the rounds, or after the given \
-         number, and the first quarter after each freeing is not measured (cold caches). 2^20 entries are in no \
-         cache; the second level holds most of 16384. The last table has single operations, 64 in a row.",
+         compared with the goal. `multiple of parse + swap`: the same, divided by that of `parse + swap MACs` (median \
+         of all cases: {floor:.1} ns). The frame is in the CPU's cache. Packets of open connections come in random \
+         order with valid cookies. stateful has a table of {} entries, hash-table one of {}. A first packet of \
+         stateful takes an entry. All are freed between the rounds, or after the given number; the first quarter after \
+         that is not measured (cold caches). The last table has single operations, 64 in a row.",
         args.length.rounds,
         args.length.packets,
         balancer::CONNECTION_TABLE_ENTRIES,

@@ -283,11 +283,6 @@ impl Balancer {
     pub fn entries_in_use(&self) -> usize {
         self.lb.borrow().connections_in_use()
     }
-
-    /// Instructions that the verifier walked through when it loaded the program.
-    pub fn verifier_instructions(&self) -> anyhow::Result<u32> {
-        coreward_dataplane::check::verified_instructions(self.lb.borrow().program())
-    }
 }
 
 /// A table of 128 buckets for the pool, of one candidate each as `crossrss` makes it (rule `Table`), or of eight.

@@ -221,8 +221,6 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
         "quartiles",
         "goal",
         "verdict",
-        "above empty, ns",
-        "in a flood, above empty, ns",
         "more above empty, %",
         "quartiles ",
         "found their server, %",
@@ -252,8 +250,6 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
             quartiles(&of_packet).into(),
             goal,
             verdict,
-            median_of(&quiet).into(),
-            median_of(&flooded).into(),
             median_of(&above_empty).into(),
             quartiles(&above_empty).into(),
             (m.found * 100.0).into(),
@@ -278,8 +274,7 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
          program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \
          least_assigned. Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and \
          without flood in turns; medians over the rounds. {}. Memory: {arrays} of the \
-         maps are arrays of fixed size, {hashes} are hash tables, whose entries are counted; with room, the flood's \
-         entries are freed before the next turn.",
+         maps are arrays of fixed size, {hashes} are hash tables, whose entries are counted.",
         cpus[0],
         cpus[1],
         length.rounds,

@@ -6,7 +6,6 @@ use std::net::{SocketAddr, SocketAddrV4};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::check;
 use coreward_dataplane::mmap_array::MmapArray;
 use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::Direction;
@@ -42,27 +41,19 @@ const TC_ACT_UNSPEC: i32 = -1;
 struct Case {
     direction: Direction,
     is_ipv6: bool,
-    connections: usize,
     /// Whether they are of a service: their timestamps change, which is counted.
     has_service: bool,
 }
 
 impl Case {
-    const INGRESS: Case =
-        Case { direction: Direction::Ingress, is_ipv6: false, connections: PACKETS, has_service: true };
+    const INGRESS: Case = Case { direction: Direction::Ingress, is_ipv6: false, has_service: true };
     const EGRESS: Case = Case { direction: Direction::Egress, ..Self::INGRESS };
 
     /// In the order of the report.
     fn all() -> impl Iterator<Item = Case> {
-        [Self::INGRESS, Self::EGRESS].into_iter().flat_map(|case| {
-            [
-                Case { connections: 1, ..case },
-                case,
-                Case { is_ipv6: true, connections: 1, ..case },
-                Case { is_ipv6: true, ..case },
-                Case { has_service: false, ..case },
-            ]
-        })
+        [Self::INGRESS, Self::EGRESS]
+            .into_iter()
+            .flat_map(|case| [case, Case { is_ipv6: true, ..case }, Case { has_service: false, ..case }])
     }
 
     fn counter(self) -> intf::server_counter {
@@ -104,8 +95,7 @@ impl fmt::Display for Case {
             return write!(f, "{direction}, of no service");
         }
         let family = if self.is_ipv6 { "IPv6, " } else { "" };
-        let plural = if self.connections == 1 { "" } else { "s" };
-        write!(f, "{family}{direction}, {change}, {} connection{plural}", self.connections)
+        write!(f, "{family}{direction}, {change}, {PACKETS} connections")
     }
 }
 
@@ -151,7 +141,7 @@ impl Server {
                 line: 0,
             }
         };
-        Ok(clients(case.connections).iter().map(packet).collect())
+        Ok(clients(PACKETS).iter().map(packet).collect())
     }
 
     fn counted(&self, case: Case) -> u64 {
@@ -213,7 +203,6 @@ struct Measured {
     empty: Rounds,
     swap: Rounds,
     server: Rounds,
-    verifier_instructions: u32,
 }
 
 fn measure(case: Case, length: &Length) -> anyhow::Result<Measured> {
@@ -238,8 +227,7 @@ fn measure(case: Case, length: &Length) -> anyhow::Result<Measured> {
             measured.push(time);
         }
     }
-    let verifier_instructions = check::verified_instructions(program)?;
-    Ok(Measured { case, empty, swap, server: measured, verifier_instructions })
+    Ok(Measured { case, empty, swap, server: measured })
 }
 
 /// Measures every case. Fails without the right to load BPF programs, or when a program does not do what the case
@@ -251,10 +239,7 @@ pub fn run(length: &Length) -> anyhow::Result<Report> {
         "quartiles",
         "fastest rounds",
         "multiple of parse + swap",
-        "server, ns",
         "empty, ns",
-        "parse + swap MACs, ns",
-        "verifier instructions",
     ]);
     for case in Case::all() {
         let measured = measure(case, length).with_context(|| case.to_string())?;
@@ -266,17 +251,13 @@ pub fn run(length: &Length) -> anyhow::Result<Report> {
             quartiles(&above_empty).into(),
             fastest.into(),
             (fastest / fastest_above(&measured.swap, &measured.empty)).into(),
-            median_of(&measured.server).into(),
             median_of(&measured.empty).into(),
-            median_of(&measured.swap).into(),
-            measured.verifier_instructions.into(),
         ]);
     }
     let about = format!(
         "server.bpf.c at tc on a fresh packet each time, as for the load balancer's program; {} rounds of {} packets \
          per program, in turns. `empty` returns at once; `parse + swap MACs` does that at tc. The packets have no \
-         socket: what the PAWS clamp and steering need of one is not in the figures. Checksums are updated by the \
-         kernel's helper.",
+         socket, so PAWS clamp and steering are not included.",
         length.rounds, length.packets,
     );
     Ok(Report { name: "server", title: "The server's programs", about, tables: vec![table] })

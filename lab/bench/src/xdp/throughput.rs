@@ -245,12 +245,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 fn report(measured: &[(Lane, Vec<Turn>)], args: &Args, cpus: [usize; 2]) -> Report {
     let mut table = Table::new(&[
         "traffic",
-        "by CPU time: rate / floor",
+        "rate / floor",
         "quartiles",
         "goal",
         "verdict",
-        "by the clock: rate / floor",
-        "quartiles ",
         "CPU time per frame, ns",
         "above the floor, ns",
         "millions of frames per second",
@@ -264,13 +262,12 @@ fn report(measured: &[(Lane, Vec<Turn>)], args: &Args, cpus: [usize; 2]) -> Repo
     Report { name: "throughput", title: "Live frames", about: about(args, cpus), tables: vec![table] }
 }
 
-fn row(lane: &Lane, turns: &[Turn], floor: &[Turn]) -> [Cell; 12] {
+fn row(lane: &Lane, turns: &[Turn], floor: &[Turn]) -> [Cell; 10] {
     let of = |turns: &[Turn], of: fn(&Turn) -> f64| -> Rounds { turns.iter().map(of).collect() };
     let paired = |ratio: fn(&Turn, &Turn) -> f64| -> Rounds {
         turns.iter().zip(floor).map(|(turn, floor)| ratio(turn, floor)).collect()
     };
     let by_time = paired(|turn, floor| floor.time / turn.time);
-    let by_clock = paired(|turn, floor| turn.rate / floor.rate);
     let [goal, verdict] = goal_cells(lane.goal, median_of(&by_time));
     [
         lane.name.into(),
@@ -278,8 +275,6 @@ fn row(lane: &Lane, turns: &[Turn], floor: &[Turn]) -> [Cell; 12] {
         quartiles_with(&by_time, 2).into(),
         goal,
         verdict,
-        Cell::Text(format!("{:.2}", median_of(&by_clock))),
-        quartiles_with(&by_clock, 2).into(),
         median_of(&of(turns, |turn| turn.time)).into(),
         median_of(&paired(|turn, floor| turn.time - floor.time)).into(),
         median_of(&of(turns, |turn| turn.rate)).into(),
@@ -293,11 +288,10 @@ fn about(args: &Args, cpus: [usize; 2]) -> String {
         "A thread on CPU {} redirects live frames (BPF_F_TEST_XDP_LIVE_FRAMES) into one end of a veth pair. At the \
          other end a NAPI thread on CPU {} runs the program under test as native XDP; frames that it returns are \
          dropped at the first end, on the generator's CPU. {} rounds of {} frames per kind of traffic, interleaved; \
-         medians over the rounds. By CPU time: of the NAPI thread, with veth's receive path and XDP_TX; where it \
-         waits for the generator, its wake-ups count. `swap MACs` is the floor: the ratio is the floor's CPU time \
-         per frame divided by the other's, round by round. Policies `hash` and `crossrss` have tables of one form: one \
-         candidate per bucket. {} connections are open; each SYN is of a new client. A \
-         frame's memory was written on the other CPU; behind a NIC it is in the shared cache.",
+         medians over the rounds. CPU time is that of the NAPI thread, with veth's receive path and XDP_TX; where it \
+         waits for the generator, its wake-ups count. `swap MACs` is the floor: the ratio is the floor's CPU time per \
+         frame divided by the other's, round by round. {} connections are open; each SYN is of a new client. A frame's \
+         memory was written on the other CPU; behind a NIC it is in the shared cache.",
         cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKETS,
     )
 }

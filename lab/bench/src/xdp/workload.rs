@@ -42,10 +42,10 @@ const ACK: u8 = 0x10;
 pub enum Case {
     /// Packets of that many open connections, in random order, each with a valid cookie.
     Established(Consistency, usize),
-    /// The same, with an outer header afterwards.
-    Encapsulated(Forwarding, usize),
+    /// Packets of many open connections, with an outer header afterwards.
+    Encapsulated(Forwarding),
     /// The same by IPv6 in IPv6.
-    EncapsulatedIpv6(Forwarding, usize),
+    EncapsulatedIpv6(Forwarding),
     /// SYNs of different connections.
     First(First),
     /// Packets of that many open connections of IPv6, with cookies.
@@ -94,6 +94,7 @@ impl Case {
         let stateful = First { consistency: Consistency::Stateful, ..usual };
         let groups = intf::MAX_RSS_GROUPS as usize;
         let without_cookies = [Consistency::None, Consistency::Beamer];
+        let encapsulated = [Forwarding::Ipip, Forwarding::Gue];
         Rule::ALL
             .map(|rule| First { rule, ..usual })
             .into_iter()
@@ -103,17 +104,9 @@ impl Case {
             .chain(without_cookies.map(|consistency| First { consistency, ..usual }))
             .map(Case::First)
             .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKETS)))
-            .chain(
-                [Forwarding::Ipip, Forwarding::Gue]
-                    .into_iter()
-                    .flat_map(|forwarding| [1, PACKETS].map(|connections| Case::Encapsulated(forwarding, connections))),
-            )
+            .chain(encapsulated.map(Case::Encapsulated))
             .chain([1, PACKETS].map(Case::EstablishedIpv6))
-            .chain(
-                [Forwarding::Ipip, Forwarding::Gue].into_iter().flat_map(|forwarding| {
-                    [1, PACKETS].map(|connections| Case::EncapsulatedIpv6(forwarding, connections))
-                }),
-            )
+            .chain(encapsulated.map(Case::EncapsulatedIpv6))
             .chain([Case::FirstIpv6])
             .chain([Direction::ToServer, Direction::ToClient].map(Case::LbStamped))
             .chain([Case::NotForAVip])
@@ -122,19 +115,21 @@ impl Case {
     pub fn connections(self) -> usize {
         match self {
             Case::Established(_, connections)
-            | Case::Encapsulated(_, connections)
-            | Case::EncapsulatedIpv6(_, connections)
             | Case::EstablishedIpv6(connections)
             | Case::First(First { connections, .. }) => connections,
-            Case::FirstIpv6 | Case::LbStamped(_) | Case::NotForAVip => PACKETS,
+            Case::Encapsulated(_)
+            | Case::EncapsulatedIpv6(_)
+            | Case::FirstIpv6
+            | Case::LbStamped(_)
+            | Case::NotForAVip => PACKETS,
         }
     }
 
     pub fn consistency(self) -> Consistency {
         match self {
             Case::Established(consistency, _) | Case::First(First { consistency, .. }) => consistency,
-            Case::Encapsulated(..)
-            | Case::EncapsulatedIpv6(..)
+            Case::Encapsulated(_)
+            | Case::EncapsulatedIpv6(_)
             | Case::EstablishedIpv6(_)
             | Case::FirstIpv6
             | Case::LbStamped(_)
@@ -144,7 +139,7 @@ impl Case {
 
     pub fn forwarding(self) -> Forwarding {
         match self {
-            Case::Encapsulated(forwarding, _) | Case::EncapsulatedIpv6(forwarding, _) => forwarding,
+            Case::Encapsulated(forwarding) | Case::EncapsulatedIpv6(forwarding) => forwarding,
             _ => Forwarding::L2,
         }
     }
@@ -153,7 +148,7 @@ impl Case {
     pub fn server_address(self, server: ServerId) -> IpAddr {
         let [high, low] = server.get().to_be_bytes();
         match self {
-            Case::EncapsulatedIpv6(..) => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
+            Case::EncapsulatedIpv6(_) => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
             _ => Ipv4Addr::new(10, 9, high, low).into(),
         }
     }
@@ -161,7 +156,7 @@ impl Case {
     /// Feed of the packets.
     pub fn feed(self) -> Feed {
         match self {
-            Case::Encapsulated(..) | Case::EncapsulatedIpv6(..) => Feed::Shortened,
+            Case::Encapsulated(_) | Case::EncapsulatedIpv6(_) => Feed::Shortened,
             // A client that returns may find the word of its last, freed entry among the recent SYNs.
             Case::First(_) | Case::FirstIpv6 => Feed::FreshSource,
             _ => Feed::Packet,
@@ -185,8 +180,8 @@ impl Case {
                 intf::LB_COUNTER_BUCKET_HASH
             }
             Case::Established(..)
-            | Case::Encapsulated(..)
-            | Case::EncapsulatedIpv6(..)
+            | Case::Encapsulated(_)
+            | Case::EncapsulatedIpv6(_)
             | Case::EstablishedIpv6(_)
             | Case::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
             Case::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
@@ -210,7 +205,7 @@ impl Case {
     pub fn destination(self) -> SocketAddr {
         match self {
             Case::NotForAVip => (VIP.0, OTHER_PORT).into(),
-            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(..) | Case::FirstIpv6 => VIP_IPV6.into(),
+            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(_) | Case::FirstIpv6 => VIP_IPV6.into(),
             _ => VIP.into(),
         }
     }
@@ -234,7 +229,7 @@ impl Case {
         match self {
             Case::First(_) => syn(),
             Case::LbStamped(Direction::ToClient) => response(),
-            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(..) => request_ipv6(),
+            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(_) => request_ipv6(),
             Case::FirstIpv6 => in_ipv6(&syn()),
             Case::NotForAVip => established((VIP.0, OTHER_PORT)),
             _ => established(VIP),
@@ -249,8 +244,8 @@ impl fmt::Display for Case {
             Case::Established(consistency, connections) => {
                 write!(f, "{}, {connections} connections", consistency.name())
             }
-            Case::Encapsulated(forwarding, connections) => {
-                write!(f, "stateless by {}, {connections} connections", forwarding.name())
+            Case::Encapsulated(forwarding) => {
+                write!(f, "stateless by {}, {PACKETS} connections", forwarding.name())
             }
             Case::First(First { consistency, rule, groups, connections }) => {
                 write!(f, "first, {}, {}", consistency.name(), rule.name())?;
@@ -259,8 +254,8 @@ impl fmt::Display for Case {
                 }
                 if *connections < PACKETS { write!(f, ", {connections} entries") } else { Ok(()) }
             }
-            Case::EncapsulatedIpv6(forwarding, connections) => {
-                write!(f, "IPv6 in IPv6, stateless by {}, {connections} connections", forwarding.name())
+            Case::EncapsulatedIpv6(forwarding) => {
+                write!(f, "IPv6 in IPv6, stateless by {}, {PACKETS} connections", forwarding.name())
             }
             Case::EstablishedIpv6(connections) => write!(f, "IPv6, stateless, {connections} connections"),
             Case::FirstIpv6 => f.write_str("first, IPv6, stateless, table"),
