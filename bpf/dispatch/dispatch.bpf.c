@@ -256,7 +256,7 @@ static __always_inline bool read_response(struct __sk_buff *skb, struct response
 	return true;
 }
 
-/* Whether a socket that is not a worker's has the service's address, in its network namespace. */
+/* Returns whether a socket that is not a worker's has the service's address, in its network namespace. */
 static __always_inline bool speaks_for_service(struct bpf_sock *socket, const struct response *response)
 {
 	__u32 offset = bpf_core_field_offset(struct sock, __sk_common.skc_net.net), inode = 0;

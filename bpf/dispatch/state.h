@@ -55,9 +55,9 @@ static __always_inline __u64 age_of(__u64 entry, __u64 epoch)
 }
 
 /*
- * By CPU: the entry of the request that was dispatched there last, and where it is. The kernel queues a datagram right after
- * it has asked for the socket, on the same CPU with bottom halves off (net/ipv4/udp.c, udp_unicast_rcv_skb), so a datagram
- * that the queue does not take is this one. Entry 0: it has none.
+ * By CPU: the entry of the request that was dispatched there last, and where it is. The kernel queues a
+ * datagram right after it has asked for the socket, on the same CPU with bottom halves off (net/ipv4/udp.c,
+ * udp_unicast_rcv_skb), so a datagram that the queue does not take is this one. Entry 0: it has none.
  */
 struct dispatched {
 	__u64 entry;

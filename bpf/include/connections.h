@@ -82,9 +82,9 @@ struct fragment_entry {
 /* ---- the connection table (stateful mode; Cheetah, Sect. 3.2) --------------------------------------------------- */
 
 /*
- * 2^k partitions of 1024 entries; a connection's partition is chosen by its own keyed hash, its slot in the partition by
- * a stack of free slots (ConnStack). The cookie holds owner and slot; partition and tag come from the hash. So a cookie
- * of 14 bits serves a table of any size.
+ * 2^k partitions of 1024 entries; a connection's partition is chosen by its own keyed hash, its slot in the
+ * partition by a stack of free slots (ConnStack). The cookie holds owner and slot; partition and tag come from
+ * the hash. So a cookie of 14 bits serves a table of any size.
  */
 #define CONNECTION_SLOT_BITS 10
 #define CONNECTIONS_PER_PARTITION 1024
@@ -135,9 +135,9 @@ struct connection {
 };
 
 /*
- * The top of a partition's stack of free slots: slot + 1 in the low 16 bits (0: empty), above them a count that grows
- * with every change, so that a compare-and-swap never takes a stack that changed and changed back (ABA) for the old one.
- * A cache line of its own.
+ * The top of a partition's stack of free slots: slot + 1 in the low 16 bits (0: empty), above them a count that
+ * grows with every change, so that a compare-and-swap never takes a stack that changed and changed back (ABA)
+ * for the old one. A cache line of its own.
  */
 struct connection_stack {
 	__u64 top;
@@ -155,7 +155,7 @@ struct connection_stack {
  */
 #define CONNECTION_HAND_PROBES 4
 
-/* How long an entry is left alone, in ticks of lb_state.clock (model::connection_table::Timers). */
+/* Time after which an entry may be freed, in ticks of lb_state.clock (model::connection_table::Timers). */
 struct connection_timers {
 	__u32 half_open;
 	__u32 closing;

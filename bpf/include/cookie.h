@@ -142,7 +142,10 @@ static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
 	return x;
 }
 
-/* The inverse of an odd number modulo 2^20: Newton's method doubles the number of right bits, of which 3x ^ 2 has five. */
+/*
+ * The inverse of an odd number modulo 2^20: Newton's method doubles the number of right bits, of which 3x ^ 2
+ * has five.
+ */
 static __always_inline __u64 inverse(__u64 factor)
 {
 	__u64 x = factor * 3 ^ 2;

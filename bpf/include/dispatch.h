@@ -48,10 +48,10 @@ enum dispatch_counter {
  *    |        tag        | 1 |   type   |   worker   |   epoch   |     weight     |
  *    +-------------------+---+----------+------------+-----------+----------------+
  *
- * tag: 28 bits of the hash of client address, port and request id; 11 further bits choose the set, which may continue in
- * the DISPATCH_PROBES - 1 behind it. epoch: the
- * look (100 ms) in which it was dispatched, modulo 256. weight: the expected work that it added, mantissa (11 bits) and
- * exponent (5 bits): ns = mantissa << exponent. 0: no request.
+ * tag: 28 bits of the hash of client address, port and request id; 11 further bits choose the set, which may continue
+ * in the DISPATCH_PROBES - 1 behind it. epoch: user space's poll (100 ms) before which it was dispatched, modulo 256.
+ * weight: the expected work that it added, mantissa (11 bits) and exponent (5 bits): ns = mantissa << exponent. 0: no
+ * request.
  */
 #define DISPATCH_WAYS 8 /* a cache line */
 #define DISPATCH_SET_BITS 11

@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
 /*
- * Every layout and every limit that the kernel's side and user space share, once: here, and in files that this one includes:
- * connections.h (what the load balancer remembers of connections), counters.h (what is counted), server.h, dispatch.h
- * and orchestrate.h (what concerns servers alone).
+ * Layouts and limits that BPF programs and user space share: here, and in files that this one includes: connections.h
+ * (flow and connection tables), counters.h, and of servers server.h, dispatch.h and orchestrate.h.
  *
- * Included by bpf/ *.bpf.c as it is, and turned into Rust by crates/intf/build.rs (bindgen). Nothing here is mirrored
- * by hand: model, dataplane, testbed and the tests all take it from coreward-intf.
+ * crates/intf/build.rs (bindgen) turns this file into Rust; no layout is written twice.
  *
  * Rules: only fixed-width types, no implicit padding (the Rust side derives zerocopy's IntoBytes, which rejects
  * padding), addresses and ports in network byte order, everything else in the host's order.
@@ -21,12 +19,11 @@
  *                                       |   \___________ 15 bits, hidden by a permutation that the keyed hash draws
  *                                       which of the two keys, in clear
  *
- *    permutation = by SipHash-1-3(key[K], 4-tuple), hide() of cookie.h: the key is what load balancers and servers share,
- *                and rotate
- *    time mask = bits 0..15 of SipHash-1-3(the server's own time key, 4-tuple): it never changes during a connection, so
- *                that time goes on when the fleet's key changes (PAWS, RFC 7323 Sect. 5)
- *    k (kind)  = 0: the id of a server; 1: owner (4 bits) and index (10 bits) of an entry in the connection table of one
- *                load balancer (stateful mode)
+ *    permutation = by SipHash-1-3(key[K], 4-tuple), hide() of cookie.h: load balancers and servers share the keys
+ *    time mask = bits 0..15 of SipHash-1-3(the server's own time key, 4-tuple): it never changes during a connection,
+ *                so that time goes on when the fleet's key changes (PAWS, RFC 7323 Sect. 5)
+ *    k (kind)  = 0: the id of a server; 1: owner (4 bits) and index (10 bits) of an entry in the connection table of
+ *                one load balancer (stateful mode)
  */
 #ifndef COREWARD_INTF_H
 #define COREWARD_INTF_H
@@ -98,7 +95,7 @@ struct fleet_keys {
 #define SERVICE_WORD_FIRST_FACTOR 0x61c8864680b583eb
 #define SERVICE_WORD_MIDDLE_FACTOR 0x4cf5ad432745937f
 
-/* How a service's packets find the server that its connection's first packet found. */
+/* Consistency mode: method by which a service's established packets find their server. */
 enum consistency {
 	CONSISTENCY_STATELESS, /* by the server's id in the cookie */
 	CONSISTENCY_STATEFUL, /* by an index in the cookie: the connection table */
@@ -113,7 +110,7 @@ enum consistency {
 #define SERVICE_INDEX_MASK 0x3ffu
 #define SERVICE_CONSISTENCY_SHIFT 10
 #define SERVICE_CONSISTENCY_MASK 0x7u
-/* No packet of the service carries a cookie (`timestamps = "off"`): all its connections are as those without timestamps. */
+/* No packet of the service carries a cookie (`timestamps = "off"`), as if clients had no timestamps. */
 #define SERVICE_TIMESTAMPS_OFF 0x2000u
 /* The load balancer stamps and restores itself (`timestamps = "lb"`). */
 #define SERVICE_TIMESTAMPS_LB 0x4000u
@@ -125,7 +122,7 @@ enum consistency {
 #define SERVICE_ADOPTED 0x40000000u
 #define SERVICE_HANDED_OVER 0x80000000u
 
-/* How a packet reaches a service's servers. */
+/* Forwarding of a service's packets to its servers. */
 enum forwarding {
 	FORWARDING_L2, /* with the server's MAC address: it is on the load balancer's segment */
 	FORWARDING_IPIP, /* in another IP packet (RFC 2003, RFC 2473, RFC 4213) */
@@ -163,8 +160,8 @@ struct service_key {
 /* find_service() found none. */
 #define NO_SERVICE 0xffffffffu
 /*
- * The number of a slot with port 0 and protocol 0: a VIP's address alone, for packets whose ports cannot be read and for
- * ICMP. One per VIP, whatever its services' protocols.
+ * The number of a slot with port 0 and protocol 0: a VIP's address alone, for packets whose ports cannot be
+ * read and for ICMP. One per VIP, whatever its services' protocols.
  */
 #define SERVICE_ADDRESS_ONLY 0xfffffffeu
 
@@ -247,7 +244,7 @@ struct toeplitz_source_tables_ipv6 {
 #define LOAD_ONE_SHIFT 20
 #define LOAD_ONE 1048576u
 
-/* How a first packet finds its server. */
+/* Method by which a new connection gets its server. */
 enum placement_rule {
 	PLACEMENT_RULE_TABLE = 0, /* bucket -> server, one look-up: hash, crossrss */
 	PLACEMENT_RULE_LEAST_ASSIGNED =
@@ -358,8 +355,8 @@ enum limited_kind {
 #define BROADCAST_SHARDS 4096
 
 /*
- * Token buckets: until when the tokens taken are paid for (CLOCK_MONOTONIC, ns). A packet takes a token of its source, then
- * one of its service, then one of the whole load balancer: one source cannot use up a service's, nor a service the others'.
+ * Token buckets: time until which the taken tokens are paid for (CLOCK_MONOTONIC, ns). A packet takes a token of its
+ * source, then one of its service, then one of the load balancer: so no source uses up a service's tokens alone.
  */
 struct broadcast_buckets {
 	__u64 by_source[BROADCAST_SHARDS];
@@ -447,14 +444,13 @@ struct lb_stamped_server {
 	__u64 disagreed;
 };
 #define LB_STAMPING_AGREEING 4
-/* How far SYN-ACKs of one clock may lie apart: queues, and a server that is slow to send. */
+/* Largest distance between SYN-ACKs of one clock: queues, and a server that is slow to send. */
 #define LB_STAMPING_TOLERANCE_MS 1000
-/* How far a TSval may run ahead of the estimate: clocks drift apart between two SYN-ACKs. */
+/* Largest lead of a TSval over the estimate: clocks drift apart between two SYN-ACKs. */
 #define LB_STAMPING_SLACK_MS 60000
 
 /*
- * By server id: connections opened and closed by what was seen here, and what passed, of all services together; one for each row of counters:
- * for policies and for people.
+ * By server id: connections opened and closed here, packets and bytes, of all services; one for each row of counters.
  */
 struct server_traffic {
 	/* New connections that the placement rule sent to it. */
@@ -563,7 +559,7 @@ struct checked_path {
 };
 #define MAX_CHECKED_PATHS 4096
 
-/* CPUs that have a row of their own in per-CPU arrays. Beyond, two share a row, and a count may be lost now and then. */
+/* CPUs that have a row of their own in per-CPU arrays. Beyond, two share a row, and a count may be lost at times. */
 #define MAX_CPUS 512
 
 /* Servers as they see themselves: a file of its own for its length. */

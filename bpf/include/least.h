@@ -6,7 +6,10 @@
 #include <linux/types.h>
 #include <bpf/bpf_helpers.h>
 
-/* The less of two numbers below 2^63, without a branch: a wrong guess of the CPU costs as much as several comparisons. */
+/*
+ * The less of two numbers below 2^63, without a branch: a wrong guess of the CPU costs as much as several
+ * comparisons.
+ */
 static __always_inline __s64 lesser(__s64 a, __s64 b)
 {
 	__s64 difference = a - b, sign = difference >> 63;

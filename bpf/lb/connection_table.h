@@ -11,8 +11,8 @@
  *
  * 2. The life of an entry.
  *      free      identity is 0, its slot is on the partition's stack;
- *      taken     a first packet moved the stack's top to the next slot by compare-and-swap, fills the entry, and last of
- *                all writes the identity;
+ *      taken     a first packet moved the stack's top to the next slot by compare-and-swap, fills the entry, and writes
+ *                the identity last;
  *      released  user space replaced exactly this identity by 0, by compare-and-swap;
  *      free      an RCU grace period later user space pushes the slot;
  *      reused    instead of the last two: a first packet that found the stack empty replaced the identity of an

@@ -132,7 +132,7 @@ static __always_inline bool is_udp_checksum_correct(const struct iphdr *ip, cons
 	return fold_long_checksum(add_bytes(pseudo_header, udp, bpf_ntohs(udp->len), data_end)) == CORRECT_CHECKSUM;
 }
 
-/* Whether the datagram fills the IP packet, and the frame holds it. */
+/* Returns whether the datagram fills the IP packet, and the frame holds it. */
 static __always_inline bool is_length_valid(const struct iphdr *ip, const struct udphdr *udp, const void *data_end)
 {
 	__u32 datagram = bpf_ntohs(udp->len), packet = bpf_ntohs(ip->tot_len);
@@ -142,7 +142,7 @@ static __always_inline bool is_length_valid(const struct iphdr *ip, const struct
 	       packet <= available;
 }
 
-/* Whether a client can have the source: not this network (0), loopback, multicast or reserved (RFC 6890). */
+/* Returns whether a client can have the source: not this network (0), loopback, multicast or reserved (RFC 6890). */
 static __always_inline bool is_client(const struct iphdr *ip, const struct udphdr *udp)
 {
 	__u32 network = bpf_ntohl(ip->saddr) >> 24;

@@ -37,7 +37,7 @@ static __always_inline __u32 clock_ms(void)
 	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
 }
 
-/* Whether a packet's TSval is CLOCK_MONOTONIC in ms, for packets that belong to no established socket. */
+/* Returns whether a packet's TSval is CLOCK_MONOTONIC in ms, for packets that belong to no established socket. */
 static __always_inline bool plain_clock(__u32 milliseconds)
 {
 	return clock_ms() + RESTORE_SLACK_MS - milliseconds < PLAIN_CLOCK_WINDOW_MS;

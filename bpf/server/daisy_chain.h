@@ -19,7 +19,7 @@
 #include "socket.h"
 #include "state.h"
 
-/* Whether the load balancer has written the previous server into the packet. `number`: the service's. */
+/* Returns whether the load balancer has written the previous server into the packet. `number`: the service's. */
 static __always_inline bool carries_server_before(__u32 number, const struct segment *segment)
 {
 	return number & SERVER_NUMBER_CHAINED ||

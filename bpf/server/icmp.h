@@ -28,7 +28,7 @@
 #define ICMP_HEADER_LENGTH 8
 #define QUOTED_IPV6 (IPV6_TRANSPORT + ICMP_HEADER_LENGTH)
 
-/* Whether this host has the socket that sent the quoted packet. `length`: of the family's tuple. */
+/* Returns whether this host has the socket that sent the quoted packet. `length`: of the family's tuple. */
 static __always_inline bool quoted_socket_is_here(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple,
 						  __u32 length)
 {

@@ -248,7 +248,7 @@ int server_egress(struct __sk_buff *skb)
 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
-/* Whether a TSecr with `cookie` (kind, and id or index) was stamped by this host. */
+/* Returns whether a TSecr with `cookie` (kind, and id or index) was stamped by this host. */
 static __always_inline bool stamped_here(struct __sk_buff *skb, const struct segment *segment, __u32 number,
 					 __u32 cookie)
 {

@@ -49,7 +49,7 @@ struct tcp_request_sock {
 	struct inet_request_sock req;
 } __attribute__((preserve_access_index));
 
-/* Whether its TSvals are not the plain clock in ms. */
+/* Returns whether its TSvals are not the plain clock in ms. */
 static __always_inline bool has_other_clock(struct tcp_sock *socket)
 {
 	return socket->tsoffset ||
@@ -74,7 +74,10 @@ static __always_inline struct bpf_sock *find_socket(struct __sk_buff *skb, const
 	return bpf_skc_lookup_tcp(skb, &tuple, sizeof(tuple.ipv4), BPF_F_CURRENT_NETNS, 0);
 }
 
-/* Whether this host has a socket of exactly that 4-tuple: established, requested or in TIME-WAIT; not a listening one. */
+/*
+ * Returns whether this host has a socket of exactly that 4-tuple: established, requested or in TIME-WAIT; not a
+ * listening one.
+ */
 static __noinline bool socket_is_here(struct __sk_buff *skb, const struct segment *segment)
 {
 	struct bpf_sock *sk = find_socket(skb, segment);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Counts the datagrams that wait at a UDP socket of one port and network namespace when it is closed: those that die with
- * a worker. No counter of the kernel has them. For the dispatch soak only; every close passes.
+ * Counts the datagrams that wait at a UDP socket of one port and network namespace when it is closed: those that are
+ * lost with a worker. No counter of the kernel has them. For the dispatch soak only; every close passes.
  *
  * The socket can still be found for some microseconds: datagrams received then are not counted.
  */

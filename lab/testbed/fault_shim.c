@@ -1,7 +1,7 @@
-// Faults for one process by LD_PRELOAD: give it a wall clock of its own (CLOCK_REALTIME is
-// not namespaced, and a test must not set the machine's), and a disk on which no write succeeds (a file system that never
-// overwrites refuses every write when it is full; a tmpfs only those that need another page). How, stands in the file that
-// COREWARD_FAULTS names, and may change at any time. For tests only: nothing loads this but the testbed.
+// Faults for one process by LD_PRELOAD: a wall clock of its own (CLOCK_REALTIME is not namespaced, and a test must not
+// set the machine's), and a disk on which no write succeeds. (A file system that never overwrites refuses every write
+// when it is full; a tmpfs only those that need another page.) The file that COREWARD_FAULTS names has the faults, and
+// may change at any time. For the testbed only.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

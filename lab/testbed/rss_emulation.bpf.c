@@ -14,8 +14,8 @@
  * Why + 2: netdev_pick_tx() (net/core/dev.c) takes queue_mapping as receive queue + 1 and makes queue_mapping - 1 the
  * port's transmit queue; veth_xmit() (drivers/net/veth.c) leaves that number in place, and since Linux 5.17 does not
  * call skb_record_rx_queue() itself. So what we write arrives less 1. The port has one transmit queue more than the
- * server has receive queues, so that the last one still fits. Where the server has rings (TestbedOptions::rings) its device
- * has one receive queue more, too: veth_xmit() takes the number for a ring's, and ring 0 is never used.
+ * server has receive queues, so that the last one still fits. If the server has rings (TestbedOptions::rings), its
+ * device has one receive queue more, too: veth_xmit() takes the number for a ring's, and ring 0 is never used.
  *
  * Limits: the kernel folds a queue that the device does not have modulo the number of queues (skb_tx_hash()). While the
  * agent writes new registers some frames may meet a mixture of old and new, as on a real NIC. "Registers" that were

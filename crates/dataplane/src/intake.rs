@@ -79,7 +79,7 @@ impl Intake {
         Ok(Self { program, queues, received: 0, malformed: 0 })
     }
 
-    /// Whether the driver writes into the memory of the sockets itself.
+    /// Returns whether the driver writes into the memory of the sockets itself.
     pub fn copy_mode(&self) -> CopyMode {
         let is_zero_copy = self.queues.iter().all(|queue| queue.copy_mode() == CopyMode::ZeroCopy);
         if is_zero_copy { CopyMode::ZeroCopy } else { CopyMode::Copy }

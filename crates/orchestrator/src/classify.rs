@@ -8,7 +8,7 @@ pub struct Pattern {
 }
 
 impl Pattern {
-    /// Whether the payload has the bytes.
+    /// Returns whether the payload has the bytes.
     #[inline]
     pub fn matches(&self, payload: &[u8]) -> bool {
         payload.get(self.offset..).is_some_and(|rest| rest.starts_with(&self.bytes))

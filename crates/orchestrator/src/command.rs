@@ -17,7 +17,7 @@ pub struct OrchestrateArgs {
     config: PathBuf,
 }
 
-/// A daemon before it gives up its capabilities.
+/// A daemon before it drops its capabilities.
 #[derive(Debug)]
 pub struct Prepared {
     config: Config,

@@ -41,7 +41,7 @@ config_struct! {
     pub struct Table {
         /// File of the memory that the workers share, in a directory of the same user.
         memory: AbsolutePath,
-        /// The way by which requests enter: sockets, or AF_XDP and sockets.
+        /// Intake of requests: by sockets, or by AF_XDP and sockets.
         intake: Option<Spanned<IntakeName>>,
         /// Interface at which requests arrive, for AF_XDP.
         interface: Option<Spanned<Interface>>,
@@ -59,7 +59,7 @@ config_struct! {
         waiting: Number<1, 65536> = Number(4096),
         /// Bytes of the longest request and response.
         payload: Number<1, MAX_PAYLOAD> = Number(1472),
-        /// A worker that completes nothing for so long gets no requests until it does.
+        /// Time without a completion after which a worker gets no requests until it completes one.
         stall_after: Period<MILLISECOND, HOUR> = Period(Duration::from_millis(500)),
         /// Time that the idle daemon sleeps; "0s": it polls.
         sleep: Period<0, MILLISECOND> = Period(Duration::from_micros(50)),

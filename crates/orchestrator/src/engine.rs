@@ -33,7 +33,7 @@ pub struct EngineConfig {
     pub scheduler: FeoConfig,
     /// Bytes of the longest request and response.
     pub payload_bytes: u16,
-    /// A worker with requests that completes none for so long gets no further ones until it does.
+    /// Time without a completion after which a worker with requests gets no further ones until it completes one.
     pub stall_after: Duration,
 }
 
@@ -74,7 +74,7 @@ pub struct CoreCounters {
     pub workers: u64,
     /// Workers that ended, with or without requests.
     pub ended: u64,
-    /// Times that a worker lost its eligibility because it completed nothing.
+    /// Number of times that a worker lost its eligibility because it completed nothing.
     pub stalls: u64,
     /// Load hints that were sent.
     pub hints: u64,
@@ -348,7 +348,7 @@ impl Engine {
         checks.chain(limit_ends).min()
     }
 
-    /// Whether cores have requests.
+    /// Returns whether cores have requests.
     pub fn has_outstanding(&self) -> bool {
         (0..self.cores.len() as u16).any(|core| self.balancer.ranks().load(core) > 0)
     }

@@ -1,4 +1,4 @@
-//! The way by which requests enter: the UDP sockets alone, or AF_XDP and the sockets for what it passes.
+//! Intake of requests: by UDP sockets, or by AF_XDP, with the sockets for requests that it passes.
 
 use std::net::SocketAddrV4;
 use std::os::fd::BorrowedFd;
@@ -8,7 +8,7 @@ use coreward_dataplane::intake::{Datagram, Intake};
 
 use crate::config::Config;
 
-/// Requests by AF_XDP, as far as they are configured and possible.
+/// Requests by AF_XDP, if it is configured and possible.
 #[derive(Debug, Default)]
 pub struct RequestIntake {
     af_xdp: Option<Intake>,

@@ -2,7 +2,7 @@
 //! sends them to the priority queues of cores, by the decisions of `coreward-model`.
 //!
 //! * [`config`]: the file
-//! * [`classify`]: which service's request a datagram is
+//! * [`classify`]: classification of datagrams by service
 //! * [`daemon`]: the loop
 //! * [`socket`]: datagrams in batches
 //! * [`command`]: the command's arguments

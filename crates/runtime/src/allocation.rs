@@ -1,4 +1,4 @@
-//! Core allocation of a process with two services: which core runs which, and its changes by load hints.
+//! Assignment of cores to the two services of a process, and its changes by load hints.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -79,7 +79,7 @@ impl CoreQueues {
         &self.segment.geometry
     }
 
-    /// Whether a worker has the core. A system call.
+    /// Returns whether a worker has the core. A system call.
     pub fn has_worker(&self, core: u16) -> bool {
         // A lock that cannot be read keeps the worker: its requests are not lost without proof.
         self.segment.is_locked(LockByte::Core(core)).unwrap_or(true)

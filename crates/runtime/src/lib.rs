@@ -8,7 +8,7 @@
 //! * [`core_queues`]: the orchestrator's side
 //! * [`worker`]: the workers' side
 //! * [`serve`]: a worker's loop: function handlers that yield to higher priorities
-//! * [`allocation`]: which core runs which service, by load hints
+//! * [`allocation`]: assignment of cores to services, by load hints
 
 pub mod allocation;
 pub mod core_queues;

@@ -70,7 +70,7 @@ impl Producer {
         Ok(Some(self.tail & (self.slots - 1)))
     }
 
-    /// Whether the consumer has returned all slots.
+    /// Returns whether the consumer has returned all slots.
     pub fn is_empty(&self, head: &impl Cursor) -> bool {
         head.load() == self.tail
     }

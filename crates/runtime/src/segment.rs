@@ -193,12 +193,12 @@ impl Segment {
         }
     }
 
-    /// Whether another open file has the byte.
+    /// Returns whether another open file has the byte.
     pub fn is_locked(&self, byte: LockByte) -> nix::Result<bool> {
         is_locked(&self.file, byte)
     }
 
-    /// Whether the orchestrator that created the memory is alive. To be called by workers.
+    /// Returns whether the orchestrator that created the memory is alive. To be called by workers.
     pub fn is_orchestrator_running(&self) -> bool {
         self.is_locked(LockByte::Orchestrator).unwrap_or(false)
     }

@@ -39,7 +39,7 @@ pub struct Report {
 const SERVER_COUNTERS: [&[&str]; 3] =
     [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
-/// Whether the service has an address, which is a label of metrics.
+/// Returns whether the service has an address, which is a label of metrics.
 fn listens(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }

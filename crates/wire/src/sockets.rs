@@ -50,7 +50,7 @@ impl SocketQuery {
 }
 
 impl SocketAnswer {
-    /// Whether the agent was absent.
+    /// Returns whether the agent was absent.
     pub fn is_absent(&self) -> bool {
         self.open.is_empty()
     }

@@ -2,9 +2,9 @@
 /*
  * Live traffic for the load balancer's native XDP hook (lab/bench/src/xdp/throughput.rs).
  *
- * 1. generate() runs by BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES: the kernel takes frames from a page pool, and
- *    this program redirects each of them into one end of a veth pair. The XDP program at the other end receives them as
- *    from a NIC, in NAPI.
+ * 1. generate() runs by BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES: the kernel takes frames from a page pool,
+ *    and this program redirects each of them into one end of a veth pair. The XDP program at the other end receives
+ *    them as from a NIC, in NAPI.
  *
  * 2. The kernel reuses the pages as they return, so a frame holds what its last use left. generate() writes all of it.
  *

@@ -16,7 +16,7 @@ const FRAMES: u32 = 2048;
 /// Frames that are received in a row.
 const BATCH: usize = 32;
 
-/// How frames get into the memory of a socket.
+/// Method by which frames get into the memory of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyMode {
     /// The driver receives into it.
@@ -64,7 +64,7 @@ impl Queue {
         Ok(Self { socket, received, fill, umem, copy_mode })
     }
 
-    /// How frames get into the memory.
+    /// Returns the method by which frames get into the memory.
     pub fn copy_mode(&self) -> CopyMode {
         self.copy_mode
     }

@@ -49,7 +49,7 @@ pub fn is_host_ipv4(address: Ipv4Addr) -> bool {
 pub struct Vip(pub SocketAddr);
 
 impl Vip {
-    /// With what it speaks.
+    /// Transport protocol.
     pub fn with(self, protocol: Protocol) -> ServiceAddress {
         ServiceAddress { socket: self.0, protocol }
     }

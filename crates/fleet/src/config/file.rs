@@ -26,15 +26,15 @@ config_struct! {
         pub table_lifetime: Period<SECOND, HOUR> = Period(DEFAULT_TABLE_LIFETIME),
         /// Weight of the newest report in a core's load.
         pub load_ewma_alpha: Alpha = Alpha::PUBLISHED,
-        /// Buckets of a service that names none of its own.
+        /// Default of the services' `buckets`.
         pub buckets: BucketCount = BucketCount::PUBLISHED,
-        /// How long a cookie may live.
+        /// Longest life of a cookie.
         pub max_connection_lifetime: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_MAX_CONNECTION_LIFETIME),
         /// Interval of key rotations, at least max_connection_lifetime.
         pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
-        /// The racks there are, by name: no other one may connect. Without it any may.
+        /// Names of the racks that may connect; without it any may.
         pub racks: Option<Vec<Spanned<Name>>>,
-        /// The load balancers there are, by name: no other one may connect. Without it any may.
+        /// Names of the load balancers that may connect; without it any may.
         pub load_balancers: Option<Vec<Spanned<Name>>>,
         /// One server each.
         pub servers as "server": Vec<Spanned<Server>>,
@@ -54,19 +54,19 @@ config_struct! {
     pub struct Server {
         /// Unique name, as in the agent's file.
         pub name: Field<Name>,
-        /// Address that load balancers reach: in their own network, or, if it is IPv4, behind routers; used once.
+        /// Unique address, in the load balancers' network or behind routers.
         pub address: Field<ServerAddress>,
-        /// VLAN of load balancers' frames to it; without it they are untagged.
+        /// VLAN of frames from load balancers to it; without it they are untagged.
         pub vlan: Option<Vlan>,
         /// Id in cookies; drawn at random by default.
         pub id: Option<Spanned<ServerId>>,
         /// "draining": takes no new connections, established ones still reach it.
         pub state: ServerState = ServerState::Active,
-        /// Its part of new connections next to the others'; 0: none, as when draining.
+        /// Relative share of new connections; 0: none, as when draining.
         pub weight: Weight = Weight::ONE,
-        /// How much it can do, in cores of the usual speed; without it its cores.
+        /// Capacity in cores of the usual speed; without it the number of its cores.
         pub capacity: Option<Capacity>,
-        /// Names of the racks through which its agent may speak; without it the fleet's, [] none: only by itself.
+        /// Names of the racks that its agent may use; without it the fleet's; []: none.
         pub racks: Option<Vec<Spanned<Name>>>,
     }
 }

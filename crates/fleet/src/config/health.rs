@@ -19,30 +19,30 @@ config_struct! {
     pub struct Health {
         /// Kind of check.
         pub check: CheckKind = CheckKind::Tcp,
-        /// Address of the check: "vip", which the server holds and clients use, or "server", its own address.
+        /// Address of the check: "vip", or "server", the server's own.
         pub at: Option<Spanned<ProbeAddress>>,
-        /// At which port; without it the service's.
+        /// Port of the check; without it the service's.
         pub port: Option<Spanned<Number<1, 65535>>>,
-        /// From one check to the next, at most.
+        /// Longest time between two checks.
         pub interval: Period<{ 100 * MILLISECOND }, HOUR> = Period(DEFAULT_INTERVAL),
-        /// An answer that takes longer is none.
+        /// Longest time until an answer.
         pub timeout: Period<{ 10 * MILLISECOND }, MINUTE> = Period(DEFAULT_TIMEOUT),
         /// Successes in a row that make a server up that was down.
         pub rise: Number<1, 100> = Number(2),
         /// Failures in a row that make a server down.
         pub fall: Number<1, 100> = Number(3),
-        /// Part of the interval by which a check may come earlier, so that checks spread.
+        /// Part of the interval by which a check may be early, so that checks spread.
         pub jitter: Jitter = Jitter::new(0.1).expect("from 0 to 1"),
         /// http, https: path and query; without it "/".
         pub path: Option<Spanned<HttpPath>>,
         /// http, https: `Host`, and the name that the certificate must have; default: the address.
         pub host: Option<Spanned<Host>>,
-        /// http, https: status codes of a server that is well; without it "200-399".
+        /// http, https: status codes of a healthy server; without it "200-399".
         pub expect: Option<Spanned<StatusRange>>,
-        /// https: certificates (PEM) of those who may sign the server's; without it those that the load balancer's
-        /// system trusts.
+        /// https: authorities of the server's certificate (PEM); without it those that the load balancer's system
+        /// trusts.
         pub ca: Option<Spanned<Authorities>>,
-        /// https: false: any certificate will do.
+        /// https: false accepts any certificate.
         pub verify: Option<Spanned<bool>>,
     }
 }
@@ -234,7 +234,7 @@ fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut R
     *at.get_ref()
 }
 
-/// Keys that mean nothing to this kind of check.
+/// Keys without effect on this kind of check.
 fn refuse_strangers(health: &Health, reader: &mut Reader<'_>) {
     use CheckKind::{Http, Https, Tcp};
     let keys: [(&str, Option<Span>, &[CheckKind]); 7] = [

@@ -14,33 +14,33 @@ use super::health::Health;
 config_struct! {
     /// One `[[service]]`.
     pub struct Service {
-        /// Used once.
+        /// Unique name.
         pub name: Field<Name>,
-        /// IPv4 or IPv6 address and port that clients connect to; used once, and no server's own address.
+        /// Address (IPv4 or IPv6) and port of clients' connections; unique, and no server's own address.
         pub vip: Field<Vip>,
         /// Protocol of the service.
         pub protocol: Field<Protocol> = Field { value: Some(Protocol::Tcp), span: 0..0 },
-        /// TCP: how packets find the server of their connection.
+        /// TCP: method by which packets find the server of their connection.
         pub consistency: Option<Spanned<Consistency>>,
         /// Party that stamps the cookie into TCP timestamps.
         pub timestamps: Option<Spanned<Timestamps>>,
-        /// How packets reach its servers: by MAC address, or with an outer header across routers.
+        /// Forwarding to its servers: by MAC address, or with an outer header across routers.
         pub forwarding: Option<Spanned<Forwarding>>,
-        /// UDP: what one decision is for.
+        /// UDP: unit of a decision.
         pub udp: Option<Spanned<UdpMode>>,
-        /// Address of the load balancer that had the service before: what is not known here is sent on to it.
+        /// Address of the load balancer that had the service before and gets unknown packets.
         pub migrate_from: Option<Spanned<BalancerAddress>>,
         /// Address of the load balancer that gets new connections; older ones continue here.
         pub migrate_to: Option<Spanned<BalancerAddress>>,
         /// Placement policy for new connections.
         pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
-        /// So long the part of a server that joins grows, linearly.
+        /// Time in which the share of a joining server grows linearly.
         pub slow_start: Option<Period<0, HOUR>>,
         /// A power of two; without it the fleet's.
         pub buckets: Option<BucketCount>,
         /// Names of its servers; without it all.
         pub servers: Option<Vec<Spanned<String>>>,
-        /// Whether and how its servers are checked; without it they are not.
+        /// Health check of its servers; without it none.
         pub health: Option<Spanned<Health>>,
         /// Treatment of new connections when all servers are down.
         pub when_all_down: WhenAllDown = WhenAllDown::default(),
