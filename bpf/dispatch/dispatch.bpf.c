@@ -379,7 +379,7 @@ int drops(__u64 *ctx)
 		return 0;
 	queued->entry = 0;
 	if (__sync_val_compare_and_swap(&requests[within(queued->place, DISPATCH_REQUESTS)], entry, 0) == entry)
-		__sync_fetch_and_add(&state.workers[subtract(entry)].repaired, 1);
+		__sync_fetch_and_add(&state.workers[subtract(entry)].abandoned, 1);
 	return 0;
 }
 

@@ -91,7 +91,7 @@ struct dispatch_type {
 
 /* Two cache lines: one that packets write, one that user space writes and the programs hardly read. */
 struct dispatch_worker {
-	/* Dispatched and not counted. (All dispatched: these, completed, repaired, and outstanding without surplus.) */
+	/* Dispatched and not counted. (All dispatched: these, completed, abandoned, and outstanding without surplus.) */
 	__u64 untracked;
 	/* Requests with an observed response. */
 	__u64 completed;
@@ -102,7 +102,7 @@ struct dispatch_worker {
 	__u64 unused[4];
 
 	/* Requests given up by user space: no response, dropped at a full receive buffer, the worker died. */
-	__u64 repaired;
+	__u64 abandoned;
 	/* SO_COOKIE of the socket in the slot. */
 	__u64 socket;
 	/* Expected work of `surplus` (ns). */
@@ -152,7 +152,7 @@ struct dispatch_state {
 	/* As in struct service_key; all zero: any address. */
 	__u32 address[4];
 	/* By user space: time of the last poll in ms since the epoch (CLOCK_REALTIME). */
-	__u64 looked_ms;
+	__u64 polled_ms;
 };
 
 #endif

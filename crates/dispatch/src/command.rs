@@ -26,7 +26,7 @@ pub struct DispatchArgs {
     /// Stop dispatching for the given services, or for all: the kernel selects the worker again
     #[arg(long)]
     detach: bool,
-    /// Show the outstanding, dispatched, completed and repaired requests of each worker
+    /// Show the outstanding, dispatched, completed and abandoned requests of each worker
     #[arg(long, conflicts_with = "detach")]
     status: bool,
     /// Format of the output of --status

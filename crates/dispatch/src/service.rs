@@ -69,8 +69,8 @@ impl Service {
 
     /// Performs the work of each [`dispatch::POLL_INTERVAL`].
     pub fn poll(&mut self) {
-        let looked = self.dispatch.poll(self.started.elapsed(), &self.config.timeouts);
-        let died = looked.unwrap_or_else(|error| {
+        let polled = self.dispatch.poll(self.started.elapsed(), &self.config.timeouts);
+        let died = polled.unwrap_or_else(|error| {
             self.warn(format!("{error:#}"));
             false
         });

@@ -54,7 +54,7 @@ fn worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
         queued: counts.queued,
         dispatched: counts.dispatched,
         completed: counts.completed,
-        repaired: counts.repaired,
+        abandoned: counts.abandoned,
         dropped: counts.dropped.into(),
         eligible: counts.eligible,
     }
@@ -96,7 +96,7 @@ fn table(workers: &[WorkerCounts]) -> comfy_table::Table {
         "queued",
         "dispatched",
         "completed",
-        "repaired",
+        "abandoned",
         "dropped",
         "eligible",
     ]);
@@ -109,7 +109,7 @@ fn table(workers: &[WorkerCounts]) -> comfy_table::Table {
             worker.queued.to_string(),
             worker.dispatched.to_string(),
             worker.completed.to_string(),
-            worker.repaired.to_string(),
+            worker.abandoned.to_string(),
             worker.dropped.to_string(),
             if worker.eligible { "yes" } else { "no" }.to_owned(),
         ]);
@@ -127,7 +127,7 @@ fn service_json(service: &ServiceStatus) -> Value {
     json!({
         "listen": service.listen.to_string(),
         "policy": service.policy,
-        "since_last_look_ms": service.since_last_poll.as_millis() as u64,
+        "since_last_poll_ms": service.since_last_poll.as_millis() as u64,
         "workers": service.workers.iter().map(worker_json).collect::<Vec<_>>(),
         "counters": counters,
     })
@@ -142,7 +142,7 @@ fn worker_json(worker: &WorkerCounts) -> Value {
         "queued": worker.queued,
         "dispatched": worker.dispatched,
         "completed": worker.completed,
-        "repaired": worker.repaired,
+        "abandoned": worker.abandoned,
         "dropped": worker.dropped,
         "eligible": worker.eligible,
     })

@@ -160,7 +160,7 @@ pub fn dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedSer
             page.add(&DISPATCH_QUEUED_DATAGRAMS, labels, worker.queued.into());
             page.add(&DISPATCH_DISPATCHED_TOTAL, labels, worker.dispatched as f64);
             page.add(&DISPATCH_COMPLETED_TOTAL, labels, worker.completed as f64);
-            page.add(&DISPATCH_ABANDONED_TOTAL, labels, worker.repaired as f64);
+            page.add(&DISPATCH_ABANDONED_TOTAL, labels, worker.abandoned as f64);
             page.add(&DISPATCH_DROPPED_TOTAL, labels, worker.dropped as f64);
         }
     }

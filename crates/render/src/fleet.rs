@@ -25,7 +25,7 @@ pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
 pub struct ProposedFleet {
     client: Client,
     document: NewFleet,
-    looked: FleetApplied,
+    preview: FleetApplied,
 }
 
 impl ProposedFleet {
@@ -34,40 +34,40 @@ impl ProposedFleet {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
         let name = file.display().to_string();
-        let (document, looked) = block_on(async {
+        let (document, preview) = block_on(async {
             let generation = client.fleet().await?.generation;
             let document = NewFleet { name, text, generation, dry_run: true };
-            let looked = client.put_fleet(&document).await?;
-            anyhow::Ok((document, looked))
+            let preview = client.put_fleet(&document).await?;
+            anyhow::Ok((document, preview))
         })?;
-        Ok(Self { client: client.clone(), document, looked })
+        Ok(Self { client: client.clone(), document, preview })
     }
 
     pub fn is_in_force(&self) -> bool {
-        self.looked.in_force
+        self.preview.in_force
     }
 
     pub fn changes(&self) -> &[FleetChange] {
-        &self.looked.changes
+        &self.preview.changes
     }
 
     /// Returns the changes as text or JSON. Fails when they cannot be written as JSON.
     pub fn difference(&self, format: Format) -> anyhow::Result<String> {
         if format == Format::Json {
-            return json(&self.looked);
+            return json(&self.preview);
         }
         let generation = self.document.generation;
         if self.is_in_force() {
             return Ok(format!("generation {generation} is the same: nothing changes\n"));
         }
         let mut text = format!("against generation {generation}:\n");
-        for change in &self.looked.changes {
+        for change in &self.preview.changes {
             let _ = writeln!(text, "  {}", change.message);
             if let Some(breaks) = &change.breaks {
                 let _ = writeln!(text, "    ! {breaks}");
             }
         }
-        if self.looked.changes.is_empty() {
+        if self.preview.changes.is_empty() {
             text += "  no value changes, only how the document is written\n";
         }
         Ok(text)

@@ -212,10 +212,10 @@ fn dispatched_text(server: &str, service: &DispatchedService) -> String {
     let mut text = format!("\ndispatch of {} at {server}: {}\n", service.listen, service.policy);
     let mut table = Table::new();
     let columns =
-        ["worker", "pid", "outstanding", "queued", "dispatched", "completed", "repaired", "dropped", "eligible"];
+        ["worker", "pid", "outstanding", "queued", "dispatched", "completed", "abandoned", "dropped", "eligible"];
     table.load_style(presets::NOTHING).set_header(columns);
     for worker in &service.workers {
-        let counts = [worker.dispatched, worker.completed, worker.repaired, worker.dropped];
+        let counts = [worker.dispatched, worker.completed, worker.abandoned, worker.dropped];
         let mut row = [worker.worker, worker.pid, worker.outstanding, worker.queued].map(|n| n.to_string()).to_vec();
         row.extend(counts.map(|count| count.to_string()));
         row.push(if worker.eligible { "yes" } else { "no" }.to_owned());

@@ -36,7 +36,7 @@ fn dispatched() -> DispatchedService {
         queued: outstanding / 2,
         dispatched: 1000,
         completed: 990,
-        repaired: 10 - u64::from(outstanding),
+        abandoned: 10 - u64::from(outstanding),
         dropped: 1,
         eligible,
     };
@@ -194,9 +194,9 @@ service web at 10.200.0.1:80/tcp: crossrss-plus, 128 buckets, stateful, timestam
   ! s1: aRFS is on
 
 dispatch of 0.0.0.0:53 at s1: jsq
-  worker  pid  outstanding  queued  dispatched  completed  repaired  dropped  eligible
-       0  812            0       0        1000        990        10        1       yes
-       1  813            4       2        1000        990         6        1        no
+  worker  pid  outstanding  queued  dispatched  completed  abandoned  dropped  eligible
+       0  812            0       0        1000        990         10        1       yes
+       1  813            4       2        1000        990          6        1        no
   counters   over_bound 7
 
 rack rack1 (0.1.0), last message 60 ms ago, may report for all of 2 servers
@@ -260,7 +260,7 @@ fn status_is_printed_as_json() {
     assert_eq!(json["refused_reports"]["no_cores"], 0);
     let dispatch = &json["servers"][0]["dispatch"][0];
     assert_eq!((&dispatch["listen"], &dispatch["counters"]["over_bound"]), (&"0.0.0.0:53".into(), &7.into()));
-    assert_eq!((&dispatch["workers"][1]["repaired"], &dispatch["workers"][1]["eligible"]), (&6.into(), &false.into()));
+    assert_eq!((&dispatch["workers"][1]["abandoned"], &dispatch["workers"][1]["eligible"]), (&6.into(), &false.into()));
     assert_eq!(dispatch["workers"][0]["outstanding_work_us"], 12.5);
     assert_eq!(json["servers"][1]["dispatch"], serde_json::json!([]));
     assert!(json["servers"][1]["rss"].is_null());

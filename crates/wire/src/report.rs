@@ -293,7 +293,7 @@ mod tests {
             outstanding_work_ns: u64::MAX,
             dispatched: u64::MAX,
             completed: u64::MAX,
-            repaired: u64::MAX,
+            abandoned: u64::MAX,
             dropped: u64::MAX,
             ..Default::default()
         };

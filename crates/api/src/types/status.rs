@@ -341,7 +341,7 @@ pub struct DispatchedWorker {
     /// Requests with a response.
     pub completed: u64,
     /// Requests written off: without a response, dropped, or their worker died.
-    pub repaired: u64,
+    pub abandoned: u64,
     /// Datagrams that its full receive buffer dropped.
     pub dropped: u64,
     /// Whether it gets requests.

@@ -32,7 +32,7 @@ impl From<&v1::DispatchedWorker> for DispatchedWorker {
             queued: worker.queued,
             dispatched: worker.dispatched,
             completed: worker.completed,
-            repaired: worker.repaired,
+            abandoned: worker.abandoned,
             dropped: worker.dropped,
             eligible: worker.eligible,
         }

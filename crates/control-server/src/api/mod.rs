@@ -182,7 +182,7 @@ async fn poll_loop(api: Api) {
         }
         let api = api.clone();
         // Thousands of servers take some time.
-        let looked = work::run(Size::Small, move || {
+        let updated = work::run(Size::Small, move || {
             if whole {
                 let now = shared.now();
                 let overview = shared.overview(now);
@@ -191,7 +191,7 @@ async fn poll_loop(api: Api) {
             }
             api.feed.loads(|| shared.loads());
         });
-        if let Err(problem) = looked.await {
+        if let Err(problem) = updated.await {
             tracing::warn!(event = "feed-failed", error = %problem, "cannot update the feed");
         }
     }

@@ -172,8 +172,8 @@ async fn document_is_applied_whole_or_not_at_all() {
     let checked = client.check(&Check { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
     assert_eq!(checked.mistakes.len(), 1);
 
-    let looked = client.put_fleet(&new_fleet(&text, 0, true)).await.unwrap();
-    assert_eq!((looked.generation, looked.in_force, looked.changes.len()), (0, false, 2));
+    let preview = client.put_fleet(&new_fleet(&text, 0, true)).await.unwrap();
+    assert_eq!((preview.generation, preview.in_force, preview.changes.len()), (0, false, 2));
     assert_eq!(client.fleet().await.unwrap().generation, 0);
     let applied = client.put_fleet(&new_fleet(&text, 0, false)).await.unwrap();
     assert_eq!((applied.generation, applied.in_force), (1, true));

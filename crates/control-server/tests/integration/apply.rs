@@ -201,9 +201,9 @@ async fn fleet_managed_by_a_file_changes_only_there() {
     assert_eq!((shown.generation, shown.text), (1, std::fs::read_to_string(&file).unwrap()));
     assert_eq!(shown.file, Some(file.display().to_string()));
     // To look what a document would change is allowed.
-    let looked = controller.proposed(&home, &document(&["s2"], "")).await.unwrap();
-    assert!(looked.changes().iter().any(|change| change.message == "- server s1"), "{:?}", looked.changes());
-    let refused = apply(looked).await.unwrap_err().replace(&home.directory.path().display().to_string(), "");
+    let preview = controller.proposed(&home, &document(&["s2"], "")).await.unwrap();
+    assert!(preview.changes().iter().any(|change| change.message == "- server s1"), "{:?}", preview.changes());
+    let refused = apply(preview).await.unwrap_err().replace(&home.directory.path().display().to_string(), "");
     assert_eq!(
         refused,
         "this controller's fleet is managed by /fleet.toml (`fleet` in /controller.toml): expected changes there, \

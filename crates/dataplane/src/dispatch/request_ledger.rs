@@ -1,4 +1,4 @@
-//! Ledger of one service: its workers' outstanding requests, read and repaired while the programs write.
+//! Ledger of one service: its workers' outstanding requests, read and adjusted while the programs write.
 //!
 //! One rule holds for all writers (`bpf/dispatch/state.h`): the remover of an entry from `requests` by compare-and-swap
 //! subtracts its contribution. User space removes those that will have no response.
@@ -45,7 +45,7 @@ pub struct WorkerCounts {
     /// Requests with an observed response.
     pub completed: u64,
     /// Requests given up: no response, dropped, or the worker before in this slot died.
-    pub repaired: u64,
+    pub abandoned: u64,
     /// Datagrams in its queue at the last poll.
     pub queued: u32,
     /// Datagrams that its full receive buffer dropped, by the kernel's count (32 bits).
@@ -153,8 +153,8 @@ impl RequestLedger {
 
     /// Returns the time since the last poll, by the wall clock: above some [`POLL_INTERVAL`]s, the repair has stopped.
     pub fn since_last_poll(&self) -> Duration {
-        let looked = self.state.load(offset_of!(intf::dispatch_state, looked_ms));
-        Duration::from_millis(wall_clock_ms().saturating_sub(looked))
+        let polled = self.state.load(offset_of!(intf::dispatch_state, polled_ms));
+        Duration::from_millis(wall_clock_ms().saturating_sub(polled))
     }
 
     /// Returns the counters in the order of [`super::COUNTER_NAMES`].
@@ -172,7 +172,7 @@ impl RequestLedger {
         let worker = self.state.read::<intf::dispatch_worker>(worker_at(slot));
         // The sum over the requests' slots: a counter would cost every request an atomic operation.
         let in_flight = (outstanding & intf::DISPATCH_COUNT_MASK).saturating_sub(worker.surplus);
-        let dispatched = worker.untracked + worker.completed + worker.repaired + u64::from(in_flight);
+        let dispatched = worker.untracked + worker.completed + worker.abandoned + u64::from(in_flight);
         (worker.socket != 0 || dispatched != 0).then(|| WorkerCounts {
             slot,
             pid: worker.pid,
@@ -180,7 +180,7 @@ impl RequestLedger {
             outstanding_work: Duration::from_nanos(self.state.load(work_at(slot)) & !WORK_FLAGS),
             dispatched,
             completed: worker.completed,
-            repaired: worker.repaired,
+            abandoned: worker.abandoned,
             queued: worker.queued,
             dropped: worker.dropped,
             eligible: outstanding & !intf::DISPATCH_COUNT_MASK == 0,
@@ -240,7 +240,7 @@ impl RequestLedger {
     /// Begins a poll: present requests get a new age.
     pub(super) fn begin_poll(&self) {
         self.state.word(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
-        self.state.store(offset_of!(intf::dispatch_state, looked_ms), wall_clock_ms());
+        self.state.store(offset_of!(intf::dispatch_state, polled_ms), wall_clock_ms());
     }
 
     /// Repairs the counts after a read of the queues. `sockets`: the array. Returns whether a worker has died.
@@ -326,8 +326,8 @@ impl RequestLedger {
         // Not if a response took it meanwhile.
         if self.requests.compare_exchange(place * size_of::<u64>(), entry.0, 0) {
             self.subtract(entry.slot(), 1, entry.work());
-            let repaired = worker_at(entry.slot()) + offset_of!(intf::dispatch_worker, repaired);
-            self.state.word(repaired).fetch_add(1, Ordering::Relaxed);
+            let abandoned = worker_at(entry.slot()) + offset_of!(intf::dispatch_worker, abandoned);
+            self.state.word(abandoned).fetch_add(1, Ordering::Relaxed);
         }
     }
 

@@ -48,7 +48,7 @@ fn only_an_expected_response_completes_a_request() {
         assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 3));
         bed.answer(&read[1]);
         let worker = bed.counts(0);
-        assert_eq!((worker.outstanding, worker.dispatched, worker.completed, worker.repaired), (0, 2, 2, 0));
+        assert_eq!((worker.outstanding, worker.dispatched, worker.completed, worker.abandoned), (0, 2, 2, 0));
     });
 }
 
@@ -124,7 +124,7 @@ fn unqueued_request_without_response_is_abandoned() {
         // Now they are read: four responses are missing, and all are too old.
         looks(&mut bed, 1);
         let worker = bed.counts(0);
-        assert_eq!((worker.outstanding, worker.completed, worker.repaired, worker.queued), (0, 1, 4, 0));
+        assert_eq!((worker.outstanding, worker.completed, worker.abandoned, worker.queued), (0, 1, 4, 0));
         // One that comes after all takes nothing away.
         bed.answer(&read[1]);
         assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0], 1));
@@ -134,7 +134,7 @@ fn unqueued_request_without_response_is_abandoned() {
         looks(&mut bed, 5);
         assert_eq!(bed.outstanding(), [1]);
         looks(&mut bed, 1);
-        assert_eq!((bed.outstanding(), bed.counts(0).repaired), (vec![0], 5));
+        assert_eq!((bed.outstanding(), bed.counts(0).abandoned), (vec![0], 5));
     });
 }
 
@@ -152,15 +152,15 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
             // No poll yet. The last one is dropped a moment after it was dispatched.
             let sum = |bed: &Bed| bed.outstanding().iter().sum::<u32>();
             let waiting = wait_for("what is dropped to be given up", || {
-                let repaired: u64 = (0..2).map(|slot| bed.counts(slot).repaired).sum();
+                let abandoned: u64 = (0..2).map(|slot| bed.counts(slot).abandoned).sum();
                 let waiting = sum(&bed);
-                (u64::from(waiting) + repaired == 100).then_some(waiting)
+                (u64::from(waiting) + abandoned == 100).then_some(waiting)
             });
             assert!(waiting < 50, "{policy:?}: {waiting}");
             looks(&mut bed, 1);
             for slot in 0..2 {
                 let worker = bed.counts(slot);
-                let kept = (worker.outstanding, worker.repaired);
+                let kept = (worker.outstanding, worker.abandoned);
                 assert_eq!(kept, (worker.queued, u64::from(worker.dropped)), "{policy:?}: {worker:?}");
             }
             // The right ones were given up: every response finds its request.
@@ -232,7 +232,7 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
             bed.read(60 - lost as usize);
             assert!(bed.poll(&TIMEOUTS));
             let dead = bed.counts(1);
-            assert_eq!((dead.outstanding, dead.repaired, dead.eligible), (0, lost, false), "{policy:?}");
+            assert_eq!((dead.outstanding, dead.abandoned, dead.eligible), (0, lost, false), "{policy:?}");
             assert!(!bed.poll(&TIMEOUTS), "it dies once");
             assert_eq!(bed.add_worker(), 1);
             assert!(bed.counts(1).eligible);

@@ -47,7 +47,7 @@ fn agrees(bed: &Bed, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let workers = bed.dispatch.ledger().workers();
     assert!(workers.iter().all(|worker| worker.outstanding == 0 && worker.outstanding_work.is_zero()), "{workers:?}");
     assert_eq!(workers.iter().map(|worker| worker.dispatched).sum::<u64>(), u64::from(REQUESTS));
-    assert!(workers.iter().all(|worker| worker.dispatched == worker.completed && worker.repaired == 0), "{workers:?}");
+    assert!(workers.iter().all(|worker| worker.dispatched == worker.completed && worker.abandoned == 0), "{workers:?}");
     assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
     assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNMATCHED), 0);
 }

@@ -100,7 +100,7 @@ struct TestEnv {
     /// By request id: how many datagrams answered it.
     answered: BTreeMap<u32, u32>,
     sent: u32,
-    looked: Instant,
+    polled: Instant,
 }
 
 impl TestEnv {
@@ -123,7 +123,7 @@ impl TestEnv {
             clients: (0..32).map(client).collect(),
             answered: BTreeMap::new(),
             sent: 0,
-            looked: Instant::now(),
+            polled: Instant::now(),
         };
         site.set_timeouts(timeouts);
         site.attach();
@@ -158,7 +158,7 @@ impl TestEnv {
         self.counts().iter().filter(|worker| worker.eligible).count()
     }
 
-    /// One request; responses that are there are read, and the service is looked after when it is time.
+    /// One request; responses that are there are read, and the service is polled when it is due.
     fn step(&mut self, kind: u8) {
         let id = self.sent;
         self.sent += 1;
@@ -179,8 +179,8 @@ impl TestEnv {
                 *self.answered.entry(u32::from_le_bytes(response[1..5].try_into().unwrap())).or_default() += 1;
             }
         }
-        if self.looked.elapsed() >= POLL_INTERVAL {
-            self.looked = Instant::now();
+        if self.polled.elapsed() >= POLL_INTERVAL {
+            self.polled = Instant::now();
             self.service.iter_mut().for_each(service::Service::poll);
         }
     }
@@ -198,7 +198,7 @@ impl TestEnv {
         self.wait_until("nothing is outstanding", |site| site.counts().iter().all(|worker| worker.outstanding == 0));
         let counts = self.counts();
         for worker in &counts {
-            assert_eq!(worker.dispatched, worker.completed + worker.repaired, "{counts:?}");
+            assert_eq!(worker.dispatched, worker.completed + worker.abandoned, "{counts:?}");
         }
         counts
     }
@@ -284,7 +284,7 @@ fn counts_stay_exact_while_workers_die_and_stop() {
         let all = site.sent as usize;
         site.wait_until("all others are answered", |site| site.answered.len() + had as usize >= all);
         let lost = all - site.answered.len();
-        assert!(lost as u64 <= total(&counts, |worker| worker.repaired), "{lost} lost, {counts:?}");
+        assert!(lost as u64 <= total(&counts, |worker| worker.abandoned), "{lost} lost, {counts:?}");
     });
 }
 

@@ -47,8 +47,8 @@ impl Reading {
         }
         for worker in self.ledger["workers"].as_array().into_iter().flatten() {
             let count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
-            if count("dispatched") != count("completed").saturating_add(count("repaired")) {
-                found.push(format!("dispatched, but neither completed nor repaired: {worker}"));
+            if count("dispatched") != count("completed").saturating_add(count("abandoned")) {
+                found.push(format!("dispatched, but neither completed nor abandoned: {worker}"));
             }
         }
         found
@@ -111,7 +111,7 @@ pub struct RequestLedger {
     /// Requests with a response.
     pub completed: u64,
     /// Given up.
-    pub repaired: u64,
+    pub abandoned: u64,
     /// Datagrams from the service's port that answered nothing.
     pub unmatched: u64,
     /// Responses to requests that had been given up.
@@ -200,13 +200,13 @@ impl Segment {
         let (dispatched, answers) = (ledger.dispatched, ledger.completed + ledger.unmatched);
         let (arrived, made) = (self.read + self.dropped + self.purged, self.faults.clone());
         let given = self.responses + made.spoofed + made.answered_by_others;
-        let (repaired, late) = (ledger.repaired, ledger.late);
+        let (abandoned, late) = (ledger.abandoned, ledger.late);
         let uncounted = ["untracked", "no_worker"].map(|name| after.counter(name) - before.counter(name));
         let agree = (arrived..=arrived + made.kills).contains(&dispatched);
         self.require(agree, || format!("{dispatched} dispatched, the workers' sockets were given {arrived}"));
         self.require(answers == given, || format!("{answers} completed or unmatched, {given} responses were sent"));
         self.require(uncounted == [0, 0], || format!("{uncounted:?} untracked, without a worker"));
-        self.require(repaired >= self.dropped + self.purged, || format!("{repaired} repaired"));
+        self.require(abandoned >= self.dropped + self.purged, || format!("{abandoned} abandoned"));
         self.require(late >= 0, || format!("{late} responses late"));
     }
 }
@@ -218,7 +218,7 @@ impl RequestLedger {
         Self {
             dispatched: sum("dispatched"),
             completed: sum("completed"),
-            repaired: sum("repaired"),
+            abandoned: sum("abandoned"),
             unmatched,
             late: unmatched as i64 - made.spoofed as i64,
         }

@@ -99,8 +99,8 @@ impl TestEnv {
         loop {
             let ledger = self.ledger().unwrap_or_default();
             // Books that were there before may have been read by another process.
-            let looked = ledger["since_last_look_ms"].as_u64();
-            let by_this = looked.is_some_and(|looked| u128::from(looked) < started.elapsed().as_millis());
+            let polled = ledger["since_last_poll_ms"].as_u64();
+            let by_this = polled.is_some_and(|polled| u128::from(polled) < started.elapsed().as_millis());
             if by_this && eligible(&ledger) >= Some(workers) {
                 return Ok(());
             }

@@ -17,7 +17,7 @@ fn dispatch(testbed: &Testbed, policy: &str) -> String {
 }
 
 /// The server's dispatch in `coreward status`.
-fn dispatched(fleet: &Fleet, testbed: &Testbed) -> Value {
+fn dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
     fleet.status(testbed).unwrap()["servers"][0]["dispatch"].clone()
 }
 
@@ -26,7 +26,7 @@ fn sum(dispatched: &Value, count: &str) -> u64 {
     workers.iter().map(|worker| worker[count].as_u64().unwrap()).sum()
 }
 
-fn eligible(dispatched: &Value) -> usize {
+fn eligible_workers(dispatched: &Value) -> usize {
     let workers = dispatched[0]["workers"].as_array().into_iter().flatten();
     workers.filter(|worker| worker["eligible"] == true).count()
 }
@@ -40,16 +40,16 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     let more = dispatch(&testbed, "jsq");
     let mut fleet = Fleet::start(&testbed, FleetOptions { agents_more: more, ..FleetOptions::default() })?;
     // The load goes past the load balancer.
-    eventually(*TIMEOUT, "four workers get requests", || eligible(&dispatched(&fleet, &testbed)) == 4);
+    eventually(*TIMEOUT, "four workers get requests", || eligible_workers(&dispatch_status(&fleet, &testbed)) == 4);
     let load = report(start_load(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?)?;
     assert_eq!(load["lost"], 0, "{load}");
     eventually(*TIMEOUT, "the agent reports that all are answered", || {
-        sum(&dispatched(&fleet, &testbed), "completed") == load["requests"].as_u64().unwrap()
+        sum(&dispatch_status(&fleet, &testbed), "completed") == load["requests"].as_u64().unwrap()
     });
-    let reported = dispatched(&fleet, &testbed);
+    let reported = dispatch_status(&fleet, &testbed);
     assert_eq!((&reported[0]["listen"], &reported[0]["policy"]), (&SERVICE.to_string().into(), &"jsq".into()));
     assert_eq!(
-        (sum(&reported, "outstanding"), sum(&reported, "repaired"), sum(&reported, "queued")),
+        (sum(&reported, "outstanding"), sum(&reported, "abandoned"), sum(&reported, "queued")),
         (0, 0, 0),
         "{reported}"
     );
@@ -64,36 +64,41 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     let text = String::from_utf8(testbed.run(testbed.controller(), text)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE} at s1: jsq\n")), "{text}");
 
-    changes_and_ends(&testbed, &mut fleet)
+    check_reload_restart_and_detach(&testbed, &mut fleet)
 }
 
 /// SIGHUP, a new process, and the end.
-fn changes_and_ends(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
+fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
     let file = testbed.directory().join("agent-s1.toml");
     let before = std::fs::read_to_string(&file)?;
-    let completed = sum(&dispatched(fleet, testbed), "completed");
+    let completed = sum(&dispatch_status(fleet, testbed), "completed");
     std::fs::write(&file, before.replace("\"jsq\"", "\"rr\""))?;
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
-    eventually(*TIMEOUT, "the policy has changed", || dispatched(fleet, testbed)[0]["policy"] == "rr");
-    assert_eq!(sum(&dispatched(fleet, testbed), "completed"), completed, "the books go on");
-    // A senseless change changes nothing.
+    eventually(*TIMEOUT, "the policy has changed", || dispatch_status(fleet, testbed)[0]["policy"] == "rr");
+    assert_eq!(sum(&dispatch_status(fleet, testbed), "completed"), completed, "the counts continue");
+    // An invalid file changes nothing.
     std::fs::write(&file, before.replace("\"jsq\"", "\"jsk\""))?;
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
     let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
     assert_eq!(load["lost"], 0, "{load}");
     let expected = completed + load["requests"].as_u64().unwrap();
-    eventually(*TIMEOUT, "they are counted", || sum(&dispatched(fleet, testbed), "completed") == expected);
-    assert_eq!(dispatched(fleet, testbed)[0]["policy"], "rr");
+    eventually(*TIMEOUT, "they are counted", || sum(&dispatch_status(fleet, testbed), "completed") == expected);
+    assert_eq!(dispatch_status(fleet, testbed)[0]["policy"], "rr");
 
     // Another process of the agent takes the ledger over (its file is rewritten).
     fleet.upgrade(testbed, "agent-s1")?;
-    eventually(*TIMEOUT, "the new agent dispatches", || dispatched(fleet, testbed)[0]["policy"] == "jsq");
-    assert_eq!((eligible(&dispatched(fleet, testbed)), sum(&dispatched(fleet, testbed), "completed")), (4, expected));
+    eventually(*TIMEOUT, "the new agent dispatches", || dispatch_status(fleet, testbed)[0]["policy"] == "jsq");
+    assert_eq!(
+        (eligible_workers(&dispatch_status(fleet, testbed)), sum(&dispatch_status(fleet, testbed), "completed")),
+        (4, expected)
+    );
 
     // Without [dispatch] the kernel picks, and nothing stays behind.
     std::fs::write(&file, before.split("[dispatch]").next().unwrap())?;
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
-    eventually(*TIMEOUT, "nothing is dispatched", || dispatched(fleet, testbed).as_array().is_some_and(Vec::is_empty));
+    eventually(*TIMEOUT, "nothing is dispatched", || {
+        dispatch_status(fleet, testbed).as_array().is_some_and(Vec::is_empty)
+    });
     assert!(!testbed.pin_directory().join("dispatch").exists());
     let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
     assert_eq!(load["lost"], 0, "{load}");
