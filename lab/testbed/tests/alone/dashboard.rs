@@ -92,8 +92,8 @@ async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Every error that the browser has written down.
-async fn complaints(client: &Client) -> anyhow::Result<Vec<String>> {
+/// Returns the errors in the browser's log.
+async fn browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
     #[derive(Debug)]
     struct BrowserLog;
     impl fantoccini::wd::WebDriverCompatibleCommand for BrowserLog {
@@ -117,7 +117,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     log_in(&client, "not-the-token-not-the-token-not-the").await?;
     wait_until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
     // The browser logs a 401: expected here, twice.
-    let expected = complaints(&client).await?;
+    let expected = browser_errors(&client).await?;
     ensure!(expected.iter().all(|line| line.contains("401")), "{expected:?}");
 
     log_in(&client, &token).await?;
@@ -174,8 +174,8 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
         "document.getElementById('page').hidden && !document.getElementById('login').hidden",
     )
     .await?;
-    let complaints = complaints(&client).await?;
-    ensure!(complaints.iter().all(|line| line.contains("401")), "{complaints:?}");
+    let browser_errors = browser_errors(&client).await?;
+    ensure!(browser_errors.iter().all(|line| line.contains("401")), "{browser_errors:?}");
     client.close().await?;
     Ok(())
 }

@@ -87,8 +87,8 @@ fn wait(child: &mut Child, limit: Duration) -> anyhow::Result<std::process::Exit
     }
 }
 
-/// Starts a demo, waits until its testbed is there, and sends it a signal. Gives the name of the testbed.
-fn signalled(signal: Signal) -> anyhow::Result<String> {
+/// Starts a demo, waits until its testbed exists, and sends it a signal. Returns the testbed's name.
+fn demo_ended_by(signal: Signal) -> anyhow::Result<String> {
     let out = tempfile::tempdir()?;
     let mut demo = demo(&["--policy", "hash"], out.path())?.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     let instance = instance(demo.id());
@@ -106,10 +106,10 @@ fn signalled(signal: Signal) -> anyhow::Result<String> {
 #[test]
 fn interrupted_or_killed_demo_leaves_nothing() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let instance = signalled(Signal::SIGINT)?;
+    let instance = demo_ended_by(Signal::SIGINT)?;
     assert_eq!(remains(&instance), Vec::<PathBuf>::new());
 
-    let instance = signalled(Signal::SIGKILL)?;
+    let instance = demo_ended_by(Signal::SIGKILL)?;
     assert_ne!(remains(&instance), Vec::<PathBuf>::new());
     let clean = Command::new(lab_command()?).args(["testbed", "clean", &instance]).output()?;
     let removed = String::from_utf8_lossy(&clean.stdout);

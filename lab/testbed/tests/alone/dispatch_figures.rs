@@ -17,7 +17,7 @@ fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
 }
 
 /// Whether every curve of every panel has a value at every point, none below `least`.
-fn assert_whole(result: &FigureResult, panels: usize, series: &[&str], least: f64) {
+fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], least: f64) {
     assert_eq!(result.table.panels.len(), panels);
     for panel in &result.table.panels {
         let labels: Vec<&str> = panel.curves.iter().map(|curve| curve.label.as_str()).collect();
@@ -35,7 +35,7 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
     let series = ["random", "jsq", "jsq (simulated)", "jlq"];
     let result = figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
     // Peaks are 0 when the first point misses the bound; no request is answered before its time is over.
-    assert_whole(&result, 2, &series, 0.0);
+    assert_complete(&result, 2, &series, 0.0);
     let curves = &result.table.panels[0].curves;
     assert!(curves.iter().flat_map(|curve| &curve.cells).all(|cell| cell.spread.median >= 1.0), "{curves:?}");
     // Those on 70 % load have nothing to judge.
@@ -50,7 +50,7 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
 fn service_class_figure_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let result = figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
-    assert_whole(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
+    assert_complete(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
     Ok(())
 }
 
@@ -61,7 +61,7 @@ fn orchestrator_is_measured_live() -> anyhow::Result<()> {
     // 80 % load, as the bars.
     let options = ["--seconds", "0.5", "--points", "1.312824", "--series", &series.join(",")];
     let result = figure(&[&["ringleader-bimodal-live"], &options[..]].concat())?;
-    assert_whole(&result, 4, &series, 1.0);
+    assert_complete(&result, 4, &series, 1.0);
     assert_eq!(result.claims.len(), 2, "those without coreward dispatch");
     Ok(())
 }

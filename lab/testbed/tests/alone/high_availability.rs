@@ -17,7 +17,7 @@ use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 
-use crate::support::{eventually, pause, unbroken};
+use crate::support::{assert_unbroken, eventually, pause};
 
 /// Time limit until another controller leads: a multiple of the lease, for slow machines.
 const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
@@ -35,7 +35,7 @@ struct Datacentre {
     changes: u32,
 }
 
-fn store(members: &[Member]) -> String {
+fn etcd_table(members: &[Member]) -> String {
     let endpoints: Vec<String> = members.iter().map(Member::endpoint).collect();
     format!("[etcd]\nendpoints = {endpoints:?}\nlease = \"5s\"\n")
 }
@@ -45,7 +45,7 @@ fn start_controller(testbed: &Testbed, members: &[Member], number: u16) -> Proce
     let (listen, api, tokens) = (controller_address_of(number), api_address_of(number), testbed.directory());
     fs::write(
         &file,
-        format!("listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n{}", store(members)),
+        format!("listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n{}", etcd_table(members)),
     )
     .unwrap();
     let log = File::create(testbed.directory().join(format!("controller{number}.log"))).unwrap();
@@ -79,7 +79,7 @@ fn coreward(
     Ok(String::from_utf8(testbed.run(testbed.controller(), command)?.stdout)?)
 }
 
-fn document(servers: u16) -> String {
+fn fleet_document(servers: u16) -> String {
     let mut text = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\n".to_owned();
     for number in 1..=servers {
         text += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
@@ -87,8 +87,8 @@ fn document(servers: u16) -> String {
     text
 }
 
-/// Asks until there is an answer: no controller and no member of etcd need lead at a given moment.
-fn eventually_some<T>(what: &str, ask: impl Fn() -> Option<T>) -> T {
+/// Repeats a query until it has a result: at times no controller and no etcd member leads.
+fn wait_for_some<T>(what: &str, ask: impl Fn() -> Option<T>) -> T {
     let mut answer = None;
     eventually(TAKEOVER_LIMIT, what, || {
         answer = ask();
@@ -110,7 +110,7 @@ impl Datacentre {
         let servers = testbed.start_stream_servers().unwrap();
         let members = Member::cluster(3, CONTROLLER_ADDRESS.into(), 2379);
         let etcd = (0..3).map(|position| Some(start_member(&testbed, &members, position))).collect();
-        let document = document(3);
+        let document = fleet_document(3);
         // The first document is there before load balancers and agents come.
         let mut first = start_controller(&testbed, &members, 1);
         let file = testbed.directory().join("applied.toml");
@@ -121,7 +121,7 @@ impl Datacentre {
         let options = FleetOptions {
             load: LoadSource::PacedServer,
             steer: false,
-            shared_store: Some(store(&members)),
+            shared_store: Some(etcd_table(&members)),
             other_controllers: [2, 3].map(controller_address_of).into(),
             ..FleetOptions::default()
         };
@@ -134,7 +134,7 @@ impl Datacentre {
     fn apply(&mut self) -> u16 {
         self.changes += 1;
         let weight = format!("weight = {}\nname = \"s1\"", self.changes);
-        let document = document(3).replacen("name = \"s1\"", &weight, 1);
+        let document = fleet_document(3).replacen("name = \"s1\"", &weight, 1);
         let file: PathBuf = self.testbed.directory().join("applied.toml");
         fs::write(&file, &document).unwrap();
         let end = Instant::now() + TAKEOVER_LIMIT;
@@ -178,7 +178,7 @@ impl Datacentre {
         }
     }
 
-    fn ids(&self) -> Option<Vec<(String, u64)>> {
+    fn server_ids(&self) -> Option<Vec<(String, u64)>> {
         let status = self.status()?;
         let servers = status["servers"].as_array()?.iter();
         servers.map(|server| Some((server["name"].as_str()?.to_owned(), server["id"].as_u64()?))).collect()
@@ -191,13 +191,13 @@ impl Datacentre {
 
     /// Servers that `coreward drain` keeps out.
     fn drained(&self) -> Vec<String> {
-        let status = eventually_some("a controller leads", || self.status());
+        let status = wait_for_some("a controller leads", || self.status());
         let servers = status["servers"].as_array().unwrap().iter();
         let drained = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
         drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    fn everybody_is_back(&self) -> bool {
+    fn all_daemons_are_connected(&self) -> bool {
         self.status().is_some_and(|status| {
             let reporting = |server: &&serde_json::Value| server["reports"] == "fresh";
             let connected = |balancer: &&serde_json::Value| balancer["connected"] == true;
@@ -224,10 +224,10 @@ impl Datacentre {
 fn acknowledged_changes_survive_leader_changes() {
     skip_if!(missing_testbed_rights());
     let mut site = Datacentre::start("ha");
-    let ids = eventually_some("a controller leads", || site.ids());
+    let ids = wait_for_some("a controller leads", || site.server_ids());
     let client = site.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
     let first = site.apply();
-    let drained = eventually_some("s3 is drained", || coreward(&site.testbed, 1..=3, &["drain", "s3"]).ok());
+    let drained = wait_for_some("s3 is drained", || coreward(&site.testbed, 1..=3, &["drain", "s3"]).ok());
     assert!(drained.starts_with("s3 is drain"), "{drained}");
 
     // The leader dies.
@@ -249,18 +249,18 @@ fn acknowledged_changes_survive_leader_changes() {
     }
 
     // etcd loses its own leader.
-    let member = eventually_some("one of three members leads", || site.etcd_leader());
+    let member = wait_for_some("one of three members leads", || site.etcd_leader());
     let mut killed = site.etcd[member].take().unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
     killed.wait(TAKEOVER_LIMIT).unwrap();
     site.apply();
     site.etcd[member] = Some(start_member(&site.testbed, &site.members, member));
 
-    eventually(TAKEOVER_LIMIT, "agents and load balancers are back", || site.everybody_is_back());
-    let shown = eventually_some("a controller leads", || coreward(&site.testbed, 1..=3, &["fleet", "show"]).ok());
+    eventually(TAKEOVER_LIMIT, "agents and load balancers are back", || site.all_daemons_are_connected());
+    let shown = wait_for_some("a controller leads", || coreward(&site.testbed, 1..=3, &["fleet", "show"]).ok());
     // After a line with its generation.
     assert!(shown.trim().ends_with(site.document.trim()), "{shown}");
-    assert_eq!(eventually_some("a controller leads", || site.ids()), ids);
+    assert_eq!(wait_for_some("a controller leads", || site.server_ids()), ids);
     assert_eq!(site.drained(), ["s3"]);
-    unbroken(client);
+    assert_unbroken(client);
 }

@@ -12,10 +12,10 @@ use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{Namespace, TestbedOptions, counters, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, pause, unbroken};
+use crate::support::{TestEnv, assert_unbroken, pause};
 
 /// Unused addresses behind the router: 10.2.128.0/17.
-const NOBODY: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
+const SPOOFED_SOURCES: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
 const SYNS_PER_BURST: u32 = 40;
 const BURST_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -62,7 +62,7 @@ fn flood(client: &Namespace, done: &AtomicBool) -> anyhow::Result<u64> {
         let mut sent = 0;
         while !done.load(Ordering::Relaxed) {
             for _ in 0..SYNS_PER_BURST {
-                let source = Ipv4Addr::from_bits(NOBODY.1 + uniform_below(&mut rng, 1 << 15));
+                let source = Ipv4Addr::from_bits(SPOOFED_SOURCES.1 + uniform_below(&mut rng, 1 << 15));
                 let port = 1024 + uniform_below(&mut rng, 60_000) as u16;
                 let packet = syn(source, port, uniform_below(&mut rng, u32::MAX));
                 let flags = nix::sys::socket::MsgFlags::empty();
@@ -74,7 +74,7 @@ fn flood(client: &Namespace, done: &AtomicBool) -> anyhow::Result<u64> {
     })
 }
 
-fn flooded(instance: &str, consistency: Consistency) {
+fn connections_survive_flood(instance: &str, consistency: Consistency) {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
@@ -84,16 +84,16 @@ fn flooded(instance: &str, consistency: Consistency) {
     let mut site = TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
     // The router would ask for each of these addresses by ARP.
     let mut ip = std::process::Command::new("ip");
-    ip.args(["route", "add", "blackhole", NOBODY.0]);
+    ip.args(["route", "add", "blackhole", SPOOFED_SOURCES.0]);
     site.testbed.run(site.testbed.router().unwrap(), ip).unwrap();
     let (done, client) = (AtomicBool::new(false), site.testbed.client().clone());
     std::thread::scope(|scope| {
         let flood = scope.spawn(|| flood(&client, &done));
-        let streams = site.streams(100.0);
+        let streams = site.start_streams(100.0);
         pause(3_000);
-        site.set(1, Some(AdminState::Draining));
+        site.set_admin_state(1, Some(AdminState::Draining));
         pause(2_000);
-        unbroken(streams);
+        assert_unbroken(streams);
         done.store(true, Ordering::Relaxed);
         let sent = flood.join().unwrap().unwrap();
         println!("{sent} SYNs");
@@ -109,11 +109,11 @@ fn flooded(instance: &str, consistency: Consistency) {
 #[test]
 fn connections_open_and_last_during_a_syn_flood() {
     skip_if!(missing_testbed_rights());
-    flooded("flood", Consistency::Stateless);
+    connections_survive_flood("flood", Consistency::Stateless);
 }
 
 #[test]
 fn stateful_connections_open_and_last_during_a_syn_flood() {
     skip_if!(missing_testbed_rights());
-    flooded("floodfull", Consistency::Stateful);
+    connections_survive_flood("floodfull", Consistency::Stateful);
 }

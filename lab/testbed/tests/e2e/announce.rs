@@ -8,7 +8,7 @@ use coreward_testbed::addresses::{DEVICE, VIP, load_balancer_address};
 use coreward_testbed::fleet::{FleetOptions, coreward_command};
 use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, run, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually, run};
 
 /// A neighbour is gone after 2 s without a packet: a busy machine may stop a BIRD for longer than 500 ms.
 const BFD: &str =
@@ -81,8 +81,8 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
     eventually(*TIMEOUT, "both announce the VIP", || next_hops(&site) == [1, 2]);
     // The testbed's own route, for all VIPs.
     run(&site.testbed, site.testbed.chooser(), "ip route delete 10.200.0.0/24");
-    let client = site.streams(100.0);
-    site.connections(100);
+    let client = site.start_streams(100.0);
+    site.wait_for_connections(100);
 
     // A stop in order: no packet comes any more when the process ends.
     site.fleet.daemon("lb2").unwrap().terminate(*TIMEOUT).unwrap();
@@ -92,7 +92,7 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
 
     // The daemon dies: the data plane goes on, and so does what was announced.
     site.fleet.kill("lb1").unwrap();
-    site.connections(150);
+    site.wait_for_connections(150);
     assert_eq!(next_hops(&site), [1, 2]);
     site.fleet.restart(&site.testbed, "lb1").unwrap();
     site.fleet.wait_until_ready(&site.testbed).unwrap();
@@ -111,5 +111,5 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
     site.testbed.run(site.testbed.load_balancer(1).unwrap(), detach).unwrap();
     assert_eq!(next_hops(&site), [2]);
     eventually(*TIMEOUT, "it forwards connections", || site.counter("lb2", "established") > 0);
-    unbroken(client);
+    assert_unbroken(client);
 }

@@ -19,7 +19,7 @@ fn name(name: &str) -> Name {
     name.parse().unwrap()
 }
 
-fn ask(testbed: &Testbed) {
+fn send_requests(testbed: &Testbed) {
     let ask = || {
         for _ in 0..10 {
             Connection::open(None).unwrap().query_worker().unwrap();
@@ -35,18 +35,18 @@ fn log(testbed: &Testbed, daemon: &str, from: usize) -> String {
     text.get(from..).unwrap_or_default().to_owned()
 }
 
-fn copy(from: &Path, to: &Path) {
+fn copy_certificates(from: &Path, to: &Path) {
     for file in ["ca.crt", "own.crt", "own.key"] {
         std::fs::copy(from.join(file), to.join(file)).unwrap();
     }
 }
 
-fn status(pid: u32, field: &str) -> String {
+fn process_status(pid: u32, field: &str) -> String {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
 }
 
-fn kept(daemon: Component) -> String {
+fn retained_capabilities(daemon: Component) -> String {
     let set = drop_capabilities::retained(daemon).iter().fold(0u64, |set, capability| set | capability.bitmask());
     format!("{set:016x}")
 }
@@ -58,16 +58,16 @@ fn peers_authenticate_each_other() {
     let testbed = Testbed::create(options).unwrap();
     let _nginx = testbed.start_nginx(1).unwrap();
     let mut fleet = Fleet::start(&testbed, FleetOptions { tls: true, ..Default::default() }).unwrap();
-    ask(&testbed);
+    send_requests(&testbed);
 
     for (name, daemon) in
         [("controller", Component::Controller), ("lb1", Component::Lb), ("agent-s1", Component::Agent)]
     {
         let pid = fleet.daemon(name).unwrap().pid();
         for set in ["CapEff:", "CapPrm:", "CapBnd:"] {
-            assert_eq!(status(pid, set), kept(daemon), "{name} {set}");
+            assert_eq!(process_status(pid, set), retained_capabilities(daemon), "{name} {set}");
         }
-        assert_eq!(status(pid, "NoNewPrivs:"), "1", "{name}");
+        assert_eq!(process_status(pid, "NoNewPrivs:"), "1", "{name}");
     }
 
     // Signer, owner and start: as the agent's own files are to be.
@@ -124,12 +124,12 @@ fn peers_authenticate_each_other() {
     for (wrong, controller_says, agent_says) in cases {
         fleet.kill("agent-s1").unwrap();
         let (controller, agent) = (log(&testbed, "controller", 0).len(), log(&testbed, "agent-s1", 0).len());
-        copy(&wrong, &own);
+        copy_certificates(&wrong, &own);
         fleet.restart(&testbed, "agent-s1").unwrap();
         eventually(*TIMEOUT, controller_says, || log(&testbed, "controller", controller).contains(controller_says));
         eventually(*TIMEOUT, agent_says, || log(&testbed, "agent-s1", agent).contains(agent_says));
     }
-    ask(&testbed);
+    send_requests(&testbed);
     // An agent with the right certificate reconnects, after one of its own name that has expired, without a restart.
     fleet.kill("agent-s1").unwrap();
     let before = log(&testbed, "agent-s1", 0).len();
@@ -146,7 +146,7 @@ fn peers_authenticate_each_other() {
     // An agent's certificate opens no stream of a load balancer, which gets all keys.
     fleet.kill("lb1").unwrap();
     let controller = log(&testbed, "controller", 0).len();
-    copy(&own, &bundle(&testbed, Role::Lb, "lb1"));
+    copy_certificates(&own, &bundle(&testbed, Role::Lb, "lb1"));
     fleet.restart(&testbed, "lb1").unwrap();
     let words = "peer=agent s1 at ";
     eventually(*TIMEOUT, words, || {
@@ -154,5 +154,5 @@ fn peers_authenticate_each_other() {
         printed.contains(words)
             && printed.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
     });
-    ask(&testbed);
+    send_requests(&testbed);
 }

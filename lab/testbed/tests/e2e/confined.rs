@@ -13,7 +13,7 @@ fn capability(name: &str) -> caps::Capability {
     name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
 }
 
-fn ask(testbed: &Testbed, times: usize) {
+fn send_requests(testbed: &Testbed, times: usize) {
     let ask = || {
         for _ in 0..times {
             Connection::open(None).unwrap().query_worker().unwrap();
@@ -36,7 +36,7 @@ fn daemons_work_within_their_units_limits() {
     );
     let options = FleetOptions { confined: true, agents_more: dispatch, ..Default::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    ask(&testbed, 20);
+    send_requests(&testbed, 20);
 
     let daemons = [
         ("controller", "controller", Component::Controller),
@@ -58,15 +58,15 @@ fn daemons_work_within_their_units_limits() {
         let workers = server(&fleet)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
         workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
     });
-    let complaints = |fleet: &Fleet| -> Vec<String> {
+    let warnings = |fleet: &Fleet| -> Vec<String> {
         let warnings: Vec<String> = serde_json::from_value(server(fleet)["warnings"].clone()).unwrap();
         // As ever on a small machine.
         warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
     };
-    eventually(*TIMEOUT, "the agent complains of nothing", || complaints(&fleet).is_empty());
+    eventually(*TIMEOUT, "the agent has no warnings", || warnings(&fleet).is_empty());
     // Those of above may have come before the agent had found the workers.
     eventually(*TIMEOUT, "connections were steered", || {
-        ask(&testbed, 2);
+        send_requests(&testbed, 2);
         server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
     });
     // A server that drains may have to forward packets, so the load balancer resolves it by ARP.
@@ -74,11 +74,11 @@ fn daemons_work_within_their_units_limits() {
     pool.insert(2, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     eventually_in_force(&fleet, &testbed);
-    eventually(*TIMEOUT, "the agent has found the other server", || complaints(&fleet).is_empty());
+    eventually(*TIMEOUT, "the agent has found the other server", || warnings(&fleet).is_empty());
     // A new process takes the pins over, and detach removes them.
     for name in ["lb1", "agent-s1"] {
         fleet.upgrade(&testbed, name).unwrap();
     }
     fleet.wait_until_ready(&testbed).unwrap();
-    ask(&testbed, 20);
+    send_requests(&testbed, 20);
 }

@@ -13,7 +13,7 @@ use zerocopy::IntoBytes as _;
 
 use crate::support::{TestEnv, eventually, pause};
 
-fn site(instance: &str) -> TestEnv {
+fn start_env(instance: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..TestbedOptions::default() };
     let fleet = FleetOptions {
         consistency: Consistency::Stateful,
@@ -42,7 +42,7 @@ fn connections(site: &TestEnv) -> usize {
 #[test]
 fn silent_connection_stays_and_ended_ones_are_freed() {
     skip_if!(missing_testbed_rights());
-    let site = site("silent");
+    let site = start_env("silent");
     let mut silent = connect(&site);
     let closed: Vec<TcpStream> = (0..5).map(|_| connect(&site)).collect();
     eventually(*TIMEOUT, "six connections", || connections(&site) == 6);
@@ -83,7 +83,7 @@ fn half_open(client: &Namespace) {
 #[test]
 fn half_open_entries_are_freed_without_a_controller() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("halves");
+    let mut site = start_env("halves");
     let _open = connect(&site);
     eventually(*TIMEOUT, "a connection", || connections(&site) == 1);
     site.fleet.kill("controller").unwrap();

@@ -58,11 +58,11 @@ impl Containers {
 
     /// Gives a third of the buckets to server 3.
     fn move_buckets(&mut self) {
-        self.site.set(3, None);
-        self.site.set(3, Some(AdminState::Active));
+        self.site.set_admin_state(3, None);
+        self.site.set_admin_state(3, Some(AdminState::Active));
     }
 
-    fn is_warned(&self, words: &str) -> bool {
+    fn has_warning(&self, words: &str) -> bool {
         let status = self.site.fleet.status(&self.site.testbed).unwrap();
         status["servers"].to_string().contains(words)
     }
@@ -78,7 +78,7 @@ fn container_connections_survive_a_bucket_change() {
         let broken = containers.broken();
         assert!(broken.is_empty(), "tcp_timestamps {timestamps}: {} of {CONNECTIONS}: {}", broken.len(), broken[0]);
     }
-    assert!(!containers.is_warned("another network namespace"), "all works");
+    assert!(!containers.has_warning("another network namespace"), "all works");
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn modes_that_need_sockets_are_reported_for_containers() {
         containers.move_buckets();
         let broken = containers.broken();
         assert!(broken.is_empty(), "{instance}: {} of {CONNECTIONS}: {}", broken.len(), broken[0]);
-        eventually(*TIMEOUT, warning, || containers.is_warned(warning));
+        eventually(*TIMEOUT, warning, || containers.has_warning(warning));
         if consistency == Consistency::Stateful {
             eventually(*TIMEOUT, "cookies hold ids", || containers.site.counters("established") > 0);
             assert_eq!(containers.site.counters("connection_table"), 0, "an index could not be restored");

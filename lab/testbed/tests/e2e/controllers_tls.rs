@@ -45,7 +45,7 @@ fn issue(authority: &Authority, directory: &Path, role: Role, name: &str, addres
     Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
 }
 
-fn table(Files { ca, certificate, key }: &Files) -> String {
+fn tls_table(Files { ca, certificate, key }: &Files) -> String {
     format!("ca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
 }
 
@@ -81,25 +81,25 @@ impl TestEnv {
 
     fn write(&self, name: &str, number: u16, more: &str) -> PathBuf {
         let file = self.testbed.directory().join(format!("{name}.toml"));
-        let own = table(&self.files(Role::Controller, &format!("c{number}")));
+        let own = tls_table(&self.files(Role::Controller, &format!("c{number}")));
         let (listen, api) = (controller_address_of(number), api_of(number).replace("https://", ""));
         fs::write(&file, format!("listen = \"{listen}\"\napi = \"{api}\"\n{more}\n[tls]\n{own}")).unwrap();
         file
     }
 
     /// The file of a controller with a store of its own.
-    fn write_alone(&self) -> PathBuf {
+    fn write_store_config(&self) -> PathBuf {
         let store = self.testbed.directory().join("alone.redb");
         self.write("alone", 1, &format!("store = {store:?}\n"))
     }
 
     /// The file of one of several, which shows `own` to etcd.
-    fn write_together(&self, name: &str, number: u16, own: &Files) -> PathBuf {
+    fn write_etcd_config(&self, name: &str, number: u16, own: &Files) -> PathBuf {
         let endpoint = self.member.secure_endpoint();
         let tokens = self.testbed.directory();
         let more = format!(
             "token_directory = {tokens:?}\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"4s\"\n[etcd.tls]\n{}",
-            table(own)
+            tls_table(own)
         );
         self.write(name, number, &more)
     }
@@ -127,7 +127,7 @@ impl TestEnv {
     }
 
     /// `coreward ARGUMENTS` of these controllers, by https, with an operator's certificate.
-    fn ask(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
+    fn run_at(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
         let urls: Vec<String> = controllers.iter().map(|number| api_of(*number)).collect();
         let Files { ca, certificate, key } = &self.operator;
         let [ca, certificate, key] = [ca, certificate, key].map(|file| file.to_str().unwrap());
@@ -139,12 +139,12 @@ impl TestEnv {
     fn apply(&self, controllers: &[u16], document: &str) -> Result<String, String> {
         let file = self.testbed.directory().join("applied.toml");
         fs::write(&file, document).unwrap();
-        self.ask(controllers, &["apply", "--yes", file.to_str().unwrap()])
+        self.run_at(controllers, &["apply", "--yes", file.to_str().unwrap()])
     }
 
     /// Servers that `coreward drain` keeps out, by name; `None`: there is no leader.
     fn drained(&self, controllers: &[u16]) -> Option<Vec<String>> {
-        let text = self.ask(controllers, &["status", "--format", "json"]).ok()?;
+        let text = self.run_at(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
         let servers = status["servers"].as_array().unwrap().iter();
         let drained = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
@@ -158,7 +158,7 @@ impl TestEnv {
     fn leader(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
         for number in controllers {
-            match self.ask(&[*number], &["fleet", "show"]) {
+            match self.run_at(&[*number], &["fleet", "show"]) {
                 Ok(_) => leaders.push(*number),
                 Err(error) => refusals.push(error),
             }
@@ -172,17 +172,17 @@ fn commands_find_the_leader_and_drains_survive_it() {
     skip_if!(missing_testbed_rights());
     let site = TestEnv::start("ctltls");
     let all = [1, 2, 3];
-    let alone = site.write_alone();
+    let alone = site.write_store_config();
     let files = all.map(|number| {
         let own = site.files(Role::Controller, &format!("c{number}"));
-        site.write_together(&format!("c{number}"), number, &own)
+        site.write_etcd_config(&format!("c{number}"), number, &own)
     });
     let [alone_text, first_text] = [&alone, &files[0]].map(|path| path.to_str().unwrap());
 
     // One controller, and from there to several.
     let mut single = site.start_controller(&alone);
     eventually(TAKEOVER_LIMIT, "the document is in force", || site.apply(&[1], DOCUMENT).is_ok());
-    site.ask(&[1], &["drain", "s1", "--force"]).unwrap();
+    site.run_at(&[1], &["drain", "s1", "--force"]).unwrap();
     assert_eq!(site.drained(&[1]).unwrap(), ["s1"]);
     assert!(single.terminate(ENDED).unwrap().success());
     let copied = site.run(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
@@ -190,7 +190,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
 
     let mut controllers: Vec<Option<Process>> = files.iter().map(|file| Some(site.start_controller(file))).collect();
     eventually(TAKEOVER_LIMIT, "the drain came along", || site.drained(&all) == Some(vec!["s1".to_owned()]));
-    eventually(TAKEOVER_LIMIT, "s2 is drained", || site.ask(&all, &["drain", "s2", "--force"]).is_ok());
+    eventually(TAKEOVER_LIMIT, "s2 is drained", || site.run_at(&all, &["drain", "s2", "--force"]).is_ok());
 
     // The others name the one that leads, and where its API is.
     let mut leader = 0;
@@ -210,7 +210,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
         fs::write(file, text).unwrap();
         controller.as_ref().unwrap().signal(Signal::SIGHUP).unwrap();
     };
-    let refused = || site.ask(&[follower], &["status"]).is_err_and(|error| error.contains("revoked"));
+    let refused = || site.run_at(&[follower], &["status"]).is_err_and(|error| error.contains("revoked"));
     reported(&format!("revoked_certificates = [\"{lost}\"]\n{text}"));
     eventually(TAKEOVER_LIMIT, "it is refused", refused);
     reported(&text);
@@ -229,7 +229,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
         drained.is_some()
     });
     assert_eq!(drained.unwrap(), ["s1", "s2"]);
-    eventually(TAKEOVER_LIMIT, "s2 is undrained", || site.ask(&all, &["undrain", "s2"]).is_ok());
+    eventually(TAKEOVER_LIMIT, "s2 is undrained", || site.run_at(&all, &["undrain", "s2"]).is_ok());
     let rest: Vec<u16> = all.into_iter().filter(|number| *number != leader).collect();
     eventually(TAKEOVER_LIMIT, "one of the others leads", || site.leader(&rest).is_some());
 
@@ -242,13 +242,13 @@ fn commands_find_the_leader_and_drains_survive_it() {
     site.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap();
     let _single = site.start_controller(&alone);
     eventually(TAKEOVER_LIMIT, "the drain is there still", || site.drained(&[1]) == Some(vec!["s1".to_owned()]));
-    let shown = site.ask(&[1], &["fleet", "show"]).unwrap();
+    let shown = site.run_at(&[1], &["fleet", "show"]).unwrap();
     assert!(shown.trim().ends_with(weighed.trim()), "{shown}");
 
     // A tunnel, or a host that the certificate does not know.
     let named = ["--controller-name", "c1"];
-    site.ask(&[1], &[&["fleet", "show"][..], &named].concat()).unwrap();
-    let refused = site.ask(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
+    site.run_at(&[1], &[&["fleet", "show"][..], &named].concat()).unwrap();
+    let refused = site.run_at(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
     let expected = format!("its certificate is for controller c1 at {CONTROLLER_ADDRESS}: expected one for c2");
     assert!(refused.contains(&expected), "{refused}");
 }
@@ -267,7 +267,7 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         ("foreign", not_ours, "etcd refuses our certificate, or that we show none"),
         ("misled", not_theirs, "its certificate is signed by no authority in `ca`"),
     ] {
-        let file = site.write_together(name, 1, &files);
+        let file = site.write_etcd_config(name, 1, &files);
         let mut controller = site.start_controller(&file);
         let log = || fs::read_to_string(file.with_extension("log")).unwrap();
         let says = || {
@@ -280,11 +280,11 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         assert!(doctor.contains(expected), "{doctor}");
     }
     // It was not elected meanwhile, and it does when its certificate is exchanged for one that etcd takes.
-    let file = site.write_together("renewed", 1, &Files { ca: own.ca.clone(), ..foreign.clone() });
+    let file = site.write_etcd_config("renewed", 1, &Files { ca: own.ca.clone(), ..foreign.clone() });
     let _controller = site.start_controller(&file);
     let log = || fs::read_to_string(file.with_extension("log")).unwrap();
     eventually(TAKEOVER_LIMIT, "it is refused", || log().contains("etcd refuses our certificate"));
     fs::copy(&own.certificate, &foreign.certificate).unwrap();
     fs::copy(&own.key, &foreign.key).unwrap();
-    eventually(TAKEOVER_LIMIT, "it leads", || site.ask(&[1], &["fleet", "show"]).is_ok());
+    eventually(TAKEOVER_LIMIT, "it leads", || site.run_at(&[1], &["fleet", "show"]).is_ok());
 }

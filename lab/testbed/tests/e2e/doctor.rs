@@ -29,7 +29,7 @@ const RUN: &str =
     "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum How {
+enum Conditions {
     Plain,
     WithoutBpfFileSystem,
     FewFiles,
@@ -50,16 +50,16 @@ struct TestEnv {
     mount_point: PathBuf,
     nginx: Option<Process>,
     /// Differences from the expectation: all are printed at the end.
-    wrong: RefCell<Vec<String>>,
+    failures: RefCell<Vec<String>>,
 }
 
 impl TestEnv {
-    fn doctor(&self, host: &Namespace, config: &Path, how: How, more: &[&str]) -> DoctorReport {
-        let limits = match how {
-            How::FewFiles => "ulimit -n 256; ",
+    fn doctor(&self, host: &Namespace, config: &Path, conditions: Conditions, more: &[&str]) -> DoctorReport {
+        let limits = match conditions {
+            Conditions::FewFiles => "ulimit -n 256; ",
             _ => "",
         };
-        let mounts = if how == How::WithoutBpfFileSystem { "" } else { BPF_FILE_SYSTEM };
+        let mounts = if conditions == Conditions::WithoutBpfFileSystem { "" } else { BPF_FILE_SYSTEM };
         let mut command = Command::new("unshare");
         command.args([
             "--mount",
@@ -71,7 +71,7 @@ impl TestEnv {
             "sh",
         ]);
         command.arg(&self.mount_point);
-        if how == How::WithoutRights {
+        if conditions == Conditions::WithoutRights {
             command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
         }
         command.arg(coreward_testbed::fleet::coreward_command().unwrap());
@@ -106,9 +106,9 @@ impl TestEnv {
         self.testbed.run(host, command).unwrap();
     }
 
-    fn expect(&self, holds: bool, otherwise: impl FnOnce() -> String) {
+    fn record_unless(&self, holds: bool, otherwise: impl FnOnce() -> String) {
         if !holds {
-            self.wrong.borrow_mut().push(otherwise());
+            self.failures.borrow_mut().push(otherwise());
         }
     }
 
@@ -160,24 +160,24 @@ impl TestEnv {
 }
 
 /// A host, its file, and doctor's report without a fault.
-struct Patient {
+struct CheckedHost {
     host: Namespace,
     config: PathBuf,
     baseline: DoctorReport,
 }
 
-impl Patient {
+impl CheckedHost {
     fn new(site: &TestEnv, host: &Namespace, config: PathBuf) -> Self {
-        let baseline = site.doctor(host, &config, How::Plain, &[]);
+        let baseline = site.doctor(host, &config, Conditions::Plain, &[]);
         assert!(baseline.fit, "{}: {baseline:?}", config.display());
         Self { host: host.clone(), config, baseline }
     }
 
-    /// Exactly `check` is found in addition, and not before or after.
-    fn has(&self, site: &TestEnv, what: &str, check: &str, how: How, more: &[&str]) {
-        let printed = site.doctor(&self.host, &self.config, how, more);
+    /// Asserts that doctor finds `check` in addition to the baseline, and nothing else.
+    fn assert_only_new_finding(&self, site: &TestEnv, what: &str, check: &str, conditions: Conditions, more: &[&str]) {
+        let printed = site.doctor(&self.host, &self.config, conditions, more);
         let new: Vec<&String> = printed.found.keys().filter(|name| !self.baseline.found.contains_key(*name)).collect();
-        site.expect(new == [check], || {
+        site.record_unless(new == [check], || {
             format!("{what}: expected {check} alone: {printed:?}; before: {:?}", self.baseline)
         });
         println!("{what}: {check}, {:?}", printed.found.get(check));
@@ -195,34 +195,34 @@ impl Patient {
         Self { host: self.host.clone(), config, baseline: self.baseline.clone() }
     }
 
-    fn is_passed(&self, site: &TestEnv, after: &str) {
-        let printed = site.doctor(&self.host, &self.config, How::Plain, &[]);
+    fn assert_no_new_finding(&self, site: &TestEnv, after: &str) {
+        let printed = site.doctor(&self.host, &self.config, Conditions::Plain, &[]);
         let names = |printed: &DoctorReport| printed.found.keys().cloned().collect::<Vec<_>>();
-        site.expect(names(&printed) == names(&self.baseline), || format!("after {after}: {printed:?}"));
+        site.record_unless(names(&printed) == names(&self.baseline), || format!("after {after}: {printed:?}"));
     }
 
-    /// Injected by a shell script, found, undone.
-    fn catches(&self, site: &TestEnv, check: &str, inject: &str, undo: &str) {
+    /// Injects a fault by a shell script, asserts that it is found, and undoes it.
+    fn assert_detected(&self, site: &TestEnv, check: &str, inject: &str, undo: &str) {
         site.shell(&self.host, inject);
-        self.has(site, inject, check, How::Plain, &[]);
+        self.assert_only_new_finding(site, inject, check, Conditions::Plain, &[]);
         site.shell(&self.host, undo);
-        self.is_passed(site, inject);
+        self.assert_no_new_finding(site, inject);
     }
 
-    /// A check that fails, and that `--fix` repairs and reports.
-    fn mends(&self, site: &TestEnv, check: &str, inject: &str, how: How) -> DoctorReport {
-        self.has(site, inject, check, how, &[]);
-        let printed = site.doctor(&self.host, &self.config, how, &["--fix"]);
-        site.expect(!printed.found.contains_key(check), || format!("{inject}: not repaired: {printed:?}"));
+    /// Asserts that a check fails, and that `--fix` repairs it and reports that.
+    fn assert_fixed(&self, site: &TestEnv, check: &str, inject: &str, conditions: Conditions) -> DoctorReport {
+        self.assert_only_new_finding(site, inject, check, conditions, &[]);
+        let printed = site.doctor(&self.host, &self.config, conditions, &["--fix"]);
+        site.record_unless(!printed.found.contains_key(check), || format!("{inject}: not fixed: {printed:?}"));
         let done = !printed.fixed.is_empty() && printed.fixed.iter().all(|line| !line.starts_with("NOT"));
-        site.expect(done, || format!("{inject}: {printed:?}"));
+        site.record_unless(done, || format!("{inject}: {printed:?}"));
         println!("{inject}: {}", printed.fixed.join("; "));
         printed
     }
 }
 
 /// A testbed whose services are one that servers stamp and one that load balancers do, each served by two workers.
-fn site() -> (TestEnv, Fleet, Patient, Patient, Patient) {
+fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     let options = TestbedOptions { instance: "doctor".to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
     let mut testbed = Testbed::create(options).unwrap();
     let by_lb = format!("\n[[service]]\nname = \"old\"\nvip = \"{VIP}:81\"\npolicy = \"rr\"\ntimestamps = \"lb\"\n");
@@ -249,30 +249,31 @@ fn site() -> (TestEnv, Fleet, Patient, Patient, Patient) {
     fs::write(directory.join("doctor-s1.toml"), agent).unwrap();
     let mount_point = directory.join("doctor-bpf");
     fs::create_dir_all(&mount_point).unwrap();
-    let mut site = TestEnv { testbed, mount_point, nginx: None, wrong: RefCell::default() };
+    let mut site = TestEnv { testbed, mount_point, nginx: None, failures: RefCell::default() };
     site.serve(true, true);
-    let server = Patient::new(&site, site.server(), directory.join("doctor-s1.toml"));
-    let balancer = Patient::new(&site, site.testbed.load_balancer(second).unwrap(), directory.join("doctor-lb2.toml"));
-    let controller = Patient::new(&site, site.testbed.controller(), directory.join("controller.toml"));
+    let server = CheckedHost::new(&site, site.server(), directory.join("doctor-s1.toml"));
+    let balancer =
+        CheckedHost::new(&site, site.testbed.load_balancer(second).unwrap(), directory.join("doctor-lb2.toml"));
+    let controller = CheckedHost::new(&site, site.testbed.controller(), directory.join("controller.toml"));
     (site, fleet, server, balancer, controller)
 }
 
 #[test]
 fn every_injected_misconfiguration_is_named() {
     skip_if!(missing_testbed_rights());
-    let (mut site, mut fleet, server, balancer, controller) = site();
-    addresses_of_a_server(&site, &server);
-    kernel_of_a_server(&site, &server);
-    workers_of_a_server(&mut site, &server);
-    load_balancer(&site, &balancer);
-    addresses_of_a_load_balancer(&site, &balancer);
-    controller_settings(&site, &controller);
+    let (mut site, mut fleet, server, balancer, controller) = start_env();
+    check_server_addresses(&site, &server);
+    check_server_kernel(&site, &server);
+    check_server_workers(&mut site, &server);
+    check_load_balancer(&site, &balancer);
+    check_load_balancer_addresses(&site, &balancer);
+    check_controller_settings(&site, &controller);
 
     // With running daemons there is no fault either.
     let at_work = site.doctor(
         site.testbed.load_balancer(1).unwrap(),
         &site.testbed.directory().join("lb1.toml"),
-        How::Plain,
+        Conditions::Plain,
         &[],
     );
     assert!(at_work.fit, "{at_work:?}");
@@ -280,17 +281,17 @@ fn every_injected_misconfiguration_is_named() {
     let agent = site.testbed.directory().join("agent-s1.toml");
     let pins = site.testbed.pin_directory().join("agent-s1/server/state");
     eventually(Duration::from_secs(30), "the agent has pinned its state", || pins.exists());
-    let at_work = site.doctor(site.server(), &agent, How::Plain, &[]);
+    let at_work = site.doctor(site.server(), &agent, Conditions::Plain, &[]);
     assert!(at_work.fit, "{at_work:?}");
-    frames_that_veth_drops(&site);
-    let wrong = site.wrong.take();
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    check_frames_dropped_by_veth(&site);
+    let failures = site.failures.take();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
     site.stop_serving();
     fleet.daemon("controller").unwrap().signal(Signal::SIGTERM).unwrap();
 }
 
 /// The load balancer at work, whose switch takes no frames from XDP. Last: the driver's counter stays.
-fn frames_that_veth_drops(site: &TestEnv) {
+fn check_frames_dropped_by_veth(site: &TestEnv) {
     site.shell(site.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let config = site.testbed.directory().join("lb1.toml");
     let connect = || {
@@ -299,55 +300,71 @@ fn frames_that_veth_drops(site: &TestEnv) {
     };
     eventually(Duration::from_secs(30), "frames are dropped and named", || {
         assert!(!site.testbed.client().within(connect).unwrap(), "a connection through a switch that takes no frames");
-        let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, How::Plain, &[]);
+        let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
         report.found.contains_key("xdp-send")
     });
     // GRO alone takes the frames, and delivers none.
     site.shell(site.testbed.switch(), "ethtool -K lb1 gro on");
-    let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, How::Plain, &[]);
+    let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
     let found = report.found.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
-    site.expect(found, || format!("GRO alone at the other end of a veth: {report:?}"));
+    site.record_unless(found, || format!("GRO alone at the other end of a veth: {report:?}"));
 }
 
-fn addresses_of_a_server(site: &TestEnv, server: &Patient) {
+fn check_server_addresses(site: &TestEnv, server: &CheckedHost) {
     let add = format!("ip address add {VIP}/32 dev lo");
-    server.catches(site, "vip", &format!("ip address delete {VIP}/32 dev lo"), &add);
+    server.assert_detected(site, "vip", &format!("ip address delete {VIP}/32 dev lo"), &add);
     let on_device = format!("ip address add {VIP}/32 dev {DEVICE}");
-    server.catches(site, "vip", &on_device, &format!("ip address delete {VIP}/32 dev {DEVICE}"));
+    server.assert_detected(site, "vip", &on_device, &format!("ip address delete {VIP}/32 dev {DEVICE}"));
     for (check, name, right) in [("arp-ignore", "arp_ignore", "1"), ("arp-announce", "arp_announce", "2")] {
         let set = |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
         site.shell(&server.host, &set("all", "0"));
-        let printed = server.mends(site, check, &set("all", "0"), How::Plain);
+        let printed = server.assert_fixed(site, check, &set("all", "0"), Conditions::Plain);
         if Path::new("/etc/sysctl.d").is_dir() {
-            site.expect(printed.drop_in.contains(&format!("\nnet.ipv4.conf.{DEVICE}.{name} = {right}\n")), || {
-                format!("{printed:?}")
-            });
+            site.record_unless(
+                printed.drop_in.contains(&format!("\nnet.ipv4.conf.{DEVICE}.{name} = {right}\n")),
+                || format!("{printed:?}"),
+            );
         }
         site.shell(&server.host, &format!("{}; {}", set("all", right), set(DEVICE, "0")));
-        server.is_passed(site, name);
+        server.assert_no_new_finding(site, name);
     }
 }
 
-fn kernel_of_a_server(site: &TestEnv, server: &Patient) {
+fn check_server_kernel(site: &TestEnv, server: &CheckedHost) {
     let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
-    server.catches(site, "rp-filter", &format!("echo 1 > {conf}/rp_filter"), &format!("echo 0 > {conf}/rp_filter"));
+    server.assert_detected(
+        site,
+        "rp-filter",
+        &format!("echo 1 > {conf}/rp_filter"),
+        &format!("echo 0 > {conf}/rp_filter"),
+    );
     let timestamps = "/proc/sys/net/ipv4/tcp_timestamps";
-    server.catches(site, "tcp-timestamps", &format!("echo 1 > {timestamps}"), &format!("echo 2 > {timestamps}"));
+    server.assert_detected(
+        site,
+        "tcp-timestamps",
+        &format!("echo 1 > {timestamps}"),
+        &format!("echo 2 > {timestamps}"),
+    );
 
     let steer = format!("echo 3 > /sys/class/net/{DEVICE}/queues/rx-0/rps_cpus");
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
         site.shell_with_sys(&server.host, &steer);
-        server.mends(site, "rps", &steer, How::Plain);
-        server.is_passed(site, &steer);
-        server.catches(site, "queues", &format!("ethtool -L {DEVICE} rx 1"), &format!("ethtool -L {DEVICE} rx 2"));
+        server.assert_fixed(site, "rps", &steer, Conditions::Plain);
+        server.assert_no_new_finding(site, &steer);
+        server.assert_detected(
+            site,
+            "queues",
+            &format!("ethtool -L {DEVICE} rx 1"),
+            &format!("ethtool -L {DEVICE} rx 2"),
+        );
     }
     let chain = "nft add table ip doctor; nft 'add chain ip doctor input { type filter hook input priority 0; policy accept; }'";
     let remove = "nft delete table ip doctor";
     let track = format!("{chain}; nft add rule ip doctor input ct state established accept");
-    server.catches(site, "conntrack", &track, remove);
+    server.assert_detected(site, "conntrack", &track, remove);
     let lets_in = format!("nft add rule ip doctor input ip saddr {CONTROLLER_ADDRESS} accept");
     let drop = "nft 'add chain ip doctor input { type filter hook input priority 0; policy drop; }'";
-    server.catches(site, "firewall", &format!("{chain}; {lets_in}; {drop}"), remove);
+    server.assert_detected(site, "firewall", &format!("{chain}; {lets_in}; {drop}"), remove);
 
     let state = site.testbed.pin_directory().join("doctor-s1/server/state");
     fs::create_dir_all(state.parent().unwrap()).unwrap();
@@ -355,53 +372,71 @@ fn kernel_of_a_server(site: &TestEnv, server: &Patient) {
         libbpf_sys::bpf_map_create_opts { sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _, ..Default::default() };
     let mut older = MapHandle::create(MapType::Array, Some("state"), 4, 64, 1, &options).unwrap();
     older.pin(&state).unwrap();
-    server.has(site, "a map of 64 bytes is pinned as the server's state", "pins", How::Plain, &[]);
+    server.assert_only_new_finding(
+        site,
+        "a map of 64 bytes is pinned as the server's state",
+        "pins",
+        Conditions::Plain,
+        &[],
+    );
     fs::remove_file(&state).unwrap();
-    server.is_passed(site, "pins");
+    server.assert_no_new_finding(site, "pins");
     let nobody = format!("{CONTROLLER_ADDRESS}:7399");
-    server.has(site, "a port at which no controller listens", "controller", How::Plain, &["--controller", &nobody]);
+    server.assert_only_new_finding(
+        site,
+        "a port at which no controller listens",
+        "controller",
+        Conditions::Plain,
+        &["--controller", &nobody],
+    );
 }
 
-fn workers_of_a_server(site: &mut TestEnv, server: &Patient) {
+fn check_server_workers(site: &mut TestEnv, server: &CheckedHost) {
     site.stop_serving();
-    server.has(site, "no process listens", "listeners", How::Plain, &[]);
+    server.assert_only_new_finding(site, "no process listens", "listeners", Conditions::Plain, &[]);
     site.serve(true, false);
-    server.has(site, "sockets without SO_REUSEPORT", "listeners", How::Plain, &[]);
+    server.assert_only_new_finding(site, "sockets without SO_REUSEPORT", "listeners", Conditions::Plain, &[]);
     // On one CPU a worker is pinned whatever it does.
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
         site.serve(false, true);
-        server.has(site, "workers that are not pinned", "workers", How::Plain, &[]);
+        server.assert_only_new_finding(site, "workers that are not pinned", "workers", Conditions::Plain, &[]);
     }
     site.serve(true, true);
-    server.is_passed(site, "workers");
+    server.assert_no_new_finding(site, "workers");
     let pid = site.testbed.directory().join("polling.pid");
     let polls = "timeout 60 taskset -c 0 sh -c 'while :; do :; done'";
     let inject = format!("{polls} > /dev/null 2>&1 & echo $! > {}", pid.display());
-    server.catches(site, "polling", &inject, &format!("kill $(cat {})", pid.display()));
+    server.assert_detected(site, "polling", &inject, &format!("kill $(cat {})", pid.display()));
 }
 
-fn load_balancer(site: &TestEnv, balancer: &Patient) {
-    balancer.has(site, "ulimit -n 256", "open-files", How::FewFiles, &[]);
-    balancer.has(site, "no CAP_BPF, no CAP_PERFMON", "rights", How::WithoutRights, &[]);
-    balancer.mends(site, "bpf-file-system", "no BPF file system", How::WithoutBpfFileSystem);
-    balancer.has(site, "an interface that is not there", "interface", How::Plain, &["--interface", "nonexistent0"]);
+fn check_load_balancer(site: &TestEnv, balancer: &CheckedHost) {
+    balancer.assert_only_new_finding(site, "ulimit -n 256", "open-files", Conditions::FewFiles, &[]);
+    balancer.assert_only_new_finding(site, "no CAP_BPF, no CAP_PERFMON", "rights", Conditions::WithoutRights, &[]);
+    balancer.assert_fixed(site, "bpf-file-system", "no BPF file system", Conditions::WithoutBpfFileSystem);
+    balancer.assert_only_new_finding(
+        site,
+        "an interface that is not there",
+        "interface",
+        Conditions::Plain,
+        &["--interface", "nonexistent0"],
+    );
     attach_xdp_pass(&balancer.host, DEVICE).unwrap();
-    balancer.has(site, "another XDP program", "xdp", How::Plain, &[]);
+    balancer.assert_only_new_finding(site, "another XDP program", "xdp", Conditions::Plain, &[]);
     site.shell(&balancer.host, &format!("ip link set dev {DEVICE} xdp off"));
-    balancer.is_passed(site, "xdp");
+    balancer.assert_no_new_finding(site, "xdp");
     // With an XDP program at either end veth takes no such MTU.
     site.shell(site.testbed.switch(), "ip link set dev lb2 xdp off");
     site.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 9000"));
     let native = balancer.with(&[], "xdp_mode = \"native\"\n");
-    native.has(site, "an MTU of 9000", "mtu", How::Plain, &[]);
+    native.assert_only_new_finding(site, "an MTU of 9000", "mtu", Conditions::Plain, &[]);
     site.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 1500"));
-    balancer.is_passed(site, "mtu");
+    balancer.assert_no_new_finding(site, "mtu");
 }
 
-fn addresses_of_a_load_balancer(site: &TestEnv, balancer: &Patient) {
+fn check_load_balancer_addresses(site: &TestEnv, balancer: &CheckedHost) {
     let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
     let delete = format!("ip address delete {VIP}/32 dev {DEVICE}");
-    balancer.catches(site, "vip", &format!("ip address add {VIP}/32 dev {DEVICE}"), &delete);
+    balancer.assert_detected(site, "vip", &format!("ip address add {VIP}/32 dev {DEVICE}"), &delete);
     let own = load_balancer_address(2);
     let narrow = format!(
         "ip address delete {own}/16 dev {DEVICE}; ip address add {own}/24 dev {DEVICE}; ip route add {CONTROLLER_ADDRESS} dev {DEVICE}"
@@ -409,46 +444,51 @@ fn addresses_of_a_load_balancer(site: &TestEnv, balancer: &Patient) {
     let wide = format!(
         "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own}/24 dev {DEVICE}; ip address add {own}/16 dev {DEVICE}"
     );
-    balancer.catches(site, "segment", &narrow, &wide);
-    balancer.catches(
+    balancer.assert_detected(site, "segment", &narrow, &wide);
+    balancer.assert_detected(
         site,
         "forwarding",
         &format!("echo 0 > {conf}/forwarding"),
         &format!("echo 1 > {conf}/forwarding"),
     );
-    balancer.catches(site, "rp-filter", &format!("echo 1 > {conf}/rp_filter"), &format!("echo 0 > {conf}/rp_filter"));
+    balancer.assert_detected(
+        site,
+        "rp-filter",
+        &format!("echo 1 > {conf}/rp_filter"),
+        &format!("echo 0 > {conf}/rp_filter"),
+    );
     let redirects = "echo 1 > /proc/sys/net/ipv4/conf/all/send_redirects";
     site.shell(&balancer.host, redirects);
-    balancer.mends(site, "send-redirects", redirects, How::Plain);
-    balancer.is_passed(site, redirects);
+    balancer.assert_fixed(site, "send-redirects", redirects, Conditions::Plain);
+    balancer.assert_no_new_finding(site, redirects);
 }
 
-fn controller_settings(site: &TestEnv, controller: &Patient) {
+fn check_controller_settings(site: &TestEnv, controller: &CheckedHost) {
     let store = site.testbed.directory().join("controller.redb");
     let readable = format!("chmod 644 {}", store.display());
     site.shell(&controller.host, &readable);
-    controller.mends(site, "store", &readable, How::Plain);
-    controller.is_passed(site, &readable);
+    controller.assert_fixed(site, "store", &readable, Conditions::Plain);
+    controller.assert_no_new_finding(site, &readable);
     let missing = store.with_file_name("no/controller.redb");
     let elsewhere = controller.with(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
-    elsewhere.has(site, "the store's directory is missing", "store", How::Plain, &[]);
-    store_on_another_disk(site, controller, &store);
+    elsewhere.assert_only_new_finding(site, "the store's directory is missing", "store", Conditions::Plain, &[]);
+    check_store_on_another_disk(site, controller, &store);
     let listen = [(controller_address(), "192.0.2.1:7400")];
     let elsewhere = controller.with(&[(&listen[0].0, listen[0].1)], "");
-    elsewhere.has(site, "an address of another machine", "listen", How::Plain, &[]);
+    elsewhere.assert_only_new_finding(site, "an address of another machine", "listen", Conditions::Plain, &[]);
 }
 
-fn store_on_another_disk(site: &TestEnv, controller: &Patient, store: &Path) {
+fn check_store_on_another_disk(site: &TestEnv, controller: &CheckedHost, store: &Path) {
     let disk = Disk::mount(site.testbed.directory().join("doctor-disk"));
     let on_disk = disk.0.join("controller.redb");
     fs::copy(store, &on_disk).unwrap();
     let controller = controller.with(&[(store.to_str().unwrap(), on_disk.to_str().unwrap())], "");
-    controller.is_passed(site, "a store on another disk");
+    controller.assert_no_new_finding(site, "a store on another disk");
     let fill = disk.0.join("fill");
     let full = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", fill.display());
-    controller.catches(site, "store", &full, &format!("rm {}", fill.display()));
-    let remount = |how: &str| format!("mount -o remount,{how} {}", disk.0.display());
-    controller.catches(site, "store", &remount("ro"), &remount("rw"));
+    controller.assert_detected(site, "store", &full, &format!("rm {}", fill.display()));
+    let remount = |mode: &str| format!("mount -o remount,{mode} {}", disk.0.display());
+    controller.assert_detected(site, "store", &remount("ro"), &remount("rw"));
 }
 
 /// A file system of 16 MiB that goes with its owner.

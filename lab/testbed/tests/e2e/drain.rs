@@ -12,7 +12,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::support::{Open, assert_answered, eventually, open, open_at_each};
+use crate::support::{OpenConnections, assert_answered, eventually, open, open_at_each};
 
 /// The fields are dropped in this order: the testbed last.
 struct TestEnv {
@@ -45,59 +45,59 @@ impl TestEnv {
         command
     }
 
-    /// `coreward ARGUMENTS`: what it prints, or why it fails.
+    /// Runs `coreward ARGUMENTS`. Returns its output, or its error.
     fn coreward(&self, arguments: &[&str]) -> Result<String, String> {
         let output = self.testbed.run(self.testbed.controller(), self.command(arguments));
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
     /// Begins a command in the background.
-    fn begin(&self, name: &str, arguments: &[&str]) -> Begun {
+    fn spawn_coreward(&self, name: &str, arguments: &[&str]) -> BackgroundCommand {
         let printed = self.testbed.directory().join(format!("{name}.txt"));
         let file = File::create(&printed).unwrap();
         let mut command = self.command(arguments);
         command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
-        Begun { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), printed }
+        BackgroundCommand { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), printed }
     }
 
-    fn known_server(&self, server: &str) -> Value {
+    fn server_status(&self, server: &str) -> Value {
         let status = self.fleet.status(&self.testbed).unwrap();
         let servers = status["servers"].as_array().unwrap();
         servers.iter().find(|known| known["name"] == server).unwrap().clone()
     }
 
     fn state(&self, server: &str) -> String {
-        self.known_server(server)["state"].as_str().unwrap().to_owned()
+        self.server_status(server)["state"].as_str().unwrap().to_owned()
     }
 }
 
-struct Begun {
+struct BackgroundCommand {
     process: Process,
     printed: PathBuf,
 }
 
-impl Begun {
-    fn printed(&self) -> String {
+impl BackgroundCommand {
+    fn output(&self) -> String {
         fs::read_to_string(&self.printed).unwrap()
     }
 
-    fn says(&self, words: &str) {
+    fn wait_for_output(&self, words: &str) {
         let mut printed = String::new();
         let has = || {
-            printed = self.printed();
+            printed = self.output();
             printed.contains(words)
         };
         eventually(*TIMEOUT, &format!("{words:?}"), has);
     }
 
     /// Whether it succeeds, and its output.
-    fn ends(&mut self) -> (bool, String) {
+    fn wait(&mut self) -> (bool, String) {
         let ended = self.process.wait(*TIMEOUT).unwrap();
-        (ended.success(), self.printed())
+        (ended.success(), self.output())
     }
 }
 
-fn answered_by(connections: Open, server: u16) -> (Open, Open) {
+fn partition_by_server(connections: OpenConnections, server: u16) -> (OpenConnections, OpenConnections) {
     connections.into_iter().partition(|(_, answerer)| answerer.server == server)
 }
 
@@ -105,26 +105,27 @@ fn answered_by(connections: Open, server: u16) -> (Open, Open) {
 fn drain_ends_when_last_connection_closes() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("drained");
-    let (mut leaving, mut staying) = answered_by(open_at_each(&site.testbed, &[1, 2], 2), 1);
+    let (mut leaving, mut staying) = partition_by_server(open_at_each(&site.testbed, &[1, 2], 2), 1);
     let remain = leaving.len();
-    let mut waiting = site.begin("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
-    waiting.says(&format!("s1 is draining: {remain} connections remain\n"));
+    let mut waiting = site.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
+    waiting.wait_for_output(&format!("s1 is draining: {remain} connections remain\n"));
     assert!(site.all_reach(2));
 
     site.fleet.kill("controller").unwrap();
-    waiting.says("the drain is on record, what remains is not known: no controller answers at 127.0.0.1:7401");
+    waiting
+        .wait_for_output("the drain is on record, what remains is not known: no controller answers at 127.0.0.1:7401");
     assert_answered(&mut leaving);
     leaving.truncate(1);
     site.fleet.restart(&site.testbed, "controller").unwrap();
-    waiting.says("s1 is draining: 1 connection remains\n");
+    waiting.wait_for_output("s1 is draining: 1 connection remains\n");
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     assert_eq!(site.state("s1"), "draining");
     assert!(site.all_reach(2));
     assert_answered(&mut leaving);
     assert_answered(&mut staying);
-    assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.printed());
+    assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.output());
     leaving.clear();
-    let (is_success, printed) = waiting.ends();
+    let (is_success, printed) = waiting.wait();
     assert!(is_success && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
 
     // A certificate for one service's drain cannot drain the other.
@@ -140,18 +141,18 @@ fn drain_ends_when_last_connection_closes() {
 fn ended_wait_leaves_the_server_drained() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("drainend");
-    let (mut of_1, _of_2) = answered_by(open_at_each(&site.testbed, &[1], 2), 1);
-    let mut interrupted = site.begin("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
+    let (mut of_1, _of_2) = partition_by_server(open_at_each(&site.testbed, &[1], 2), 1);
+    let mut interrupted = site.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
     // The agent has counted: the short timeout below has only to ask.
-    interrupted.says(&format!(" {} connections remain\n", of_1.len()));
+    interrupted.wait_for_output(&format!(" {} connections remain\n", of_1.len()));
     interrupted.process.signal(Signal::SIGINT).unwrap();
-    let (is_success, printed) = interrupted.ends();
+    let (is_success, printed) = interrupted.wait();
     assert!(
         !is_success && printed.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"),
         "{printed}"
     );
-    let mut impatient = site.begin("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
-    let (is_success, printed) = impatient.ends();
+    let mut impatient = site.spawn_coreward("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
+    let (is_success, printed) = impatient.wait();
     let end = format!(
         "coreward: {} connections remain after 6s; s1 stays drained: `coreward undrain s1` ends that\n",
         of_1.len()
@@ -159,9 +160,9 @@ fn ended_wait_leaves_the_server_drained() {
     assert!(!is_success && printed.ends_with(&end), "{printed}");
     // No agent counts.
     site.fleet.kill("agent-s1").unwrap();
-    eventually(*TIMEOUT, "the report of s1 is stale", || site.known_server("s1")["reports"] != "fresh");
-    let mut uncounted = site.begin("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
-    let (is_success, printed) = uncounted.ends();
+    eventually(*TIMEOUT, "the report of s1 is stale", || site.server_status("s1")["reports"] != "fresh");
+    let mut uncounted = site.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
+    let (is_success, printed) = uncounted.wait();
     assert!(
         !is_success && printed.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
         "{printed}"
@@ -185,7 +186,7 @@ fn logged_events(site: &TestEnv, event: &str) -> Vec<Value> {
 fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start_with("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
-    let (mut leaving, _staying) = answered_by(open_at_each(&site.testbed, &[1], 1), 1);
+    let (mut leaving, _staying) = partition_by_server(open_at_each(&site.testbed, &[1], 1), 1);
     let json = |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let drained = json(site.coreward(&["drain", "s1", "--format", "json"]).unwrap());
     assert_eq!((&drained["server"], &drained["state"]), (&"s1".into(), &"draining".into()), "{drained}");

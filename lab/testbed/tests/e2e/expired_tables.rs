@@ -6,7 +6,7 @@ use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{Open, assert_answered, eventually, logged_after, metrics_page, open, pause, series};
+use crate::support::{OpenConnections, assert_answered, eventually, metrics_page, open, pause, series, time_to_log};
 
 /// s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until the next table.
 const DOCUMENT: &str = r#"
@@ -65,7 +65,7 @@ impl TestEnv {
 }
 
 /// Opens connections over several of the load balancer's choices, one a second.
-fn open_slowly(testbed: &Testbed, count: usize) -> Open {
+fn open_slowly(testbed: &Testbed, count: usize) -> OpenConnections {
     let request = |_| {
         pause(3000 / count as u64);
         open(testbed, 1)
@@ -73,7 +73,7 @@ fn open_slowly(testbed: &Testbed, count: usize) -> Open {
     (0..count).flat_map(request).collect()
 }
 
-fn counts(connections: &Open) -> [usize; 3] {
+fn connections_per_server(connections: &OpenConnections) -> [usize; 3] {
     [1, 2, 3].map(|server| connections.iter().filter(|(_, answerer)| answerer.server == server).count())
 }
 
@@ -85,31 +85,31 @@ fn load_balancer_places_by_own_counts_after_table_expiry() {
     env.fleet.kill("controller").unwrap();
     env.wait_for_expired_tables(1.0);
     let mut connections = open_slowly(&env.testbed, 80);
-    println!("expired: {:?}", counts(&connections));
+    println!("expired: {:?}", connections_per_server(&connections));
     let near = |counts: [usize; 3], expected: [usize; 3]| {
         counts.iter().zip(expected).all(|(count, expected)| count.abs_diff(expected) <= 6)
     };
-    assert!(near(counts(&connections), [20, 20, 40]), "{:?}", counts(&connections));
+    assert!(near(connections_per_server(&connections), [20, 20, 40]), "{:?}", connections_per_server(&connections));
 
     // A server that is down gets none, and its share when it is back: it has the fewest open connections.
     let died = SystemTime::now();
     env.nginx[1] = None;
     connections.retain(|(_, answerer)| answerer.server != 2);
     let words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
-    eventually(*TIMEOUT, words, || logged_after(&env.testbed, 1, words, died).is_some());
+    eventually(*TIMEOUT, words, || time_to_log(&env.testbed, 1, words, died).is_some());
     connections.append(&mut open_slowly(&env.testbed, 30));
-    println!("s2 down: {:?}", counts(&connections));
-    assert!(near(counts(&connections), [30, 0, 60]), "{:?}", counts(&connections));
+    println!("s2 down: {:?}", connections_per_server(&connections));
+    assert!(near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));
 
     // The next daemon finds no controller, either.
     env.fleet.kill("lb1").unwrap();
     env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.fleet.restart(&env.testbed, "lb1").unwrap();
     env.wait_for_expired_tables(1.0);
-    eventually(*TIMEOUT, "s2 gets connections", || counts(&open(&env.testbed, 8))[1] > 0);
+    eventually(*TIMEOUT, "s2 gets connections", || connections_per_server(&open(&env.testbed, 8))[1] > 0);
     connections.append(&mut open_slowly(&env.testbed, 30));
-    println!("s2 back: {:?}", counts(&connections));
-    assert!(near(counts(&connections), [30, 30, 60]), "{:?}", counts(&connections));
+    println!("s2 back: {:?}", connections_per_server(&connections));
+    assert!(near(connections_per_server(&connections), [30, 30, 60]), "{:?}", connections_per_server(&connections));
 
     env.fleet.restart(&env.testbed, "controller").unwrap();
     env.wait_for_expired_tables(0.0);

@@ -13,7 +13,7 @@ use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if}
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, eventually, logged_after, pause};
+use crate::support::{AT_EVERY_SERVER, eventually, pause, time_to_log};
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// By the configuration below: interval x fall + timeout, and the daemon's tick.
@@ -240,21 +240,21 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     eventually(LIMIT, "first packets are dropped without a controller", || is_dropped(&site));
     site.assert_answered(&mut connections);
     site.set_healthy(2, true);
-    until_served_by(&site, &[2]);
+    wait_until_served_by(&site, &[2]);
 }
 
 /// Asserts that every load balancer has masked server 2 in the time that its checks take.
 fn assert_masked_in_time(site: &TestEnv, died: SystemTime) {
     let words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
     for number in site.testbed.load_balancer_numbers() {
-        let masked = || logged_after(&site.testbed, number, words, died);
+        let masked = || time_to_log(&site.testbed, number, words, died);
         eventually(LIMIT, words, || masked().is_some());
         println!("lb{number}: masked after {:?}, expected within {FOUND_WITHIN:?}", masked().unwrap());
         assert!(masked().unwrap() <= FOUND_WITHIN, "lb{number}");
     }
 }
 
-/// Servers that answer so many new connections; `None`: one is refused or not answered.
+/// Returns the servers that answer new connections; `None`: one is refused or not answered.
 fn served_by(site: &TestEnv) -> Vec<Option<u16>> {
     let request =
         || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
@@ -262,7 +262,7 @@ fn served_by(site: &TestEnv) -> Vec<Option<u16>> {
 }
 
 /// Waits until new connections go to these servers and none fails.
-fn until_served_by(site: &TestEnv, servers: &[u16]) {
+fn wait_until_served_by(site: &TestEnv, servers: &[u16]) {
     eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
         let mut found = served_by(site);
         found.sort_unstable();
@@ -288,17 +288,17 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     // One load balancer alone does not reach a server; the controller goes by the majority, which is none.
     site.testbed.announce(&[2]).unwrap();
     site.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
-    until_served_by(&site, &[1, 2]);
+    wait_until_served_by(&site, &[1, 2]);
     assert_eq!(site.state(3).0, "active", "the other one reaches it");
     site.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
-    until_served_by(&site, &[1, 2, 3]);
+    wait_until_served_by(&site, &[1, 2, 3]);
     site.testbed.announce(&[1, 2]).unwrap();
 
     let mut connections = site.open(AT_EVERY_SERVER);
     site.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
     site.nginx[1] = None;
-    until_served_by(&site, &[1, 3]);
+    wait_until_served_by(&site, &[1, 3]);
     assert_masked_in_time(&site, died);
     connections.retain(|(_, server)| *server != 2);
     site.assert_answered(&mut connections);
@@ -312,7 +312,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     });
     (1..=3).for_each(|number| site.set_healthy(number, true));
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
-    until_served_by(&site, &[1, 2, 3]);
+    wait_until_served_by(&site, &[1, 2, 3]);
     site.assert_answered(&mut connections);
 }
 
@@ -325,7 +325,7 @@ fn load_balancer_restarted_without_controller_continues_checks() {
     site.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
     site.nginx[1] = None;
-    until_served_by(&site, &[1, 3]);
+    wait_until_served_by(&site, &[1, 3]);
     assert_masked_in_time(&site, died);
     connections.retain(|(_, server)| *server == 1);
 
@@ -333,8 +333,8 @@ fn load_balancer_restarted_without_controller_continues_checks() {
     site.fleet.restart(&site.testbed, "lb1").unwrap();
     // A server that recovers gets new connections again, one that goes down then gets none.
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
-    until_served_by(&site, &[1, 2, 3]);
+    wait_until_served_by(&site, &[1, 2, 3]);
     site.nginx[2] = None;
-    until_served_by(&site, &[1, 2]);
+    wait_until_served_by(&site, &[1, 2]);
     site.assert_answered(&mut connections);
 }

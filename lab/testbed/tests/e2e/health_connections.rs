@@ -40,7 +40,7 @@ struct Segment {
 
 /// A connection, by what the server got of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Probed {
+struct CheckConnection {
     opened_at: Ipv4Addr,
     reset_at: Option<Ipv4Addr>,
 }
@@ -49,7 +49,7 @@ struct Probed {
 struct Sniffer {
     segments: Receiver<Segment>,
     /// By server's port: connections in the order of their SYNs, with the load balancer's port.
-    by_port: BTreeMap<u16, Vec<(u16, Probed)>>,
+    by_port: BTreeMap<u16, Vec<(u16, CheckConnection)>>,
 }
 
 impl Sniffer {
@@ -80,12 +80,12 @@ impl Sniffer {
             let known = of_port.map(|(_, probed)| probed).filter(|probed| !segment.opens || probed.reset_at.is_none());
             match known {
                 Some(probed) => probed.reset_at = probed.reset_at.or(segment.resets.then_some(segment.to)),
-                None => connections.push((own_port, Probed { opened_at: segment.to, reset_at: None })),
+                None => connections.push((own_port, CheckConnection { opened_at: segment.to, reset_at: None })),
             }
         }
     }
 
-    fn connections(&self, port: u16) -> Vec<Probed> {
+    fn connections(&self, port: u16) -> Vec<CheckConnection> {
         self.by_port.get(&port).into_iter().flatten().map(|(_, probed)| *probed).collect()
     }
 }
@@ -164,18 +164,19 @@ fn open_at_server(testbed: &Testbed) -> Vec<String> {
     String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
 }
 
-/// Every port that is checked, and the address at which it is.
-fn checked() -> impl Iterator<Item = (u16, Ipv4Addr)> {
+/// Returns every checked port with its address.
+fn checked_sockets() -> impl Iterator<Item = (u16, Ipv4Addr)> {
     PROBES.into_iter().flat_map(|(port, _, _)| [(port, VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
 }
 
-/// Waits for so many more connections at every port, whatever comes of them.
+/// Waits for `CHECKS` further connections at every port, successful or not.
 fn wait_for_checks(sniffer: &mut Sniffer) {
     sniffer.read();
-    let before: BTreeMap<u16, usize> = checked().map(|(port, _)| (port, sniffer.connections(port).len())).collect();
+    let before: BTreeMap<u16, usize> =
+        checked_sockets().map(|(port, _)| (port, sniffer.connections(port).len())).collect();
     eventually(*TIMEOUT, "every port is checked", || {
         sniffer.read();
-        checked().all(|(port, _)| sniffer.connections(port).len() >= before[&port] + CHECKS)
+        checked_sockets().all(|(port, _)| sniffer.connections(port).len() >= before[&port] + CHECKS)
     });
 }
 
@@ -191,13 +192,14 @@ fn assert_all_ended(testbed: &Testbed, sniffer: &mut Sniffer, what: &str) {
         pause(50);
     }
     sniffer.read();
-    for (port, address) in checked() {
+    for (port, address) in checked_sockets() {
         let connections = sniffer.connections(port);
         // A server that has closed its end answers TLS's last record with a reset of its own.
         let may_reset_itself = port % SERVER_PORT_OFFSET == 3;
-        let is_reset =
-            |probed: &Probed| probed.reset_at == Some(address) || probed.reset_at.is_none() && may_reset_itself;
-        let others: Vec<&Probed> =
+        let is_reset = |probed: &CheckConnection| {
+            probed.reset_at == Some(address) || probed.reset_at.is_none() && may_reset_itself
+        };
+        let others: Vec<&CheckConnection> =
             connections.iter().filter(|probed| probed.opened_at != address || !is_reset(probed)).collect();
         assert!(others.is_empty(), "{what}: port {port}: {} of {}: {others:?}", others.len(), connections.len());
     }

@@ -9,7 +9,7 @@ use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, run, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually, run};
 
 fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
     let options =
@@ -28,21 +28,21 @@ fn servers_with_connections(site: &TestEnv) -> BTreeSet<u16> {
 
 /// Changes the pool and restarts daemons while connections go on; none breaks.
 fn change_and_restart(site: &mut TestEnv) {
-    let client = site.streams(150.0);
-    site.connections(225);
+    let client = site.start_streams(150.0);
+    site.wait_for_connections(225);
     assert_eq!(servers_with_connections(site), BTreeSet::from([1, 2, 3]));
-    site.set(1, Some(AdminState::Draining));
-    site.connections(150);
+    site.set_admin_state(1, Some(AdminState::Draining));
+    site.wait_for_connections(150);
     site.fleet.kill("lb1").unwrap();
-    site.connections(75);
+    site.wait_for_connections(75);
     site.fleet.restart(&site.testbed, "lb1").unwrap();
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     site.fleet.upgrade(&site.testbed, "controller").unwrap();
     site.fleet.wait_until_ready(&site.testbed).unwrap();
-    site.set(1, Some(AdminState::Active));
-    site.set(2, None);
-    site.connections(150);
-    unbroken(client);
+    site.set_admin_state(1, Some(AdminState::Active));
+    site.set_admin_state(2, None);
+    site.wait_for_connections(150);
+    assert_unbroken(client);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, eventually_in_force, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually, eventually_in_force};
 
 #[test]
 fn key_rotation_breaks_no_connection() {
@@ -13,21 +13,21 @@ fn key_rotation_breaks_no_connection() {
     let options =
         TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
     let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
-    let streams = site.streams(150.0);
-    site.connections(300);
+    let streams = site.start_streams(150.0);
+    site.wait_for_connections(300);
     let stamps =
         |site: &TestEnv, key: u32| site.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
     assert!(stamps(&site, 0));
-    site.set(1, Some(AdminState::Draining));
+    site.set_admin_state(1, Some(AdminState::Draining));
     for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
         // Sooner after the one before than is safe for connections that were idle meanwhile; these are not.
         site.coreward(&["keys", "rotate", "--force"]).unwrap();
         eventually(*TIMEOUT, "the other key stamps", || stamps(&site, key));
         eventually_in_force(&site.fleet, &site.testbed);
         // Agents stamp with it a second later.
-        site.connections(225);
+        site.wait_for_connections(225);
         site.fleet.upgrade(&site.testbed, upgraded).unwrap();
     }
     site.fleet.kill_load_balancer(&mut site.testbed, 1, Duration::from_millis(150)).unwrap();
-    unbroken(streams);
+    assert_unbroken(streams);
 }

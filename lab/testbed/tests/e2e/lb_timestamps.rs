@@ -10,10 +10,10 @@ use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{TestEnv, eventually, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually};
 
 /// Servers with these values of net.ipv4.tcp_timestamps, which are for both families.
-fn site(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv {
+fn start_env(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         family,
@@ -49,7 +49,7 @@ fn clock(site: &TestEnv, server: &str) -> (String, String) {
     (text("state"), text("problem"))
 }
 
-fn forward(site: &TestEnv, value: &str) {
+fn set_forwarding(site: &TestEnv, value: &str) {
     let load_balancer = site.testbed.load_balancer(1).unwrap();
     let setting = match site.testbed.options().family {
         Family::Ipv4 => format!("ipv4/conf/{DEVICE}/forwarding"),
@@ -87,34 +87,34 @@ fn servers_without_an_agent_join_and_leave_without_broken_ipv6_connections() {
 
 /// Servers come and go, keys change, and the load balancer restarts.
 fn no_connection_breaks(instance: &str, family: Family) {
-    let mut site = site(instance, family, &["2"; 5]);
+    let mut site = start_env(instance, family, &["2"; 5]);
     // A load balancer that loses its memory loses the connections that are not stamped: let there be none.
     warm_up(&site);
-    site.set(5, None);
+    site.set_admin_state(5, None);
     site.fleet.wait_until_ready(&site.testbed).unwrap();
-    let client = site.streams(150.0);
-    site.connections(300);
-    site.set(1, Some(AdminState::Draining));
-    site.connections(75);
-    site.set(5, Some(AdminState::Active));
-    site.connections(75);
+    let client = site.start_streams(150.0);
+    site.wait_for_connections(300);
+    site.set_admin_state(1, Some(AdminState::Draining));
+    site.wait_for_connections(75);
+    site.set_admin_state(5, Some(AdminState::Active));
+    site.wait_for_connections(75);
     site.fleet.kill("lb1").unwrap();
-    site.connections(30);
+    site.wait_for_connections(30);
     site.fleet.restart(&site.testbed, "lb1").unwrap();
-    site.connections(75);
-    site.set(2, None);
-    site.connections(75);
+    site.wait_for_connections(75);
+    site.set_admin_state(2, None);
+    site.wait_for_connections(75);
     site.coreward(&["keys", "rotate", "--force"]).unwrap();
     site.fleet.upgrade(&site.testbed, "lb1").unwrap();
-    site.connections(150);
-    site.set(1, Some(AdminState::Active));
+    site.wait_for_connections(150);
+    site.set_admin_state(1, Some(AdminState::Active));
     eventually(*TIMEOUT, "replies are stamped", || site.counter("lb1", "reply_stamped") > 1_000);
-    site.connections(75);
+    site.wait_for_connections(75);
     // It starts with nothing in its memory; what it does not know yet must not be routed on as it is.
-    forward(&site, "0");
+    set_forwarding(&site, "0");
     site.fleet.reboot_load_balancer(&site.testbed, 1).unwrap();
-    site.connections(150);
-    forward(&site, "1");
+    site.wait_for_connections(150);
+    set_forwarding(&site, "1");
     // Its counters begin at 0 as well.
     for counter in ["established", "reply_stamped"] {
         eventually(*TIMEOUT, counter, || site.counters(counter) > 1_000);
@@ -122,24 +122,24 @@ fn no_connection_breaks(instance: &str, family: Family) {
     for server in ["s1", "s3", "s4", "s5"] {
         eventually(*TIMEOUT, server, || clock(&site, server) == ("known".to_owned(), String::new()));
     }
-    unbroken(client);
+    assert_unbroken(client);
 }
 
 #[test]
 fn unstampable_server_is_named_and_its_connections_continue() {
     skip_if!(missing_testbed_rights());
     // Without timestamps; with clocks of their own, as Linux has it by default; with one clock.
-    let mut site = site("lbtsown", Family::Ipv4, &["0", "1", "2", "2"]);
-    let client = site.streams(150.0);
-    site.connections(375);
-    site.set(4, Some(AdminState::Draining));
-    site.connections(75);
-    site.set(1, None);
-    site.connections(75);
+    let mut site = start_env("lbtsown", Family::Ipv4, &["0", "1", "2", "2"]);
+    let client = site.start_streams(150.0);
+    site.wait_for_connections(375);
+    site.set_admin_state(4, Some(AdminState::Draining));
+    site.wait_for_connections(75);
+    site.set_admin_state(1, None);
+    site.wait_for_connections(75);
     site.fleet.kill("lb1").unwrap();
     site.fleet.restart(&site.testbed, "lb1").unwrap();
-    site.connections(75);
-    site.set(1, Some(AdminState::Active));
+    site.wait_for_connections(75);
+    site.set_admin_state(1, Some(AdminState::Active));
     let known = |server| clock(&site, server).0;
     eventually(*TIMEOUT, "the clocks are known", || {
         [known("s1"), known("s2"), known("s3"), known("s4")] == ["no-timestamps", "differs", "known", "known"]
@@ -158,11 +158,11 @@ fn unstampable_server_is_named_and_its_connections_continue() {
     // Put right, its new connections are stamped.
     site.testbed.server(2).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", "2")]).unwrap();
     eventually(*TIMEOUT, "the clock of s2 is known", || clock(&site, "s2").0 == "known");
-    unbroken(client);
+    assert_unbroken(client);
 
     // A load balancer that does not route reports it, with the remedy.
     assert_eq!(state(&site)["warnings"], Value::Array(Vec::new()));
-    forward(&site, "0");
+    set_forwarding(&site, "0");
     eventually(*TIMEOUT, "that it does not route is shown", || {
         state(&site)["warnings"][0].as_str().is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
     });

@@ -8,11 +8,11 @@ use coreward_testbed::addresses::Family;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually};
 
 const NOTICED: Duration = Duration::from_millis(150);
 
-fn site(instance: &str, consistency: Consistency, family: Family) -> TestEnv {
+fn start_env(instance: &str, consistency: Consistency, family: Family) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 4,
@@ -23,37 +23,37 @@ fn site(instance: &str, consistency: Consistency, family: Family) -> TestEnv {
     TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..FleetOptions::default() })
 }
 
-/// Everything that may become of load balancers, one after the other.
-fn everything(site: &mut TestEnv) {
-    let client = site.streams(150.0);
-    site.connections(225);
+/// Drains, adds, kills and removes servers and load balancers, one after the other.
+fn change_load_balancers(site: &mut TestEnv) {
+    let client = site.start_streams(150.0);
+    site.wait_for_connections(225);
     // From here on what goes by a rule instead of by a cookie goes astray: most connections' servers by `rr` are
     // others.
-    site.set(1, Some(AdminState::Draining));
-    site.connections(75);
+    site.set_admin_state(1, Some(AdminState::Draining));
+    site.wait_for_connections(75);
     assert_eq!(site.fleet.add_load_balancer(&mut site.testbed).unwrap(), 3);
-    site.connections(75);
+    site.wait_for_connections(75);
     for daemon in ["lb1", "lb3"] {
         site.fleet.kill(daemon).unwrap();
-        site.connections(30);
+        site.wait_for_connections(30);
         site.fleet.restart(&site.testbed, daemon).unwrap();
     }
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     site.fleet.upgrade(&site.testbed, "lb2").unwrap();
-    site.connections(75);
+    site.wait_for_connections(75);
     site.fleet.reboot_load_balancer(&site.testbed, 2).unwrap();
-    site.connections(75);
-    site.set(2, None);
-    site.connections(75);
+    site.wait_for_connections(75);
+    site.set_admin_state(2, None);
+    site.wait_for_connections(75);
     site.fleet.kill_load_balancer(&mut site.testbed, 1, NOTICED).unwrap();
-    unbroken(client);
+    assert_unbroken(client);
 }
 
 #[test]
 fn load_balancers_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("lbs", Consistency::Stateless, Family::Ipv4);
-    everything(&mut site);
+    let mut site = start_env("lbs", Consistency::Stateless, Family::Ipv4);
+    change_load_balancers(&mut site);
     for daemon in ["lb2", "lb3"] {
         eventually(*TIMEOUT, daemon, || site.counter(daemon, "established") > 0);
     }
@@ -73,8 +73,8 @@ fn ipv6_connections_survive_lost_connection_tables() {
 }
 
 fn lose_connection_tables(instance: &str, family: Family) {
-    let mut site = site(instance, Consistency::Stateful, family);
-    everything(&mut site);
+    let mut site = start_env(instance, Consistency::Stateful, family);
+    change_load_balancers(&mut site);
     // Packets that reached another load balancer than the one with the entry, and packets that had to go to all once
     // that one was gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {

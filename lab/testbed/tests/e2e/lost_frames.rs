@@ -42,8 +42,8 @@ impl TestEnv {
         status["load_balancers"][0]["state"].clone()
     }
 
-    /// Whether a client's new connection becomes established in this time.
-    fn connects(&self, limit: Duration) -> bool {
+    /// Returns whether a client's new connection becomes established in this time.
+    fn can_connect(&self, limit: Duration) -> bool {
         let connect = || Ok(TcpStream::connect_timeout(&SERVICE.into(), limit).is_ok());
         self.testbed.client().within(connect).unwrap()
     }
@@ -64,7 +64,7 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     skip_if!(missing_testbed_rights());
     let env = TestEnv::start("lostframes", "");
     let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
-    (0..20).for_each(|_| assert!(env.connects(*TIMEOUT)));
+    (0..20).for_each(|_| assert!(env.can_connect(*TIMEOUT)));
     eventually(*TIMEOUT, "no warning", || env.warnings() == "[]");
 
     // veth drops frames that XDP sends to a device that has neither an XDP program nor GRO.
@@ -73,7 +73,7 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     let failing = "service web0: most new connections do not become established";
     let no_program = format!("the other end of the veth {DEVICE} has no XDP program");
     eventually(*TIMEOUT, "status has all three", || {
-        (0..8).for_each(|_| assert!(!env.connects(Duration::from_millis(50))));
+        (0..8).for_each(|_| assert!(!env.can_connect(Duration::from_millis(50))));
         [&dropped, failing, &no_program].iter().all(|warning| env.warnings().contains(*warning))
     });
     assert_eq!(env.metric("coreward_lb_service_handshakes_fail{service=\"web0\"}"), 1.0);
@@ -81,7 +81,7 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
 
     attach_xdp_pass(env.testbed.switch(), "lb1").unwrap();
     eventually(*TIMEOUT, "the warnings end", || {
-        assert!(env.connects(*TIMEOUT));
+        assert!(env.can_connect(*TIMEOUT));
         env.warnings() == "[]"
     });
 }
@@ -99,8 +99,8 @@ fn new_connections_continue_when_the_daemon_is_killed() {
         shell(&env.testbed, env.testbed.load_balancer(1).unwrap(), &format!("ethtool -K {DEVICE} tso off"));
         let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
         eventually(*TIMEOUT, "the load balancer reports", || env.state()["xdp_mode"] == mode);
-        (0..20).for_each(|n| assert!(env.connects(*TIMEOUT), "connection {n}, {mode}"));
+        (0..20).for_each(|n| assert!(env.can_connect(*TIMEOUT), "connection {n}, {mode}"));
         env.fleet.kill("lb1").unwrap();
-        (0..20).for_each(|n| assert!(env.connects(*TIMEOUT), "connection {n} after SIGKILL, {mode}"));
+        (0..20).for_each(|n| assert!(env.can_connect(*TIMEOUT), "connection {n} after SIGKILL, {mode}"));
     }
 }

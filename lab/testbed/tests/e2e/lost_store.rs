@@ -9,7 +9,7 @@ use coreward_testbed::fleet::{Fleet, FleetOptions, asking, coreward_command};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, assert_answered, eventually, logged_after, metrics_page, open, series};
+use crate::support::{AT_EVERY_SERVER, assert_answered, eventually, metrics_page, open, series, time_to_log};
 
 const METRICS: &str = "127.0.0.1:9440";
 
@@ -144,7 +144,7 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
     let started = SystemTime::now();
     restart_without_pins(&testbed, &mut fleet);
     let words = "no configuration: packets for VIPs pass to this machine";
-    eventually(*TIMEOUT, words, || logged_after(&testbed, 1, words, started).is_some());
+    eventually(*TIMEOUT, words, || time_to_log(&testbed, 1, words, started).is_some());
     assert_eq!(warnings(), Some(1.0));
 
     fleet.restart(&testbed, "controller").unwrap();

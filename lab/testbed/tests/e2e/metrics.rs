@@ -13,7 +13,7 @@ use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use prometheus_parse::{Scrape, Value};
 
-use crate::support::{TestEnv, eventually, metrics_page, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually, metrics_page};
 
 const ADDRESS: &str = "127.0.0.1:9440";
 
@@ -48,8 +48,8 @@ fn sum(values: &Values, name: &str, label: (&str, &str)) -> f64 {
     values.iter().filter(|((metric, labels), _)| metric == name && of(labels)).map(|(_, value)| value).sum()
 }
 
-/// The metrics that a part serves are those of the table, but for what has not happened.
-fn complete(part: Component, values: &Values) {
+/// Asserts that a part serves the metrics of the table, except those of events that have not happened.
+fn assert_complete(part: Component, values: &Values) {
     let of_table = |name: &str| {
         METRICS.iter().find(|metric| {
             let suffix = name.strip_prefix(metric.name);
@@ -95,15 +95,15 @@ fn endpoints_serve_the_documented_metrics() {
     site.fleet.kill("controller").unwrap();
     site.fleet.restart(&site.testbed, "controller").unwrap();
     site.fleet.wait_until_ready(&site.testbed).unwrap();
-    let client = site.streams(100.0);
+    let client = site.start_streams(100.0);
     eventually(*TIMEOUT, "there is traffic", || site.counters("new_connection") > 150);
-    unbroken(client);
+    assert_unbroken(client);
 
     let (controller, balancer) = (site.testbed.controller(), site.testbed.load_balancer(1).unwrap());
     let server = site.testbed.server(1).unwrap();
     let whole = |host: &Namespace| scrape(&site, host).unwrap();
-    complete(Component::Lb, &whole(balancer));
-    complete(Component::Agent, &whole(server));
+    assert_complete(Component::Lb, &whole(balancer));
+    assert_complete(Component::Agent, &whole(server));
     // The controller has a load balancer's last report, at most a second old.
     eventually(*TIMEOUT, "the controller has its load balancer's counts", || {
         let (known, printed) = (whole(controller), whole(balancer));
@@ -111,7 +111,7 @@ fn endpoints_serve_the_documented_metrics() {
         first(&known) > 0.0 && first(&known) == first(&printed)
     });
     let (known, printed) = (whole(controller), whole(balancer));
-    complete(Component::Controller, &known);
+    assert_complete(Component::Controller, &known);
     for name in ["coreward_lb_packets_total", "coreward_lb_service_packets_total"] {
         assert!(sum(&printed, name, ("decision", "new_connection")) > 100.0, "{name}");
     }

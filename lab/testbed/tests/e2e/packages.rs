@@ -15,7 +15,7 @@ fn run(program: &str, arguments: &[&str]) -> Output {
     output.unwrap_or_else(|error| panic!("{program}: {error} (scripts/install run)"))
 }
 
-fn succeeds(program: &str, arguments: &[&str]) -> String {
+fn run_successfully(program: &str, arguments: &[&str]) -> String {
     let output = run(program, arguments);
     let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{program} {arguments:?}: {printed}");
@@ -34,23 +34,27 @@ fn packages_contain_the_needed_files() {
     let out = directory.path().join("packages");
     let command = coreward_command().unwrap();
     let variables = [format!("OUT={}", out.display()), format!("COREWARD={}", command.display())];
-    let built = succeeds("env", &[&variables[0], &variables[1], "LEVEL=1", "scripts/deb"]);
+    let built = run_successfully("env", &[&variables[0], &variables[1], "LEVEL=1", "scripts/deb"]);
     let packages: Vec<&str> = built.lines().collect();
     assert_eq!(packages.len(), UNITS.len() + 2, "{built}");
     let into = directory.path().to_str().unwrap();
     for package in &packages {
-        succeeds("dpkg-deb", &["--extract", package, into]);
-        assert_eq!(succeeds("dpkg-deb", &["--field", package, "Version"]).trim(), env!("CARGO_PKG_VERSION"));
+        run_successfully("dpkg-deb", &["--extract", package, into]);
+        assert_eq!(run_successfully("dpkg-deb", &["--field", package, "Version"]).trim(), env!("CARGO_PKG_VERSION"));
     }
-    let depends = succeeds("dpkg-deb", &["--field", packages[0], "Depends"]);
+    let depends = run_successfully("dpkg-deb", &["--field", packages[0], "Depends"]);
     assert!(depends.contains("libelf1") && depends.contains("libc6 (>="), "{depends}");
     let path = |path: &str| directory.path().join(path).to_str().unwrap().to_owned();
-    assert!(succeeds(&path("usr/bin/coreward"), &["--version"]).starts_with("coreward "));
-    assert!(succeeds("man", &["--local-file", &path("usr/share/man/man1/coreward-lb.1.gz")]).contains("--detach"));
-    assert!(succeeds(&path("usr/bin/coreward-lab"), &["--version"]).starts_with("coreward-lab "));
-    assert!(succeeds("man", &["--local-file", &path("usr/share/man/man1/coreward-lab-sim.1.gz")]).contains("trace"));
+    assert!(run_successfully(&path("usr/bin/coreward"), &["--version"]).starts_with("coreward "));
+    assert!(
+        run_successfully("man", &["--local-file", &path("usr/share/man/man1/coreward-lb.1.gz")]).contains("--detach")
+    );
+    assert!(run_successfully(&path("usr/bin/coreward-lab"), &["--version"]).starts_with("coreward-lab "));
+    assert!(
+        run_successfully("man", &["--local-file", &path("usr/share/man/man1/coreward-lab-sim.1.gz")]).contains("trace")
+    );
     for command in ["coreward", "coreward-lab"] {
-        succeeds("bash", &["-n", &path(&format!("usr/share/bash-completion/completions/{command}"))]);
+        run_successfully("bash", &["-n", &path(&format!("usr/share/bash-completion/completions/{command}"))]);
     }
 
     for (daemon, highest) in UNITS {
@@ -65,11 +69,11 @@ fn packages_contain_the_needed_files() {
             "{daemon}: {}",
             String::from_utf8_lossy(&printed.stderr)
         );
-        let printed = succeeds("systemd-analyze", &["security", "--offline=true", &unit]);
+        let printed = run_successfully("systemd-analyze", &["security", "--offline=true", &unit]);
         let exposure = printed.lines().find_map(|line| line.split_once("exposure level for ")?.1.split_once(": "));
         let exposure: f64 = exposure.and_then(|(_, level)| level.split(' ').next()?.parse().ok()).expect("a level");
         assert!(exposure <= highest, "{daemon}: {exposure}");
         let example = path(&format!("usr/share/doc/coreward-{daemon}/examples/{daemon}.toml"));
-        succeeds(&path("usr/bin/coreward"), &["check", &example]);
+        run_successfully(&path("usr/bin/coreward"), &["check", &example]);
     }
 }

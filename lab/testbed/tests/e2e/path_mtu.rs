@@ -22,12 +22,12 @@ fn download(testbed: &Testbed) {
     }
 }
 
-fn reported(testbed: &Testbed) -> Vec<u64> {
+fn unreachables_received(testbed: &Testbed) -> Vec<u64> {
     let of = |number| counters::read(testbed.server(number).unwrap()).unwrap()["IcmpInDestUnreachs"];
     testbed.server_numbers().into_iter().map(of).collect()
 }
 
-fn small_mtu(instance: &str, client_timestamps: &str) {
+fn downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
@@ -48,21 +48,21 @@ fn small_mtu(instance: &str, client_timestamps: &str) {
     // The hash chooses the server: 12 connections pass over one of three once in 43 runs.
     for _ in 0..ROUNDS {
         download(&testbed);
-        if reported(&testbed).iter().all(|errors| *errors > 0) {
+        if unreachables_received(&testbed).iter().all(|errors| *errors > 0) {
             return;
         }
     }
-    panic!("ICMP errors at servers: {:?}", reported(&testbed));
+    panic!("ICMP errors at servers: {:?}", unreachables_received(&testbed));
 }
 
 #[test]
 fn downloads_pass_a_hop_with_a_small_mtu() {
     skip_if!(missing_testbed_rights());
-    small_mtu("mtu", "1");
+    downloads_pass_small_mtu("mtu", "1");
 }
 
 #[test]
 fn downloads_without_timestamps_pass_a_hop_with_a_small_mtu() {
     skip_if!(missing_testbed_rights());
-    small_mtu("mtunots", "0");
+    downloads_pass_small_mtu("mtunots", "0");
 }

@@ -1,6 +1,6 @@
-//! Rack controllers between agents and the controller, all with certificates: connections go where the loads are least whichever way these
-//! come, a server behind a rack drains as any other, and racks and controllers that are killed cost no connection. Who is not the rack
-//! of its certificate, or reports for foreign servers, is rejected by name.
+//! Rack controllers between agents and the controller, all with certificates. Connections go to the least loaded server,
+//! whichever way its reports come. A server behind a rack drains as any other. Killed racks and controllers break no
+//! connection. A rack with another one's certificate, or with reports for foreign servers, is rejected by name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -20,11 +20,11 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use coreward_tls::Role;
 use serde_json::Value;
 
-use crate::support::{assert_answered, eventually, open, pause, unbroken};
+use crate::support::{assert_answered, assert_unbroken, eventually, open, pause};
 
 const CORES: u16 = 2;
 /// For who is none of the servers.
-const NOBODY: u16 = 0;
+const NO_SERVER: u16 = 0;
 /// Load that ends the thread of [`Loads`].
 const END: u16 = u16::MAX;
 
@@ -37,7 +37,7 @@ struct Loads {
 impl Loads {
     fn start(testbed: &Testbed) -> Self {
         let files: Vec<_> = testbed.server_numbers().into_iter().map(|n| (n, busy_file(testbed, n))).collect();
-        let idle = Arc::new(AtomicU16::new(NOBODY));
+        let idle = Arc::new(AtomicU16::new(NO_SERVER));
         let reported = idle.clone();
         let writing = std::thread::spawn(move || {
             let (mut busy_ns, mut before) = (BTreeMap::new(), Instant::now());
@@ -93,7 +93,7 @@ impl TestEnv {
             load: LoadSource::PacedServer,
             steer: false,
             tls: true,
-            servers_more: racks_of.clone().map(|(server, racks)| (server, named(&racks))).collect(),
+            servers_more: racks_of.clone().map(|(server, racks)| (server, racks_key(&racks))).collect(),
             racks_of: racks_of.collect(),
             more: format!(
                 "\n[[service]]\nname = \"streams\"\nvip = \"{}\"\nconsistency = \"stateful\"\n",
@@ -117,8 +117,8 @@ impl TestEnv {
         String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
-    /// Through which rack the agent of each server speaks, "" none, of the servers that report at this moment.
-    fn ways(&self) -> BTreeMap<String, String> {
+    /// Returns the rack of each reporting server's agent; "": none.
+    fn agent_racks(&self) -> BTreeMap<String, String> {
         let Ok(status) = self.fleet.status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -126,20 +126,20 @@ impl TestEnv {
         reporting.map(|server| (text(&server["name"]), text(&server["rack"]))).collect()
     }
 
-    fn way(&self, server: &str) -> Option<String> {
-        self.ways().remove(server)
+    fn agent_rack(&self, server: &str) -> Option<String> {
+        self.agent_racks().remove(server)
     }
 
     /// Waits until every agent has reported through one of its racks in `allowed`, not all of them in the same status.
     fn wait_for_racks_in(&self, allowed: &[&[&str]]) {
         let mut missing: BTreeSet<String> = (1..=allowed.len()).map(|number| format!("s{number}")).collect();
-        eventually(*TIMEOUT, &format!("agents speak through {allowed:?}"), || {
-            let ways = self.ways();
+        eventually(*TIMEOUT, &format!("agents are connected through {allowed:?}"), || {
+            let racks = self.agent_racks();
             for (number, allowed) in (1..).zip(allowed) {
                 let server = format!("s{number}");
-                match ways.get(&server) {
-                    Some(way) if allowed.contains(&way.as_str()) => missing.remove(&server),
-                    // Its report is of before, through another rack.
+                match racks.get(&server) {
+                    Some(rack) if allowed.contains(&rack.as_str()) => missing.remove(&server),
+                    // Its last report came through another rack.
                     Some(_) => missing.insert(server),
                     None => false,
                 };
@@ -148,13 +148,13 @@ impl TestEnv {
         });
     }
 
-    /// Waits until the agents speak through these racks.
-    fn wait_for_racks(&self, ways: &[&str]) {
-        let allowed: Vec<&[&str]> = ways.iter().map(std::slice::from_ref).collect();
+    /// Waits until the agents are connected through these racks.
+    fn wait_for_racks(&self, racks: &[&str]) {
+        let allowed: Vec<&[&str]> = racks.iter().map(std::slice::from_ref).collect();
         self.wait_for_racks_in(&allowed);
     }
 
-    fn names_of_racks(&self) -> Vec<String> {
+    fn rack_names(&self) -> Vec<String> {
         let status = self.fleet.status(&self.testbed).unwrap_or_default();
         let racks = status["racks"].as_array().into_iter().flatten();
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
@@ -167,7 +167,7 @@ impl TestEnv {
     }
 
     /// A rack starts with a foreign certificate until the controller logs these words; then with its own.
-    fn is_refused(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
+    fn assert_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
         let own = bundle(&self.testbed, Role::Rack, rack);
         let kept = self.testbed.directory().join("kept");
         let copy = |from: &std::path::Path, to: &std::path::Path| {
@@ -182,17 +182,17 @@ impl TestEnv {
         let from = self.log("controller", 0).len();
         self.fleet.restart(&self.testbed, rack).unwrap();
         eventually(*TIMEOUT, words, || self.log("controller", from).contains(words));
-        assert!(!self.names_of_racks().iter().any(|name| name == rack));
+        assert!(!self.rack_names().iter().any(|name| name == rack));
         // A rack with another name is another process.
         self.fleet.kill(rack).unwrap();
         copy(&kept, &own);
         self.fleet.restart(&self.testbed, rack).unwrap();
-        eventually(*TIMEOUT, &format!("{rack} is back"), || self.names_of_racks().iter().any(|name| name == rack));
+        eventually(*TIMEOUT, &format!("{rack} is back"), || self.rack_names().iter().any(|name| name == rack));
     }
 }
 
 /// Text of a server in the fleet's file.
-fn named(racks: &[u16]) -> String {
+fn racks_key(racks: &[u16]) -> String {
     let names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
     format!("racks = {names:?}\n")
 }
@@ -224,7 +224,7 @@ fn racks_and_controller_restart_without_broken_connections() {
 
     drain(&site);
 
-    site.loads.set_idle(NOBODY);
+    site.loads.set_idle(NO_SERVER);
     let mut kept = open(&site.testbed, 20);
     let streams = Streams::endless(40.0);
     let streams = site.testbed.start_stream_client_at(stream_service(&site.testbed), 1..4, &streams, None).unwrap();
@@ -236,7 +236,7 @@ fn racks_and_controller_restart_without_broken_connections() {
     site.assert_all_reach(1);
     site.assert_all_reach(2);
     site.fleet.restart(&site.testbed, "rack1").unwrap();
-    eventually(*TIMEOUT, "rack1 is back", || site.names_of_racks() == ["rack1", "rack2"]);
+    eventually(*TIMEOUT, "rack1 is back", || site.rack_names() == ["rack1", "rack2"]);
     // No agent had to move.
     site.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 
@@ -245,13 +245,13 @@ fn racks_and_controller_restart_without_broken_connections() {
     site.fleet.restart(&site.testbed, "controller").unwrap();
     let restarted = Instant::now();
     site.wait_for_racks_in(&[&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]]);
-    eventually(*TIMEOUT, "the racks are back", || site.names_of_racks() == ["rack1", "rack2"]);
+    eventually(*TIMEOUT, "the racks are back", || site.rack_names() == ["rack1", "rack2"]);
     println!("all report {:?} after the controller's restart", restarted.elapsed());
     for server in [3, 5, 2] {
         site.assert_all_reach(server);
     }
     assert_answered(&mut kept);
-    unbroken(streams);
+    assert_unbroken(streams);
     assert_answered(&mut kept);
 }
 
@@ -284,12 +284,12 @@ fn drain(site: &TestEnv) {
 fn rack_reports_for_its_own_servers_only() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);
-    site.is_refused(
+    site.assert_rejected(
         "rack1",
         (Role::Rack, "rack2"),
         "the certificate is for rack rack2, not for rack rack1: expected its own name",
     );
-    site.is_refused(
+    site.assert_rejected(
         "rack1",
         (Role::Agent, "s1"),
         "reason=\"wrong_role\" error=the certificate is for agent s1: expected rack",
@@ -305,14 +305,14 @@ fn rack_reports_for_its_own_servers_only() {
     let words = r#"may not speak for server \"s2\": expected rack \"rack2\", or its agent itself"#;
     eventually(*TIMEOUT, words, || site.log("controller", controller).contains(words));
     eventually(*TIMEOUT, words, || site.log("agent-s2", agent).contains(words));
-    eventually(*TIMEOUT, "s2 speaks for itself", || site.way("s2").is_some_and(|way| way.is_empty()));
+    eventually(*TIMEOUT, "s2 is connected directly", || site.agent_rack("s2").is_some_and(|rack| rack.is_empty()));
     let refused = &site.fleet.status(&site.testbed).unwrap()["refused_reports"]["foreign_rack"];
     assert!(refused.as_u64().unwrap() >= 1, "{refused}");
     site.assert_all_reach(2);
 
     // A new document ends forbidden connections.
     eventually(*TIMEOUT, "s1 speaks through its rack", || {
-        if site.way("s1").is_some_and(|way| way == "rack1") {
+        if site.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
             return true;
         }
         // It went past its rack while that had no certificate.
@@ -321,10 +321,10 @@ fn rack_reports_for_its_own_servers_only() {
         false
     });
     let from = site.log("controller", 0).len();
-    options.servers_more.insert(1, named(&[]));
+    options.servers_more.insert(1, racks_key(&[]));
     site.fleet.set_options(&site.testbed, options).unwrap();
     let words = r#"may not speak for server \"s1\": expected its agent itself"#;
     eventually(*TIMEOUT, words, || site.log("controller", from).contains(words));
-    eventually(*TIMEOUT, "s1 speaks for itself", || site.way("s1").is_some_and(|way| way.is_empty()));
+    eventually(*TIMEOUT, "s1 is connected directly", || site.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
     site.assert_all_reach(1);
 }

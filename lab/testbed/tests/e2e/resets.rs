@@ -28,7 +28,7 @@ fn open() -> TcpStream {
 
 /// Ends a connection without a packet to the peer: its next packet then finds no socket here, and the RST that answers
 /// carries no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
-fn forget(stream: TcpStream) {
+fn close_silently(stream: TcpStream) {
     use std::os::fd::AsRawFd as _;
     let on: libc::c_int = 1;
     // SAFETY: the descriptor is open, and the option is an int that outlives the call.
@@ -69,14 +69,14 @@ fn servers_receive_resets_of_aborted_connections() {
             let mut streams: Vec<TcpStream> = (0..24).map(|_| open()).collect();
             // The server has its socket once the handshake's last packet has come.
             eventually(LIMIT, "24 connections are open", || sockets(&site.testbed) == 24);
-            site.set(1, Some(AdminState::Draining));
+            site.set_admin_state(1, Some(AdminState::Draining));
             pause(500);
             // Active: the RST carries a timestamp, and with it the cookie.
             for stream in streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
             }
             eventually(LIMIT, "12 connections are reset", || sockets(&site.testbed) == 12);
-            streams.into_iter().for_each(forget);
+            streams.into_iter().for_each(close_silently);
             eventually(LIMIT, "24 connections are reset", || sockets(&site.testbed) == 0);
             Ok(())
         })

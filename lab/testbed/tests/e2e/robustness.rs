@@ -19,7 +19,7 @@ struct TestEnv {
     nginx: Vec<Nginx>,
 }
 
-fn site(instance: &str, servers: u16, policy: &str) -> TestEnv {
+fn start_env(instance: &str, servers: u16, policy: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
@@ -57,7 +57,7 @@ impl TestEnv {
 #[test]
 fn killed_daemons_break_no_connection_and_take_over_again() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("kill", 2, "crossrss");
+    let mut site = start_env("kill", 2, "crossrss");
     let mut connections = site.open(20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         site.fleet.kill(daemon).unwrap();
@@ -85,7 +85,7 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
 #[test]
 fn server_with_a_new_mac_address_is_found_again() {
     skip_if!(missing_testbed_rights());
-    let site = site("mac", 1, "hash");
+    let site = start_env("mac", 1, "hash");
     let mut connections = site.open(3);
     let mut command = Command::new("ip");
     command.args(["link", "set", "dev", DEVICE, "address", "02:00:00:00:00:77"]);
@@ -101,7 +101,7 @@ fn server_with_a_new_mac_address_is_found_again() {
 #[test]
 fn draining_server_keeps_connections_and_gets_no_new_ones() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("drain", 2, "rr");
+    let mut site = start_env("drain", 2, "rr");
     let mut connections = site.open(20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
     let mut pool = site.fleet.pool().clone();
@@ -125,7 +125,7 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
 #[test]
 fn explain_names_the_serving_server_and_core() {
     skip_if!(missing_testbed_rights());
-    let site = site("explain", 3, "hash");
+    let site = start_env("explain", 3, "hash");
     let workers: Vec<Vec<u32>> = site.nginx.iter().map(Nginx::workers).collect();
     let address = site.testbed.client_ipv4_address(0);
     // An agent looks for workers once a second.

@@ -8,9 +8,9 @@ use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, logged_after, run, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually, run, time_to_log};
 
-fn site(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) -> TestEnv {
+fn start_env(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
@@ -24,15 +24,15 @@ fn site(instance: &str, forwarding: Forwarding, family: Family, servers_family: 
 
 /// `family`: of the service; `servers_family`: of the servers' addresses, so of the outer headers.
 fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) {
-    let mut site = site(instance, forwarding, family, servers_family);
-    let client = site.streams(20.0);
-    site.connections(60);
-    site.set(1, Some(AdminState::Draining));
-    site.connections(40);
-    site.set(1, Some(AdminState::Active));
-    site.set(2, Some(AdminState::Draining));
-    site.connections(40);
-    unbroken(client);
+    let mut site = start_env(instance, forwarding, family, servers_family);
+    let client = site.start_streams(20.0);
+    site.wait_for_connections(60);
+    site.set_admin_state(1, Some(AdminState::Draining));
+    site.wait_for_connections(40);
+    site.set_admin_state(1, Some(AdminState::Active));
+    site.set_admin_state(2, Some(AdminState::Draining));
+    site.wait_for_connections(40);
+    assert_unbroken(client);
     eventually(*TIMEOUT, "the load balancer reports", || site.counters("established") > 100);
     for counter in ["drop_exceeds_mtu", "drop_server_unresolved"] {
         assert_eq!(site.counters(counter), 0, "{counter}");
@@ -92,17 +92,17 @@ fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
     skip_if!(missing_testbed_rights());
-    let site = site("routedvia", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
-    let client = site.streams(20.0);
-    site.connections(60);
+    let site = start_env("routedvia", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
+    let client = site.start_streams(20.0);
+    site.wait_for_connections(60);
     let (router, balancer) = (site.testbed.server_router().unwrap(), site.testbed.load_balancer(1).unwrap());
     let addresses = run(&site.testbed, router, &format!("ip -6 -oneline address show dev {DEVICE} scope link"));
     let address = addresses.split_whitespace().find_map(|word| word.strip_suffix("/64")).expect(&addresses);
     let changed = SystemTime::now();
     run(&site.testbed, balancer, &format!("ip route replace 10.1.1.0/24 via inet6 {address} dev {DEVICE}"));
     let event = "event=\"next-hops-changed\"";
-    eventually(*TIMEOUT, event, || logged_after(&site.testbed, 1, event, changed).is_some());
-    site.connections(60);
-    unbroken(client);
+    eventually(*TIMEOUT, event, || time_to_log(&site.testbed, 1, event, changed).is_some());
+    site.wait_for_connections(60);
+    assert_unbroken(client);
     assert_eq!(site.counters("drop_server_unresolved"), 0);
 }

@@ -1,5 +1,5 @@
 //! Servers behind a router, and clients whose links have another MTU than the load balancer's: 1 MB each way by TCP and
-//! by UDP, in packets that do not fit with their outer header until the client has learnt so.
+//! by UDP, in packets that do not fit with their outer header until the client has learned so.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -117,17 +117,17 @@ fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> 
     Ok(repeats)
 }
 
-/// The MTU that the client's kernel has learnt for the service; `None`: its device's.
-fn learnt_mtu(testbed: &Testbed) -> Option<usize> {
+/// The MTU that the client's kernel has learned for the service; `None`: its device's.
+fn learned_mtu(testbed: &Testbed) -> Option<usize> {
     let route = run(testbed, testbed.client(), &format!("ip route get {}", testbed.service().ip()));
     let mut words = route.split_whitespace().skip_while(|word| *word != "mtu");
     words.nth(1).map(|mtu| mtu.parse().unwrap())
 }
 
 /// Kind of outer headers, and families of the service and of the servers' addresses.
-type Form = (Forwarding, Family, Family);
+type Tunnel = (Forwarding, Family, Family);
 
-fn started(instance: &str, (forwarding, family, servers_family): Form) -> (Fleet, Echoes, Testbed) {
+fn start(instance: &str, (forwarding, family, servers_family): Tunnel) -> (Fleet, Echoes, Testbed) {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         family,
@@ -155,17 +155,17 @@ fn counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
 }
 
 /// `client_mtu`: MTU of both ends of the client's link, or with `from_router` of the router's end only.
-fn megabytes_pass(instance: &str, form: Form, client_mtu: u16, from_router: bool) {
-    let (fleet, _echoes, testbed) = started(instance, form);
+fn transfer_megabytes(instance: &str, tunnel: Tunnel, client_mtu: u16, from_router: bool) {
+    let (fleet, _echoes, testbed) = start(instance, tunnel);
     let router = testbed.router().unwrap();
     if from_router {
-        let clients = if form.1 == Family::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
+        let clients = if tunnel.1 == Family::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
         run(&testbed, router, &format!("ip route replace {clients} dev {CLIENT_LINK} mtu {client_mtu}"));
     } else {
         run(&testbed, testbed.client(), &format!("ip link set {DEVICE} mtu {client_mtu}"));
         run(&testbed, router, &format!("ip link set {CLIENT_LINK} mtu {client_mtu}"));
     }
-    let longest = ETHERNET_MTU - form.0.overhead(form.2.address(server_address(1)));
+    let longest = ETHERNET_MTU - tunnel.0.overhead(tunnel.2.address(server_address(1)));
     let leaves_client = if from_router { ETHERNET_MTU } else { client_mtu.into() };
     let service = testbed.service();
     testbed
@@ -181,7 +181,7 @@ fn megabytes_pass(instance: &str, form: Form, client_mtu: u16, from_router: bool
         })
         .unwrap();
     // The kernel keeps an MTU by destination.
-    assert_eq!(learnt_mtu(&testbed), (leaves_client > longest).then_some(longest));
+    assert_eq!(learned_mtu(&testbed), (leaves_client > longest).then_some(longest));
     if leaves_client > longest {
         let answered = || counter(&fleet, &testbed, "drop_fragmentation_needed");
         eventually(*TIMEOUT, "the load balancer reports its ICMP errors", || answered() > 0);
@@ -191,53 +191,53 @@ fn megabytes_pass(instance: &str, form: Form, client_mtu: u16, from_router: bool
 #[test]
 fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtuipipsmall", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 1_280, true);
+    transfer_megabytes("mtuipipsmall", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtuguesmall", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, true);
+    transfer_megabytes("mtuguesmall", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtuipiplarge", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 9_000, false);
+    transfer_megabytes("mtuipiplarge", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtuguelarge", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 9_000, false);
+    transfer_megabytes("mtuguelarge", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtugueclient", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, false);
+    transfer_megabytes("mtugueclient", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, false);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtugue66small", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 1_280, true);
+    transfer_megabytes("mtugue66small", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 1_280, true);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtugue66large", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 9_000, false);
+    transfer_megabytes("mtugue66large", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 9_000, false);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtuipip64large", (Forwarding::Ipip, Family::Ipv6, Family::Ipv4), 9_000, false);
+    transfer_megabytes("mtuipip64large", (Forwarding::Ipip, Family::Ipv6, Family::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    megabytes_pass("mtuipip46large", (Forwarding::Ipip, Family::Ipv4, Family::Ipv6), 9_000, false);
+    transfer_megabytes("mtuipip46large", (Forwarding::Ipip, Family::Ipv4, Family::Ipv6), 9_000, false);
 }

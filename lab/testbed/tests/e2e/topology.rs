@@ -66,7 +66,12 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 }
 
 /// Opens one connection per source port and compares the queue it arrived on with Toeplitz and table.
-fn delivered_as_predicted(testbed: &Testbed, queues: &ReceiveQueues, rss: &Rss, first_port: u16) -> anyhow::Result<()> {
+fn assert_queues_as_predicted(
+    testbed: &Testbed,
+    queues: &ReceiveQueues,
+    rss: &Rss,
+    first_port: u16,
+) -> anyhow::Result<()> {
     let mut used = vec![false; usize::from(testbed.options().cores)];
     for port in first_port..first_port + 32 {
         curl(testbed, nginx::WORKER_PATH, &["--local-port", &port.to_string()])?;
@@ -91,12 +96,12 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
 
     let fresh = read_registers(&registers)?;
     assert_eq!(fresh.indirection_table.queues()[..6], [0, 1, 2, 3, 0, 1]);
-    delivered_as_predicted(&testbed, &queues, &fresh, 20_000)?;
+    assert_queues_as_predicted(&testbed, &queues, &fresh, 20_000)?;
 
     let set = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(7, 256, 4)? };
     write_registers(&registers, &set)?;
     assert_eq!(read_registers(&registers)?, set);
-    delivered_as_predicted(&testbed, &queues, &set, 21_000)
+    assert_queues_as_predicted(&testbed, &queues, &set, 21_000)
 }
 
 #[test]
@@ -125,7 +130,7 @@ fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
 }
 
 /// Packets that each load balancer's kernel routed, by number.
-fn routed(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
+fn routed_packets(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
     let numbers = testbed.load_balancer_numbers();
     let of = |number| anyhow::Ok(counters::read(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
     numbers.into_iter().map(of).collect()
@@ -139,13 +144,13 @@ fn connections_spread_over_announced_load_balancers() -> anyhow::Result<()> {
     route_at_load_balancers(&testbed)?;
     let ask_often = |testbed: &Testbed| (0..32).try_for_each(|_| curl(testbed, nginx::WORKER_PATH, &[]).map(drop));
     ask_often(&testbed)?;
-    let both = routed(&testbed)?;
+    let both = routed_packets(&testbed)?;
     // With 32 connections one load balancer gets none once in 2^31 runs.
     assert!(both.iter().all(|packets| *packets > 0), "{both:?}");
 
     testbed.announce(&[2])?;
     ask_often(&testbed)?;
-    let second = routed(&testbed)?;
+    let second = routed_packets(&testbed)?;
     assert!(second[0] == both[0] && second[1] > both[1], "{both:?}, then {second:?}");
 
     assert_eq!(testbed.add_load_balancer()?, 3);
@@ -191,8 +196,8 @@ fn owner_that_waits_to_be_killed() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A process that has ended has no namespace any more, even before it is waited for.
-fn runs(pid: u32) -> bool {
+/// Returns whether the process has not ended: an ended one has no namespace, even before wait(2).
+fn is_running(pid: u32) -> bool {
     std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok()
 }
 
@@ -219,9 +224,9 @@ fn killed_testbed_is_removed_by_the_next() -> anyhow::Result<()> {
     owner.kill()?;
     owner.wait()?;
     // nginx's master was tied to its owner; its workers are not, and their master could not signal them.
-    assert!(runs(worker));
+    assert!(is_running(worker));
     drop(Testbed::create(options(KILLED, 1))?);
-    assert!(!runs(worker));
+    assert!(!is_running(worker));
     assert_eq!(remains(KILLED), Vec::<PathBuf>::new());
     Ok(())
 }

@@ -13,7 +13,7 @@ const UNITS: [(&str, &str); 3] = [
 ];
 
 /// Removes the addresses and routes that the documents' commands add.
-fn without_vip(testbed: &Testbed) {
+fn remove_vip(testbed: &Testbed) {
     let ip = |namespace, arguments: &[&str]| {
         let mut command = Command::new("ip");
         command.args(arguments);
@@ -29,7 +29,7 @@ fn without_vip(testbed: &Testbed) {
 
 /// Runs the blocks of `document`, each on its machines, as they are written.
 fn run_blocks(testbed: &Testbed, document: &str) {
-    without_vip(testbed);
+    remove_vip(testbed);
     let mut hosts = vec![("client".to_owned(), testbed.client()), ("controller".to_owned(), testbed.controller())];
     for number in testbed.load_balancer_numbers() {
         hosts.push((format!("lb{number}"), testbed.load_balancer(number).unwrap()));

@@ -23,7 +23,7 @@ fn service(udp: &str, policy: &str) -> String {
     )
 }
 
-fn site(instance: &str, udp: &str, policy: &str) -> TestEnv {
+fn start_env(instance: &str, udp: &str, policy: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers: 4, ..TestbedOptions::default() };
     TestEnv::start(options, FleetOptions { more: service(udp, policy), ..FleetOptions::default() })
 }
@@ -117,7 +117,7 @@ impl Flow {
 #[test]
 fn datagrams_of_a_flow_stay_with_their_server() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("udpflow", "flow", "rr");
+    let mut site = start_env("udpflow", "flow", "rr");
     let _echoes = Echoes::start(&site.testbed);
     let client = site.testbed.client().clone();
     client
@@ -135,10 +135,10 @@ fn datagrams_of_a_flow_stay_with_their_server() {
             all_stay();
             // Datagrams longer than a frame come in fragments, the later ones without ports.
             flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(5_000).unwrap(), *server));
-            site.set(1, Some(AdminState::Draining));
+            site.set_admin_state(1, Some(AdminState::Draining));
             eventually(*TIMEOUT, "server 1 drains", || (0..8).all(|_| Flow::open().ask(10).unwrap() != 1));
             all_stay();
-            site.set(2, None);
+            site.set_admin_state(2, None);
             eventually(*TIMEOUT, "server 2 goes", || (0..8).all(|_| Flow::open().ask(10).unwrap() > 2));
             all_stay();
             Ok(())
@@ -149,7 +149,7 @@ fn datagrams_of_a_flow_stay_with_their_server() {
 #[test]
 fn datagrams_by_packet_follow_the_policy() {
     skip_if!(missing_testbed_rights());
-    let site = site("udppacket", "packet", "rr");
+    let site = start_env("udppacket", "packet", "rr");
     let _echoes = Echoes::start(&site.testbed);
     let answered: Vec<u16> = site
         .testbed

@@ -112,7 +112,7 @@ impl Started {
     }
 
     /// Waits until its log has it, and it continues for a while.
-    fn says(&mut self, expected: &str) {
+    fn wait_for_log(&mut self, expected: &str) {
         let end = Instant::now() + LIMIT;
         while !self.log().contains(expected) {
             let ended = self.child.try_wait().unwrap();
@@ -133,7 +133,7 @@ impl Started {
 struct Pins(String);
 
 impl Pins {
-    fn of(daemon: &str) -> Self {
+    fn new(daemon: &str) -> Self {
         Self(format!("/sys/fs/bpf/coreward-test-{}-{daemon}", std::process::id()))
     }
 }
@@ -162,26 +162,28 @@ impl Drop for Started {
 #[test]
 fn every_unit_starts_with_its_capabilities() {
     skip_if!(missing_testbed_rights());
-    let [lb_pins, agent_pins] = ["lb", "agent"].map(Pins::of);
+    let [lb_pins, agent_pins] = ["lb", "agent"].map(Pins::new);
     let controller = "listen = \"10.1.1.1:7400\"\n";
     let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");
-    Started::start("controller", &[("controller.toml", &alone)]).says("event=\"listening\" address=10.1.1.1:7400");
+    Started::start("controller", &[("controller.toml", &alone)])
+        .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
     // The file of docs/deployment.md: no token_directory, and here no etcd that answers.
     let of_several = format!("{controller}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
-    Started::start("controller", &[("controller.toml", &of_several)]).says("event=\"listening\" address=10.1.1.1:7400");
+    Started::start("controller", &[("controller.toml", &of_several)])
+        .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
     let rack = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";
-    Started::start("rack", &[("rack.toml", rack)]).says("event=\"listening\" address=10.1.1.1:7500");
+    Started::start("rack", &[("rack.toml", rack)]).wait_for_log("event=\"listening\" address=10.1.1.1:7500");
     let balancer = format!(
         "name = \"lb1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         lb_pins.0
     );
     Started::start("lb", &[("lb.toml", &balancer)])
-        .says("event=\"program-attached\" load_balancer=\"lb1\" interface=\"eth0\"");
+        .wait_for_log("event=\"program-attached\" load_balancer=\"lb1\" interface=\"eth0\"");
     let agent = format!(
         "server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         agent_pins.0
     );
-    Started::start("agent", &[("agent.toml", &agent)]).says("programs attached event=\"programs-attached\"");
+    Started::start("agent", &[("agent.toml", &agent)]).wait_for_log("programs attached event=\"programs-attached\"");
     for pins in [lb_pins, agent_pins] {
         fs::remove_dir_all(&pins.0).unwrap();
     }

@@ -14,11 +14,11 @@ use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
 use libbpf_rs::MapHandle;
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::support::{TestEnv, eventually, eventually_in_force, pause, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually, eventually_in_force, pause};
 
 const SERVERS: u16 = 3;
 
-fn site(instance: &str, load_balancers: u16, consistency: Consistency) -> TestEnv {
+fn start_env(instance: &str, load_balancers: u16, consistency: Consistency) -> TestEnv {
     let testbed =
         TestbedOptions { instance: instance.to_owned(), servers: SERVERS, load_balancers, ..TestbedOptions::default() };
     TestEnv::start(testbed, FleetOptions { consistency, ..FleetOptions::default() })
@@ -28,8 +28,8 @@ fn agents() -> impl Iterator<Item = String> {
     (1..=SERVERS).map(|number| format!("agent-s{number}"))
 }
 
-/// Gives the pins there another layout version. `T`: the map's value.
-fn relabel<T: FromBytes + IntoBytes>(state: &Path) {
+/// Stores another layout version in the pins. `T`: the map's value.
+fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both (bpf/include/intf.h).
     mapped.store(0, 99);
@@ -49,8 +49,8 @@ impl TestEnv {
         self.testbed.start_stream_client_at(SERVICE, addresses, &streams, None).unwrap()
     }
 
-    /// The daemon ends, and a version with another layout starts.
-    fn exchange_layout(&mut self, daemon: &str) {
+    /// Replaces the daemon by one with another layout.
+    fn exchange_with_other_layout(&mut self, daemon: &str) {
         let pins = self.pins(daemon);
         self.fleet.kill(daemon).unwrap();
         let problem = || match daemon.starts_with("lb") {
@@ -58,8 +58,8 @@ impl TestEnv {
             false => coreward_dataplane::server::pinned_problem(&pins).unwrap(),
         };
         match daemon.starts_with("lb") {
-            true => relabel::<intf::lb_state>(&pins.join("lb/state")),
-            false => relabel::<intf::server_state>(&pins.join("server/state")),
+            true => set_layout_version::<intf::lb_state>(&pins.join("lb/state")),
+            false => set_layout_version::<intf::server_state>(&pins.join("server/state")),
         }
         assert!(problem().is_some());
         self.fleet.restart(&self.testbed, daemon).unwrap();
@@ -70,29 +70,29 @@ impl TestEnv {
 #[test]
 fn same_layout_is_taken_over() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("upsame", 1, Consistency::Stateless);
-    let client = site.streams(150.0);
+    let mut site = start_env("upsame", 1, Consistency::Stateless);
+    let client = site.start_streams(150.0);
     pause(1_000);
     for daemon in ["controller".to_owned(), "lb1".to_owned()].into_iter().chain(agents()) {
         site.fleet.upgrade(&site.testbed, &daemon).unwrap();
         pause(1_000);
     }
     site.assert_only_resets("broadcast");
-    unbroken(client);
+    assert_unbroken(client);
 }
 
 #[test]
 fn another_layout_is_replaced_when_the_new_one_is_ready() {
     skip_if!(missing_testbed_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
-        let mut site = site("uplayout", 1, consistency);
-        let client = site.streams(150.0);
+        let mut site = start_env("uplayout", 1, consistency);
+        let client = site.start_streams(150.0);
         pause(1_500);
-        site.exchange_layout("lb1");
+        site.exchange_with_other_layout("lb1");
         pause(500);
-        agents().for_each(|agent| site.exchange_layout(&agent));
+        agents().for_each(|agent| site.exchange_with_other_layout(&agent));
         eventually_in_force(&site.fleet, &site.testbed);
-        unbroken(client);
+        assert_unbroken(client);
     }
 }
 
@@ -101,11 +101,11 @@ fn another_layout_is_replaced_when_the_new_one_is_ready() {
 #[ignore = "needs an older version's binary: make test-upgrade"]
 fn real_versions_are_exchanged_up_and_down() {
     let old = PathBuf::from(std::env::var_os("COREWARD_OLD").expect("COREWARD_OLD: the older version's binary"));
-    let mut site = site("upreal", 2, Consistency::Stateless);
+    let mut site = start_env("upreal", 2, Consistency::Stateless);
     let daemons: Vec<String> = ["controller", "lb1", "lb2"].map(str::to_owned).into_iter().chain(agents()).collect();
     // Everything is of the older version: what is pinned is its own.
     for daemon in &daemons {
-        renew(&mut site, daemon, Some(&old));
+        restart_without_pins(&mut site, daemon, Some(&old));
     }
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     site.testbed.announce(&[1, 2]).unwrap();
@@ -119,7 +119,7 @@ fn real_versions_are_exchanged_up_and_down() {
         println!("{daemon}: of the newer version");
     }
     pause(3_000);
-    unbroken(client);
+    assert_unbroken(client);
 
     println!("== down, one after the other");
     let client = site.streams_from(2..4);
@@ -141,11 +141,11 @@ fn real_versions_are_exchanged_up_and_down() {
         println!("{daemon}: of the older version");
     }
     pause(3_000);
-    unbroken(client);
+    assert_unbroken(client);
 }
 
-/// The daemon starts without pins.
-fn renew(site: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
+/// Restarts a daemon without pins.
+fn restart_without_pins(site: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
     let pins = site.pins(daemon);
     // It may refuse what the other version pinned.
     let _ = site.fleet.exchange(&site.testbed, daemon, binary);

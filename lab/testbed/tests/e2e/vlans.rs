@@ -7,7 +7,7 @@ use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::vlans::Vlans;
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually, run, unbroken};
+use crate::support::{TestEnv, assert_unbroken, eventually, run};
 
 fn start(instance: &str, vlans: (u16, &[u16]), family: Family, fleet: FleetOptions) -> TestEnv {
     let options = TestbedOptions {
@@ -22,18 +22,18 @@ fn start(instance: &str, vlans: (u16, &[u16]), family: Family, fleet: FleetOptio
 
 /// Changes the pool and restarts the load balancer's daemon while connections go on; none breaks.
 fn change_and_restart(site: &mut TestEnv) {
-    let client = site.streams(100.0);
-    site.connections(150);
-    site.set(1, Some(AdminState::Draining));
-    site.connections(100);
+    let client = site.start_streams(100.0);
+    site.wait_for_connections(150);
+    site.set_admin_state(1, Some(AdminState::Draining));
+    site.wait_for_connections(100);
     site.fleet.kill("lb1").unwrap();
-    site.connections(50);
+    site.wait_for_connections(50);
     site.fleet.restart(&site.testbed, "lb1").unwrap();
     site.fleet.wait_until_ready(&site.testbed).unwrap();
-    site.set(1, Some(AdminState::Active));
-    site.set(2, None);
-    site.connections(100);
-    unbroken(client);
+    site.set_admin_state(1, Some(AdminState::Active));
+    site.set_admin_state(2, None);
+    site.wait_for_connections(100);
+    assert_unbroken(client);
 }
 
 #[test]

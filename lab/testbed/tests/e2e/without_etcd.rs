@@ -13,7 +13,7 @@ use coreward_testbed::process::Process;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, eventually, logged_after};
+use crate::support::{AT_EVERY_SERVER, eventually, time_to_log};
 
 /// By the document: interval x fall + timeout, and the daemon's tick.
 const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 1000 + 100);
@@ -62,7 +62,7 @@ impl TestEnv {
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
         let site = Self { fleet, etcd, member, nginx, testbed };
-        site.until_served_by(&[1, 2, 3]);
+        site.wait_until_served_by(&[1, 2, 3]);
         eventually(*TIMEOUT, "every load balancer has checked every server", || {
             let members = site.status()["services"][0]["members"].as_array().unwrap().clone();
             let up = |member: &Value| {
@@ -125,7 +125,7 @@ impl TestEnv {
         self.nginx[usize::from(number) - 1] = None;
         let words = format!("event=\"server-masked\" server=\"s{number}\" service=\"web0\"");
         for balancer in self.testbed.load_balancer_numbers() {
-            let masked = || logged_after(&self.testbed, balancer, &words, died);
+            let masked = || time_to_log(&self.testbed, balancer, &words, died);
             eventually(*TIMEOUT, &words, || masked().is_some());
             println!("lb{balancer}: masked after {:?}, expected within {FOUND_WITHIN:?}", masked().unwrap());
             assert!(masked().unwrap() <= FOUND_WITHIN, "lb{balancer}");
@@ -133,7 +133,7 @@ impl TestEnv {
     }
 
     /// Waits until new connections go to these servers and none fails.
-    fn until_served_by(&self, servers: &[u16]) {
+    fn wait_until_served_by(&self, servers: &[u16]) {
         eventually(*TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
             let Ok(opened) = self.open(AT_EVERY_SERVER) else { return false };
             let found: std::collections::BTreeSet<u16> = opened.iter().map(|(_, server)| *server).collect();
@@ -164,18 +164,18 @@ fn connections_continue_without_etcd_and_controllers() {
     eventually(*TIMEOUT, "no controller leads", || site.leaders() == 0);
     assert!(site.ask(&["drain", "s1"]).is_err());
     site.stop_server(2);
-    site.until_served_by(&[1, 3]);
+    site.wait_until_served_by(&[1, 3]);
     connections.retain(|(_, server)| *server != 2);
     assert_eq!(site.broken(&mut connections), 0, "without a leader");
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
-    site.until_served_by(&[1, 2, 3]);
+    site.wait_until_served_by(&[1, 2, 3]);
 
     site.restart_etcd();
     eventually(*TIMEOUT, "one controller leads", || site.leaders() == 1);
     eventually(*TIMEOUT, "changes are made again", || site.ask(&["drain", "s1"]).is_ok());
-    site.until_served_by(&[2, 3]);
+    site.wait_until_served_by(&[2, 3]);
     eventually(*TIMEOUT, "and undone", || site.ask(&["undrain", "s1"]).is_ok());
-    site.until_served_by(&[1, 2, 3]);
+    site.wait_until_served_by(&[1, 2, 3]);
     assert_eq!(site.broken(&mut connections), 0, "with etcd back");
 
     let mut connections = site.open(AT_EVERY_SERVER).unwrap();
@@ -184,7 +184,7 @@ fn connections_continue_without_etcd_and_controllers() {
         site.fleet.kill(controller).unwrap();
     }
     site.stop_server(3);
-    site.until_served_by(&[1, 2]);
+    site.wait_until_served_by(&[1, 2]);
     connections.retain(|(_, server)| *server != 3);
     assert_eq!(site.broken(&mut connections), 0, "without controllers and etcd");
 }

@@ -14,10 +14,10 @@ use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
 use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters};
 
-pub type Open = Vec<(Connection, Answerer)>;
+pub type OpenConnections = Vec<(Connection, Answerer)>;
 
-/// Opens connections and asks each who answers.
-pub fn open(testbed: &Testbed, count: usize) -> Open {
+/// Opens connections. Returns each with the worker that answered its first request.
+pub fn open(testbed: &Testbed, count: usize) -> OpenConnections {
     let open = || {
         let mut connection = Connection::open(None)?;
         let answerer = connection.query_worker()?;
@@ -36,11 +36,11 @@ pub fn assert_answered(connections: &mut [(Connection, Answerer)]) {
 /// lot: 3 * (2/3)^40.
 pub const AT_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has so many, and asks each who answers: some servers are drawn more
-/// often than others.
-pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> Open {
-    let mut opened = Open::new();
-    let has = |opened: &Open, server| opened.iter().filter(|(_, answerer)| answerer.server == server).count();
+/// Opens connections until each of these servers has `at_least` of them: some servers are drawn more often than others.
+pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> OpenConnections {
+    let mut opened = OpenConnections::new();
+    let has =
+        |opened: &OpenConnections, server| opened.iter().filter(|(_, answerer)| answerer.server == server).count();
     while servers.iter().any(|server| has(&opened, *server) < at_least) {
         assert!(opened.len() < 400, "of {} connections one of the servers {servers:?} has too few", opened.len());
         opened.append(&mut open(testbed, 4));
@@ -73,19 +73,19 @@ impl TestEnv {
         assert!(count <= resets, "{counter}: {count} packets, {resets} resets");
     }
 
-    /// Connections that begin at this rate from now on, until [`unbroken`].
-    pub fn streams(&self, per_second: f64) -> StreamClient {
+    /// Starts a client that opens connections at this rate until [`assert_unbroken`].
+    pub fn start_streams(&self, per_second: f64) -> StreamClient {
         self.testbed.start_stream_client(&Streams::endless(per_second), None).unwrap()
     }
 
     /// Changes a server in the controller's file; `None`: removes it. Returns when every part has
     /// confirmed it: a connection need not survive two changes at once.
-    pub fn set(&mut self, server: u16, standing: Option<AdminState>) {
+    pub fn set_admin_state(&mut self, server: u16, state: Option<AdminState>) {
         let generation = |site: &Self| site.fleet.status(&site.testbed).ok()?["configuration_generation"].as_u64();
         let before = generation(self);
         let mut pool = self.fleet.pool().clone();
-        match standing {
-            Some(standing) => drop(pool.insert(server, standing)),
+        match state {
+            Some(state) => drop(pool.insert(server, state)),
             None => drop(pool.remove(&server)),
         }
         self.fleet.set_pool(&self.testbed, pool).unwrap();
@@ -93,8 +93,8 @@ impl TestEnv {
         eventually_in_force(&self.fleet, &self.testbed);
     }
 
-    /// Waits until the client has begun so many connections more, by its kernel's counter.
-    pub fn connections(&self, count: u64) {
+    /// Waits until the client has opened `count` further connections, by its kernel's counter.
+    pub fn wait_for_connections(&self, count: u64) {
         let begun = || counters::read(self.testbed.client()).unwrap()["TcpActiveOpens"];
         let expected = begun() + count;
         eventually(*TIMEOUT, "the client begins connections", || begun() >= expected);
@@ -158,7 +158,7 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
 }
 
 /// Returns the time from `since` to a load balancer's next log line with these words; `None`: there is none yet.
-pub fn logged_after(testbed: &Testbed, load_balancer: u16, words: &str, since: SystemTime) -> Option<Duration> {
+pub fn time_to_log(testbed: &Testbed, load_balancer: u16, words: &str, since: SystemTime) -> Option<Duration> {
     let log = testbed.directory().join(format!("lb{load_balancer}.log"));
     let log = std::fs::read_to_string(log).unwrap();
     let lines = log.lines().filter(|line| line.contains(words));
@@ -180,7 +180,7 @@ pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) 
 
 /// Ends a client once its connections have met what happened last. Its report: many connections, of which none broke
 /// and none stalled.
-pub fn unbroken(client: StreamClient) -> StreamReport {
+pub fn assert_unbroken(client: StreamClient) -> StreamReport {
     pause(2_000);
     let report = client.end(*TIMEOUT).unwrap();
     let total = report.total();
