@@ -257,7 +257,7 @@ static __always_inline bool read_response(struct __sk_buff *skb, struct response
 }
 
 /* Returns whether a socket that is not a worker's has the service's address, in its network namespace. */
-static __always_inline bool speaks_for_service(struct bpf_sock *socket, const struct response *response)
+static __always_inline bool has_service_address(struct bpf_sock *socket, const struct response *response)
 {
 	__u32 offset = bpf_core_field_offset(struct sock, __sk_common.skc_net.net), inode = 0;
 	/* The verifier allows no arithmetic on such a pointer: the struct's beginning is copied. */
@@ -340,7 +340,7 @@ static __always_inline void answered(struct __sk_buff *skb, const struct respons
 		sign_of_life(own);
 		entry = take(hash, tag_of(hash) | (__u64)own << DISPATCH_WORKER_SHIFT,
 			     mask | (__u64)DISPATCH_WORKER_MASK << DISPATCH_WORKER_SHIFT);
-	} else if (!speaks_for_service(socket, response)) {
+	} else if (!has_service_address(socket, response)) {
 		return;
 	}
 	/* One worker may answer another one's request. */

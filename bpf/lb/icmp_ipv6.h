@@ -19,9 +19,9 @@
 #include "parse_ipv6.h"
 #include "service_mode.h"
 
-#define QUOTE_IPV6_AT (IPV6_TRANSPORT + sizeof(struct icmp_header))
-#define QUOTED_IPV6_AT(field) (QUOTE_IPV6_AT + __builtin_offsetof(struct ipv6_header, field))
-#define QUOTED_IPV6_TRANSPORT (QUOTE_IPV6_AT + sizeof(struct ipv6_header))
+#define QUOTED_IPV6_OFFSET (IPV6_TRANSPORT + sizeof(struct icmp_header))
+#define QUOTED_IPV6_FIELD_OFFSET(field) (QUOTED_IPV6_OFFSET + __builtin_offsetof(struct ipv6_header, field))
+#define QUOTED_IPV6_TRANSPORT (QUOTED_IPV6_OFFSET + sizeof(struct ipv6_header))
 #define ICMPV6_ERROR_LENGTH (QUOTED_IPV6_TRANSPORT + QUOTED_BYTES)
 
 static __always_inline bool is_address_ipv6(const void *address, const void *other)
@@ -45,17 +45,17 @@ static __always_inline int parse_quote_ipv6(const void *data, const void *data_e
 	if (!is_icmpv6_error(PACKET_U8(data, IPV6_TRANSPORT)))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (IPV6_TRANSPORT + length < ICMPV6_ERROR_LENGTH || data + ICMPV6_ERROR_LENGTH > data_end ||
-	    PACKET_U8(data, QUOTE_IPV6_AT) >> 4 != 6)
+	    PACKET_U8(data, QUOTED_IPV6_OFFSET) >> 4 != 6)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
-	quoted->protocol = PACKET_U8(data, QUOTED_IPV6_AT(next_header));
-	if (!is_address_ipv6(data + QUOTED_IPV6_AT(source), data + IPV6_AT(destination)) ||
+	quoted->protocol = PACKET_U8(data, QUOTED_IPV6_FIELD_OFFSET(next_header));
+	if (!is_address_ipv6(data + QUOTED_IPV6_FIELD_OFFSET(source), data + IPV6_AT(destination)) ||
 	    (quoted->protocol != IPPROTO_TCP && quoted->protocol != IPPROTO_UDP))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	ports = PACKET_U32(data, QUOTED_IPV6_TRANSPORT);
 	quoted->family = ADDRESS_FAMILY_IPV6;
-	quoted->client_address = client_word_ipv6(data + QUOTED_IPV6_AT(destination));
+	quoted->client_address = client_word_ipv6(data + QUOTED_IPV6_FIELD_OFFSET(destination));
 	quoted->ports = ports >> 16 | ports << 16;
-	quoted->client_at = QUOTED_IPV6_AT(destination);
+	quoted->client_at = QUOTED_IPV6_FIELD_OFFSET(destination);
 	quoted->transport = QUOTED_IPV6_TRANSPORT;
 	quoted->end = IPV6_TRANSPORT + length;
 	return 0;
@@ -92,8 +92,8 @@ static __noinline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, const struc
 	if (data + QUOTED_IPV6_TRANSPORT > data_end)
 		return parse_ended(LB_COUNTER_DROP_INTERNAL);
 	if (quoted.has_timestamp)
-		quoted.cookie = cookie_of_ipv6(quoted.tsecr, data + QUOTED_IPV6_AT(destination),
-					       data + QUOTED_IPV6_AT(source), quoted.ports);
+		quoted.cookie = cookie_of_ipv6(quoted.tsecr, data + QUOTED_IPV6_FIELD_OFFSET(destination),
+					       data + QUOTED_IPV6_FIELD_OFFSET(source), quoted.ports);
 	service = decode_service(number);
 	decide_quoted(ctx, &service, packet->client_address, &quoted, decision);
 	return 0;

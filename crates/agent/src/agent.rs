@@ -197,7 +197,7 @@ impl Agent {
 
     /// Returns the confirmed generation. A configuration is confirmed once its keys are in force: until then packets
     /// are stamped with the other key, which the controller may overwrite after all confirmations.
-    fn confirmed(&self) -> u64 {
+    fn confirmed_generation(&self) -> u64 {
         let (_, switch_ms) = self.programs.keys();
         let switched = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
         if switched { self.confirmed } else { 0 }
@@ -447,7 +447,7 @@ impl Agent {
             rss,
             rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
             rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
-            configuration_generation: self.confirmed(),
+            configuration_generation: self.confirmed_generation(),
             details,
         };
         Some(limited_report(report.into()))

@@ -25,7 +25,7 @@ impl ShellCommand {
     pub fn run(&self, command: clap::Command) -> anyhow::Result<()> {
         match self {
             Self::Completions { shell } => crate::print(&completions(*shell, command)),
-            Self::Man { directory } => man(directory, command),
+            Self::Man { directory } => write_man_pages(directory, command),
         }
     }
 }
@@ -38,7 +38,7 @@ fn completions(shell: clap_complete::Shell, mut command: clap::Command) -> Strin
 }
 
 /// Writes a page per sub-command.
-fn man(directory: &Path, command: clap::Command) -> anyhow::Result<()> {
+fn write_man_pages(directory: &Path, command: clap::Command) -> anyhow::Result<()> {
     let write = || {
         std::fs::create_dir_all(directory)?;
         clap_mangen::generate_to(command, directory)
@@ -54,7 +54,7 @@ mod tests {
     fn every_sub_command_has_a_page_and_is_completed() {
         let directory = tempfile::tempdir().unwrap();
         let command = clap::Command::new("tool").subcommands([clap::Command::new("one"), clap::Command::new("two")]);
-        man(directory.path(), command.clone()).unwrap();
+        write_man_pages(directory.path(), command.clone()).unwrap();
         let bash = completions(clap_complete::Shell::Bash, command);
         for name in ["one", "two"] {
             assert!(directory.path().join(format!("tool-{name}.1")).is_file(), "{name}");

@@ -257,8 +257,8 @@ impl LoadBalancers {
             let since = balancer.unresolved_since.get(server);
             since.is_some_and(|since| now.monotonic.saturating_sub(*since) >= UNREACHABLE_AFTER)
         };
-        let mut speaking = self.connected().filter(|(_, balancer)| balancer.state.is_some()).peekable();
-        speaking.peek().is_some() && speaking.all(|(_, balancer)| for_long(balancer))
+        let mut reporting = self.connected().filter(|(_, balancer)| balancer.state.is_some()).peekable();
+        reporting.peek().is_some() && reporting.all(|(_, balancer)| for_long(balancer))
     }
 
     /// Returns the number of connected ones, which share the new connections.

@@ -84,11 +84,11 @@ pub struct RackRelay {
 
 /// Reason for which a rack's summaries are rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum SummaryRefused {
+pub enum SummaryRejection {
     #[error(transparent)]
     Malformed(#[from] WireError),
     /// A rack reports only servers whose agents are connected through it.
-    #[error("server {0} does not speak through this rack: expected only servers whose agents do")]
+    #[error("the agent of server {0} is not connected through this rack: expected only servers whose agents are")]
     ForeignServer(ServerId),
 }
 
@@ -242,9 +242,9 @@ impl Controller {
         session: u64,
         messages: &[v1::RackSummary],
         now: Now,
-    ) -> Result<(), SummaryRefused> {
+    ) -> Result<(), SummaryRejection> {
         let Some((_, rack)) = self.racks.connected(session) else { return Ok(()) };
-        let mut own: Vec<ServerId> = self.speaking(rack).map(|(_, id)| id).collect();
+        let mut own: Vec<ServerId> = self.agent_streams(rack).map(|(_, id)| id).collect();
         own.sort_unstable();
         let mut summaries = BTreeMap::new();
         for message in messages {
@@ -257,7 +257,7 @@ impl Controller {
                 list.key = self.rss_keys.shared(list.key.clone());
             }
             if let Some(foreign) = summary.servers.iter().find(|server| own.binary_search(&server.id).is_err()) {
-                return Err(SummaryRefused::ForeignServer(foreign.id));
+                return Err(SummaryRejection::ForeignServer(foreign.id));
             }
             summaries.insert(service, Arc::new(summary));
         }
@@ -288,7 +288,7 @@ impl Controller {
             let server = &self.fleet.servers[&id];
             RackServer { stream, id, weight: server.weight, capacity: server.capacity }
         };
-        let servers: Vec<RackServer> = self.speaking(rack).map(server).collect();
+        let servers: Vec<RackServer> = self.agent_streams(rack).map(server).collect();
         let services = self.services.iter().map(|service| self.rack_service(service, &servers, now));
         Ok(Some(RackConfiguration {
             report_interval: self.fleet.report_interval,
@@ -300,7 +300,7 @@ impl Controller {
     }
 
     /// Returns the streams of a rack's agents, and their servers; without those whose server has a newer agent.
-    fn speaking<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
+    fn agent_streams<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
         rack.agents.iter().filter_map(|(stream, session)| {
             let id = self.fleet.id(session.server())?;
             (self.agent_session(id) == Some(session.number())).then_some((*stream, id))
@@ -312,7 +312,7 @@ impl Controller {
         let member = |server: &RackServer| RackMember {
             id: server.id,
             eligible: self.takes_connections(service, server.id, now),
-            whole_part: service.ramp(server.id, now) >= 1.0 && !self.share_limiter.is_limited(server.id),
+            has_full_share: service.ramp(server.id, now) >= 1.0 && !self.share_limiter.is_limited(server.id),
         };
         RackService {
             index: fleet.index,

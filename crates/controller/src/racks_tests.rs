@@ -6,7 +6,7 @@ use coreward_config::Source;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::v1;
 
-use super::racks::{RackRelay, SummaryRefused};
+use super::racks::{RackRelay, SummaryRejection};
 use super::rejection::Rejection;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
@@ -98,7 +98,7 @@ fn rack_reports_only_for_servers_that_name_it() {
     assert_eq!((status.refused_reports["unknown_rack"], status.refused_reports["foreign_rack"]), (1, 2));
     let summary = v1::RackSummary { server_id: vec![2], cores: vec![1], load_sum: vec![0.5], ..Default::default() };
     let refused = harness.controller.rack_summaries(first, &[summary], at(0)).unwrap_err();
-    assert!(matches!(refused, SummaryRefused::ForeignServer(id) if id.get() == 2), "{refused}");
+    assert!(matches!(refused, SummaryRejection::ForeignServer(id) if id.get() == 2), "{refused}");
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn agent_reconnect_moves_it_out_of_old_rack() {
 #[test]
 fn rejections_name_the_required_role() {
     let words = foreign("s0", "r3", &["r1", "r2"]).to_string();
-    let expected = "rack \"r3\" may not speak for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent itself (`racks` in \
+    let expected = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent itself (`racks` in \
                     the fleet's document)";
     assert_eq!(words, expected);
     let words = foreign("s0", "r3", &[]).to_string();

@@ -103,7 +103,7 @@ pub struct Facts {
     /// Announcement of VIPs; `None`: not by coreward.
     pub announcement: Option<Announcement>,
     /// Facts about a controller.
-    pub controller_place: Option<ControllerFacts>,
+    pub controller_facts: Option<ControllerFacts>,
     /// Polling threads.
     pub polling: Vec<PollingThread>,
     /// Certificates of `[tls]`.

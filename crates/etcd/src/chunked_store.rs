@@ -55,7 +55,7 @@ impl ChunkedStore {
             saved: Chunks::new(),
         };
         store.load().await?;
-        store.tidy().await?;
+        store.delete_unreferenced_parts().await?;
         Ok(store)
     }
 
@@ -140,7 +140,7 @@ impl ChunkedStore {
     }
 
     /// Deletes parts that no manifest names.
-    async fn tidy(&self) -> Result<(), EtcdError> {
+    async fn delete_unreferenced_parts(&self) -> Result<(), EtcdError> {
         let there = self.read_all(0, true).await?;
         let needed: HashSet<String> =
             self.manifest.parts.iter().map(|(name, number)| self.part_key(name, *number)).collect();

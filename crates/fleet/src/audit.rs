@@ -18,7 +18,7 @@ const STATE_LIMIT: usize = 500;
 const CHANGE_LIMIT: usize = 150;
 /// Limit of all changes in an entry, bytes.
 const CHANGES_LIMIT: usize = 400;
-const CUT_NOTE: usize = 32;
+const TRUNCATION_NOTE_BYTES: usize = 32;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Author {
@@ -57,7 +57,7 @@ pub struct ChangeDescription {
 pub fn describe_changes(changes: &[String]) -> String {
     let mut line = String::new();
     for (number, change) in changes.iter().enumerate() {
-        let change = cut(change, CHANGE_LIMIT);
+        let change = truncated(change, CHANGE_LIMIT);
         if line.len() + change.len() > CHANGES_LIMIT {
             return format!("{line}; and {} more", changes.len() - number);
         }
@@ -68,23 +68,23 @@ pub fn describe_changes(changes: &[String]) -> String {
 }
 
 /// Returns the text, or its beginning and the number of missing bytes, in `limit` bytes.
-fn cut(text: &str, limit: usize) -> String {
+fn truncated(text: &str, limit: usize) -> String {
     if text.len() <= limit {
         return text.to_owned();
     }
-    let end = (0..limit - CUT_NOTE).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    let end = (0..limit - TRUNCATION_NOTE_BYTES).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     format!("{} [{} more bytes]", &text[..end], text.len() - end)
 }
 
 /// Returns the entry within the limits of its size.
 pub fn bounded(entry: AuditEntry) -> AuditEntry {
     AuditEntry {
-        who: cut(&entry.who, NAME_LIMIT),
-        from_address: cut(&entry.from_address, NAME_LIMIT),
-        action: cut(&entry.action, NAME_LIMIT),
-        target: cut(&entry.target, NAME_LIMIT),
-        before: cut(&entry.before, STATE_LIMIT),
-        after: cut(&entry.after, STATE_LIMIT),
+        who: truncated(&entry.who, NAME_LIMIT),
+        from_address: truncated(&entry.from_address, NAME_LIMIT),
+        action: truncated(&entry.action, NAME_LIMIT),
+        target: truncated(&entry.target, NAME_LIMIT),
+        before: truncated(&entry.before, STATE_LIMIT),
+        after: truncated(&entry.after, STATE_LIMIT),
         ..entry
     }
 }

@@ -22,7 +22,7 @@ use crate::path::NatTable;
 use crate::probe::Prober;
 
 /// Limit of concurrent checks; others wait. As many as the data plane has NAT entries.
-pub const CHECKS_AT_ONCE: usize = 1024;
+pub const MAX_CONCURRENT_CHECKS: usize = 1024;
 
 /// Limit of the random delay of a target's first check; its interval if that is shorter.
 const FIRST_WITHIN: Duration = Duration::from_millis(500);
@@ -114,7 +114,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         let shared = Arc::new(Shared {
             found: Mutex::new(BTreeMap::new()),
             changes: watch::Sender::new(0),
-            at_once: Semaphore::new(CHECKS_AT_ONCE),
+            at_once: Semaphore::new(MAX_CONCURRENT_CHECKS),
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mine = shared.clone();

@@ -37,9 +37,9 @@ use crate::sweeper::Sweeper;
 /// Interval of the packets' clock, and of one part of the connection table's sweep.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 /// Shortest time between two states: with a thousand services one takes a millisecond.
-const STATE_GAP: Duration = Duration::from_millis(20);
+const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);
 /// Queue of messages to the controller: a state, counts and socket queries.
-const MESSAGES: usize = 64;
+const MESSAGE_QUEUE_LENGTH: usize = 64;
 const UNRESOLVED: &str = "MAC addresses are not resolved";
 
 /// Runs until SIGTERM or SIGINT; pinned objects stay at work. Fails when the file is invalid, another process is at
@@ -247,7 +247,7 @@ async fn run_session(
 ) -> anyhow::Result<()> {
     let channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
     let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
-    let (messages, receiver) = mpsc::channel(MESSAGES);
+    let (messages, receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
     messages.send(message(Message::Registration(registration(config, forwarder.in_force())))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
     let begun = tasks.run_while(forwarder, connection, stream).await??;
@@ -315,7 +315,7 @@ async fn run_session(
         state_is_due |= due;
         if state_is_due && tokio::time::Instant::now() >= next_state {
             reported = (forwarder.tables(), forwarder.confirmed());
-            (state_is_due, next_state) = (false, tokio::time::Instant::now() + STATE_GAP);
+            (state_is_due, next_state) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
             // The next state makes up for a lost one.
             let _ = messages.try_send(message(Message::State(tasks.state(forwarder, connection))));
         }

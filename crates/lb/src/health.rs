@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_dataplane::health_check_nat::{self, NatEntry, NatPrograms};
-use coreward_health::checker::{self, CHECKS_AT_ONCE, Checker};
+use coreward_health::checker::{self, Checker, MAX_CONCURRENT_CHECKS};
 use coreward_health::path::{NatTable, Path};
 use coreward_model::ServerId;
 use coreward_model::health::{ProbeAddress, Verdict};
@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 const MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
 
-const _: () = assert!(CHECKS_AT_ONCE <= health_check_nat::MAX_CONNECTIONS);
+const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_CONNECTIONS);
 
 pub type Target = (ServiceIndex, ServerId);
 

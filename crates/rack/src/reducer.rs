@@ -181,7 +181,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
         rss: agent.rss().cloned(),
         weight: server.weight,
         // The controller applies slow start: such a server is sent whole.
-        ramp: if member.whole_part { 1.0 } else { 0.0 },
+        ramp: if member.has_full_share { 1.0 } else { 0.0 },
         capacity: server.capacity,
         ..PoolServer::new(server.id)
     }

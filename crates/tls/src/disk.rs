@@ -8,15 +8,15 @@ use std::path::Path;
 use anyhow::Context as _;
 
 pub(crate) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    write_as(path, text.as_bytes(), 0o644)
+    write_with_mode(path, text.as_bytes(), 0o644)
 }
 
 /// Writes a file that only its owner can read, atomically: an error leaves the old one.
 pub fn write_secret(path: &Path, content: impl AsRef<[u8]>) -> anyhow::Result<()> {
-    write_as(path, content.as_ref(), 0o600)
+    write_with_mode(path, content.as_ref(), 0o600)
 }
 
-fn write_as(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
+fn write_with_mode(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let new = path.with_extension("new");
     let write = || {
         // A file of an earlier attempt may be readable by others.

@@ -78,7 +78,7 @@ pub struct RackMember {
     /// Whether it takes new connections.
     pub eligible: bool,
     /// Whether it gets its full share: it is not in slow start.
-    pub whole_part: bool,
+    pub has_full_share: bool,
 }
 
 impl From<&RackConfiguration> for v1::RackConfiguration {
@@ -96,7 +96,7 @@ impl From<&RackConfiguration> for v1::RackConfiguration {
             places_requests: service.places_requests,
             server_id: service.members.iter().map(|member| member.id.get().into()).collect(),
             eligible: service.members.iter().map(|member| member.eligible).collect(),
-            whole_part: service.members.iter().map(|member| member.whole_part).collect(),
+            has_full_share: service.members.iter().map(|member| member.has_full_share).collect(),
         };
         Self {
             report_interval_ms: configuration.report_interval.as_millis() as u32,
@@ -170,12 +170,12 @@ fn parse_server(message: &v1::RackServer) -> Result<RackServer, WireError> {
 fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     let count = message.server_id.len();
     length_is("eligible", message.eligible.len(), count)?;
-    length_is("whole_part", message.whole_part.len(), count)?;
+    length_is("has_full_share", message.has_full_share.len(), count)?;
     let member = |position: usize| {
         Ok(RackMember {
             id: parse_server_id("server_id", message.server_id[position])?,
             eligible: message.eligible[position],
-            whole_part: message.whole_part[position],
+            has_full_share: message.has_full_share[position],
         })
     };
     Ok(RackService {
@@ -435,7 +435,8 @@ mod tests {
 
     #[test]
     fn configurations_round_trip() {
-        let member = |id: u64, whole_part| RackMember { id: id.try_into().unwrap(), eligible: true, whole_part };
+        let member =
+            |id: u64, has_full_share| RackMember { id: id.try_into().unwrap(), eligible: true, has_full_share };
         let configuration = RackConfiguration {
             report_interval: Duration::from_millis(100),
             detail_interval: Duration::from_secs(2),

@@ -153,7 +153,7 @@ fn shares(before: &str, after: &str, name: &str) -> Vec<(f64, f64)> {
     new.into_iter().map(|(bound, count)| (bound, count / all)).collect()
 }
 
-/// The value below which `part` of all are: in its class as if all were evenly spread (ms).
+/// Returns a quantile of a histogram (ms), interpolated within its bucket.
 fn quantile(shares: &[(f64, f64)], part: f64) -> f64 {
     let mut lower = (0.0, 0.0);
     for (bound, share) in shares {

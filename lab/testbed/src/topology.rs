@@ -149,8 +149,8 @@ pub fn missing_testbed_rights() -> Option<String> {
 }
 
 impl Testbed {
-    /// Makes the testbed; removes first what a killed one of the same name left. Fails without root, when the name is
-    /// in use by a living process, or when `ip` or the kernel refuse something.
+    /// Creates the testbed; first removes the remains of a killed one of the same name. Fails without root, when the
+    /// name is in use by a living process, or when `ip` or the kernel refuse something.
     pub fn create(options: TestbedOptions) -> anyhow::Result<Self> {
         for (value, min, max, name) in [
             (options.servers, 0, SERVERS_MAX, "servers"),
@@ -536,7 +536,7 @@ fn numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
 }
 
-/// Makes namespaces in which nothing speaks unasked: no IPv6, so no neighbour discovery and no multicast reports.
+/// Makes namespaces without unsolicited packets: no IPv6, so no neighbour discovery and no multicast reports.
 pub(crate) fn make_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
     let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
     ip_batch(None, &commands)?;

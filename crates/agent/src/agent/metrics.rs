@@ -33,7 +33,7 @@ impl Agent {
     pub fn metrics(&self, more_warnings: &[String]) -> Snapshot {
         let mut page = component::begin(Component::Agent);
         let server = self.config.server.as_str();
-        page.add(&CONFIGURATION_GENERATION, [], self.confirmed() as f64);
+        page.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation() as f64);
         page.add(&AGENT_REPORTS_TOTAL, [], self.sequence as f64);
         let open: u32 = self.connection_counter.newest().iter().flat_map(|counted| counted.services.values()).sum();
         page.add(&AGENT_OPEN_CONNECTIONS, [], open.into());

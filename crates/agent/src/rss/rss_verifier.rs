@@ -38,13 +38,13 @@ pub struct RssVerifier {
     verdict: Verdict,
     /// Log of how much likelier "not in force" has become.
     log_odds: f64,
-    counted: Option<(u64, u64)>,
+    last_counters: Option<(u64, u64)>,
 }
 
 impl RssVerifier {
     /// Takes the counters (absolute) for the displayed table.
     pub fn observe(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> Verdict {
-        let (matched_before, mismatched_before) = self.counted.replace((matched, mismatched)).unwrap_or_default();
+        let (matched_before, mismatched_before) = self.last_counters.replace((matched, mismatched)).unwrap_or_default();
         let chance = match_probability(table);
         if chance > 1.0 - STRAYS {
             return self.verdict;
@@ -61,7 +61,7 @@ impl RssVerifier {
 
     /// Restarts after a change of the table, at these counters.
     pub fn table_changed(&mut self, matched: u64, mismatched: u64) {
-        *self = Self { counted: Some((matched, mismatched)), ..Self::default() };
+        *self = Self { last_counters: Some((matched, mismatched)), ..Self::default() };
     }
 
     pub fn verdict(&self) -> Verdict {

@@ -80,15 +80,15 @@ pub async fn watch(
     let shared = api.shared()?;
     let last = headers.get("last-event-id").and_then(|id| id.to_str().ok());
     let last = last.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run());
-    let seen = last.and_then(|(_, id)| id.parse().ok());
+    let last_event_id = last.and_then(|(_, id)| id.parse().ok());
     let mut watcher = api.feed.watch()?;
     watcher.overview.mark_changed();
-    let missed = api.events.after(seen.unwrap_or(0), if seen.is_some() { MAX_EVENTS } else { 100 });
+    let missed = api.events.after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_EVENTS } else { 100 });
     let stream = Changes {
         shared,
-        who_may: api.guard.changes(),
+        permission_changes: api.guard.changes(),
         newest: api.events.newest(),
-        seen: missed.last().map(|event| event.id).or(seen).unwrap_or(0),
+        last_event_id: missed.last().map(|event| event.id).or(last_event_id).unwrap_or(0),
         waiting: missed.into(),
         watcher,
         due: Instant::now(),
@@ -107,11 +107,11 @@ struct Changes {
     api: Api,
     shared: Arc<ControllerState>,
     /// Changes when permissions may have changed.
-    who_may: tokio::sync::watch::Receiver<u64>,
+    permission_changes: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
     newest: tokio::sync::watch::Receiver<u64>,
     /// Id of the last event in `waiting` or sent.
-    seen: u64,
+    last_event_id: u64,
     waiting: VecDeque<Event>,
     due: Instant,
     interval: Duration,
@@ -131,7 +131,7 @@ impl Changes {
             let loads_due = tokio::time::sleep_until(self.due);
             tokio::select! {
                 biased;
-                _ = self.who_may.changed() => return None,
+                _ = self.permission_changes.changed() => return None,
                 _ = self.shared.deposed() => return None,
                 changed = self.watcher.overview.changed() => {
                     changed.ok()?;
@@ -142,8 +142,8 @@ impl Changes {
                 }
                 changed = self.newest.changed() => {
                     changed.ok()?;
-                    let events = self.api.events.after(self.seen, MAX_EVENTS);
-                    self.seen = events.last().map_or(self.seen, |event| event.id);
+                    let events = self.api.events.after(self.last_event_id, MAX_EVENTS);
+                    self.last_event_id = events.last().map_or(self.last_event_id, |event| event.id);
                     self.waiting.extend(events);
                 }
                 changed = async { loads_due.await; self.watcher.loads.changed().await } => {

@@ -51,7 +51,7 @@ config_struct! {
         pub advertise: Option<SocketAddr>,
         /// https://HOST:PORT of this controller's API, as in its certificate; default: from `api`.
         pub advertise_api: Option<ApiAddress>,
-        /// How to speak TLS with etcd.
+        /// Certificates for TLS with etcd.
         pub tls: Option<Spanned<EtcdTlsFile>>,
     }
 }

@@ -193,7 +193,7 @@ impl ControllerState {
         let now = self.now();
         let mut status = self.controller().status_summary(now);
         status.warnings.extend(self.counts.warnings());
-        status.keys = self.with_waiting_agents(status.keys, now);
+        status.keys = self.add_waiting_agents(status.keys, now);
         status.services = self.services(rss_keys, now);
         status.servers = self.servers(rss_keys, now);
         status
@@ -240,7 +240,7 @@ impl ControllerState {
         let mut overview = self.controller().overview_summary(now);
         let read =
             |controller: &Controller, position, pool: Option<&Pool>| controller.overview_service(position, pool, now);
-        overview.keys = self.with_waiting_agents(overview.keys, now);
+        overview.keys = self.add_waiting_agents(overview.keys, now);
         overview.servers = self.each_server(|controller, id, server| controller.overview_server(id, server, now));
         let names: HashMap<u32, &String> = overview.servers.iter().map(|server| (server.id, &server.name)).collect();
         let named = |(mut service, servers): (OverviewService, Vec<ServerId>)| {
@@ -335,10 +335,10 @@ impl ControllerState {
     pub fn keys(&self) -> Keys {
         let now = self.now();
         let keys = self.controller().keys_summary(now);
-        self.with_waiting_agents(keys, now)
+        self.add_waiting_agents(keys, now)
     }
 
-    fn with_waiting_agents(&self, mut keys: Keys, now: Now) -> Keys {
+    fn add_waiting_agents(&self, mut keys: Keys, now: Now) -> Keys {
         let agents = self.each_server(|controller, id, server| controller.keys_wait_for(id, server, now));
         keys.waiting_for.extend(agents.into_iter().flatten());
         keys

@@ -125,7 +125,7 @@ async fn curl_authenticates_by_token_or_certificate() {
     assert!(plain.is_err(), "what is not encrypted gets no answer: {plain:?}");
 }
 
-/// Else a browser would send it to whatever speaks plain HTTP in the name of the same host.
+/// Otherwise a browser would send it to any plain HTTP server of the same host name.
 #[tokio::test]
 async fn session_cookie_of_tls_is_secure() {
     let site = TestEnv::start().await;

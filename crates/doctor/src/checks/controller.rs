@@ -20,7 +20,7 @@ pub fn answers(facts: &Facts) -> Vec<Finding> {
 
 /// Check of its own machine.
 pub fn listen(facts: &Facts) -> Vec<Finding> {
-    let Some(place) = &facts.controller_place else { return vec![Finding::unknown("no file is named: --config FILE")] };
+    let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
     match &place.listen_problem {
         _ if place.running => vec![Finding::ok(format!("a controller answers at {}", place.listen))],
         None => vec![Finding::ok(format!("{} can be bound", place.listen))],
@@ -35,7 +35,7 @@ pub fn listen(facts: &Facts) -> Vec<Finding> {
 }
 
 pub fn store(facts: &Facts) -> Vec<Finding> {
-    let Some(place) = &facts.controller_place else { return vec![Finding::unknown("no file is named: --config FILE")] };
+    let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
     let (path, problem, mode) = match &place.store {
         StoreFacts::File { path, problem, mode } => (path, problem, mode),
         StoreFacts::Etcd { endpoints, leader } => return vec![etcd(endpoints, leader)],

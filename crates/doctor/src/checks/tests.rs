@@ -114,7 +114,7 @@ fn passing_facts(role: Role) -> Facts {
         servers: servers("10.1.1.2", true),
         reports_from_the_future: 0,
         announcement: None,
-        controller_place: Some(ControllerFacts {
+        controller_facts: Some(ControllerFacts {
             listen: "10.1.0.2:7400".parse().unwrap(),
             listen_problem: None,
             running: false,
@@ -536,7 +536,7 @@ fn announced_vips_need_a_routing_daemon_and_no_ip_rule() {
 fn unreachable_etcd_is_a_fault() {
     let found = |leader: Result<String, String>| {
         found(Role::Controller, |facts| {
-            let place = facts.controller_place.as_mut().unwrap();
+            let place = facts.controller_facts.as_mut().unwrap();
             place.store = StoreFacts::Etcd { endpoints: vec!["http://10.1.0.5:2379".to_owned()], leader };
         })
     };

@@ -56,7 +56,7 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         servers: fleet.servers,
         reports_from_the_future: fleet.reports_from_the_future,
         announcement: settings.announce_table.map(announcement::gather),
-        controller_place: options.controller_place,
+        controller_facts: options.controller_facts,
         polling: if role == Role::Server { polling::threads() } else { Vec::new() },
         certificates: certificates::gather(role, options.tls.as_ref(), options.name.as_deref())?,
         settings,

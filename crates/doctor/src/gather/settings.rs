@@ -46,7 +46,7 @@ pub(super) struct Read {
     pub tls: Option<Files>,
     pub rss: Option<Box<dyn RssDevice>>,
     pub services: Vec<Service>,
-    pub controller_place: Option<ControllerFacts>,
+    pub controller_facts: Option<ControllerFacts>,
 }
 
 impl CliOptions {
@@ -113,7 +113,7 @@ fn without_file(role: Role) -> Read {
         xdp_mode: XdpMode::default(),
         announce_table: None,
     };
-    Read { role, settings, name: None, tls: None, rss: None, services: Vec::new(), controller_place: None }
+    Read { role, settings, name: None, tls: None, rss: None, services: Vec::new(), controller_facts: None }
 }
 
 fn read_file(role: Role, file: &Path) -> anyhow::Result<Read> {
@@ -152,13 +152,13 @@ fn read_file(role: Role, file: &Path) -> anyhow::Result<Read> {
         }
         Role::Controller => {
             let config = ControllerConfig::load(file)?;
-            let place = controller_place(&config, store(&config.store));
-            Read { controller_place: Some(place), tls: config.tls, ..read }
+            let place = controller_facts(&config, store(&config.store));
+            Read { controller_facts: Some(place), tls: config.tls, ..read }
         }
     })
 }
 
-fn controller_place(config: &ControllerConfig, store: StoreFacts) -> ControllerFacts {
+fn controller_facts(config: &ControllerConfig, store: StoreFacts) -> ControllerFacts {
     let listen_problem = bind_problem(config.listen);
     ControllerFacts {
         listen: config.listen,

@@ -13,8 +13,8 @@ use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
 
 use super::file::{FleetFile, Server};
-use super::once::UniqueValues;
 use super::service::{self, Service};
+use super::unique::UniqueValues;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
 
 /// Checks the document. On mistakes, which are on the reader's list, the result is incomplete.

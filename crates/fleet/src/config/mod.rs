@@ -10,12 +10,12 @@ pub mod file;
 mod health;
 #[cfg(test)]
 mod ipv6_tests;
-mod once;
 mod racks;
 mod service;
 #[cfg(test)]
 mod tests;
 mod transfer;
+mod unique;
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

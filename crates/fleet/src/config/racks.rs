@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use coreward_config::{Name, Reader, Spanned};
 
-use super::once::UniqueValues;
+use super::unique::UniqueValues;
 
 /// Returns the names on a list; `None`: no list. `known`: the fleet's racks, if it lists them.
 pub fn check(
@@ -13,10 +13,10 @@ pub fn check(
     reader: &mut Reader<'_>,
 ) -> Option<BTreeSet<String>> {
     let listed = listed?;
-    let mut once = UniqueValues::new("rack");
+    let mut unique = UniqueValues::new("rack");
     for name in listed {
         let Name(rack) = name.get_ref();
-        once.take(Some(rack), &name.span(), reader);
+        unique.take(Some(rack), &name.span(), reader);
         if let Some(known) = known.filter(|known| !known.contains(rack)) {
             let message = format_args!("rack {rack:?} does not exist: expected one of the fleet's `racks`");
             reader.unknown_name(name.span(), message, rack, known.iter().map(String::as_str));
@@ -31,9 +31,9 @@ pub fn listed_once(
     listed: Option<&[Spanned<Name>]>,
     reader: &mut Reader<'_>,
 ) -> Option<BTreeSet<String>> {
-    let mut once = UniqueValues::new(what);
+    let mut unique = UniqueValues::new(what);
     for name in listed? {
-        once.take(Some(&name.get_ref().0), &name.span(), reader);
+        unique.take(Some(&name.get_ref().0), &name.span(), reader);
     }
     Some(listed?.iter().map(|name| name.get_ref().0.clone()).collect())
 }

@@ -46,7 +46,7 @@ fn connections_stay_with_their_server_through_the_bpf_program() {
 
 #[test]
 fn injected_violations_are_found() {
-    // Keys that change faster than connections speak: cookies are read by another key than they were made with.
+    // Keys change faster than connections send: cookies are read by another key than they were made with.
     let config = Config {
         connections: 60_000,
         minutes: 5,

@@ -29,7 +29,7 @@ pub struct Cores {
     limited: bool,
     /// The longest that a packet may have to wait and still be taken (ns).
     longest_wait_ns: f64,
-    /// Packets that came, per core.
+    /// Packets that arrived, by core.
     entered: Vec<u64>,
     /// Packets that found the queue full, per core.
     dropped: Vec<u64>,

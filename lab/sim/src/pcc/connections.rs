@@ -9,7 +9,7 @@ use super::mix::Mix;
 pub struct Connection {
     /// Identity: 64 random bits for the 4-tuple.
     pub identity: u64,
-    /// State of the load balancers or of its packets; the method's own.
+    /// State that the method keeps for the connection, at load balancers or in its packets.
     pub mark: u64,
     pub start: Nanoseconds,
     /// First time at which a packet of it went to another server, if a change of the load balancers was to blame.

@@ -73,12 +73,12 @@ impl HashLayout {
         }
     }
 
-    fn named(name: &str) -> Option<Self> {
+    fn from_name(name: &str) -> Option<Self> {
         LAYOUTS.into_iter().find(|layout| layout.name() == name)
     }
 
     fn required(name: &str) -> Result<Self, UnknownName> {
-        Self::named(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
+        Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
     }
 
     /// A method's last parameter, which may be left out for `hash`.
@@ -173,7 +173,7 @@ impl FromStr for Method {
                 let policy = known.ok_or_else(|| UnknownName::new("policy", requested, policy::names()))?;
                 Ok(Method::Cheetah { policy })
             }
-            (name, parameter) => match (HashLayout::named(name), parameter) {
+            (name, parameter) => match (HashLayout::from_name(name), parameter) {
                 (Some(layout), None) => Ok(Method::Hashed(layout)),
                 (Some(_), Some(_)) => Err(MethodError::Parameter(given.to_owned())),
                 (None, _) => Err(UnknownName::new("method", given, SYNTAX).into()),

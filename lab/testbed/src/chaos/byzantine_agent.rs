@@ -25,7 +25,7 @@ const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
 /// A hundred times as many reports as an agent sends.
 const REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
-/// Between two attempts to speak for the server: the controller waits until its agent has been silent.
+/// Time between two attempts to register as the server: the controller waits until its agent has been silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_LIMIT: Duration = Duration::from_secs(1);
 /// A stream without a message of the controller for this time is left.
@@ -72,7 +72,7 @@ impl ByzantineAgent {
                 let mut rng = seeded_rng(self.server.into(), RNG_STREAM_FALSE_REPORTS);
                 while !done.load(Ordering::Relaxed) {
                     let to = self.controllers[uniform_below(&mut rng, self.controllers.len() as u32) as usize];
-                    let _ = self.turn(to, &tls, &mut rng, false_reports, done).await;
+                    let _ = self.run_stream(to, &tls, &mut rng, false_reports, done).await;
                     tokio::time::sleep(RETRY_INTERVAL).await;
                 }
             });
@@ -80,8 +80,8 @@ impl ByzantineAgent {
         })
     }
 
-    /// One stream. After a rejection it tries again: as itself, as another server or as an unknown one.
-    async fn turn(
+    /// Runs one stream. After a rejection it tries again: as itself, as another server or as an unknown one.
+    async fn run_stream(
         &self,
         to: SocketAddr,
         tls: &Arc<Tls>,

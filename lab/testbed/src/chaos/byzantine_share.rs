@@ -28,7 +28,7 @@ const DEVIATIONS: f64 = 5.0;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ByzantineShare {
     /// Its share of new connections if it were treated as all others, of 1.
-    pub fair: f64,
+    pub fair_share: f64,
     pub seconds: Vec<[u64; 2]>,
 }
 
@@ -44,7 +44,7 @@ impl ByzantineShare {
             *all += 1;
             std::thread::sleep(INTERVAL);
         }
-        Ok(Self { fair: 1.0 / f64::from(servers), seconds })
+        Ok(Self { fair_share: 1.0 / f64::from(servers), seconds })
     }
 
     /// Its share, of 1, and of how many connections.
@@ -62,7 +62,7 @@ impl ByzantineShare {
     }
 
     fn limit(&self) -> f64 {
-        MAX_SHARE_MULTIPLE * self.fair
+        MAX_SHARE_MULTIPLE * self.fair_share
     }
 
     /// Whether the server drew more than the controller allows, and not by chance.
@@ -74,13 +74,14 @@ impl ByzantineShare {
 
 impl fmt::Display for ByzantineShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent = [self.initial_share(), self.final_share().0, self.fair, self.limit()].map(|share| 100.0 * share);
-        let [at_first, at_last, fair, limit] = percent;
+        let percent =
+            [self.initial_share(), self.final_share().0, self.fair_share, self.limit()].map(|share| 100.0 * share);
+        let [at_first, at_last, fair_share, limit] = percent;
         write!(
             f,
             "{at_first:.1} % of new connections in the first {FIRST_SECONDS} s, \
              {at_last:.1} % in the last {LAST_SECONDS} s; \
-             fair {fair:.1} %, limit {limit:.1} %"
+             fair share {fair_share:.1} %, limit {limit:.1} %"
         )
     }
 }
@@ -92,7 +93,7 @@ mod tests {
     #[test]
     fn random_shares_stay_below_the_limit() {
         let last = |drawn| ByzantineShare {
-            fair: 0.25,
+            fair_share: 0.25,
             seconds: [vec![[100, 100]; IMPOSTOR_SECONDS - LAST_SECONDS], vec![[drawn, 100]; LAST_SECONDS]].concat(),
         };
         assert!(!last(61).is_over_limit());

@@ -49,8 +49,8 @@ pub struct Writes {
     pub drains: u64,
     /// Drains without an answer, or rejected.
     pub drains_unanswered: u64,
-    /// Questions to the controller for what is in force.
-    pub looks: u64,
+    /// Queries for the configuration in force.
+    pub status_queries: u64,
     /// Violations, in words.
     pub violations: Vec<String>,
 }
@@ -222,7 +222,7 @@ impl<'a> Writer<'a> {
     fn check_state(&self, model: &mut Model) -> bool {
         let Ok((generation, text)) = self.in_force() else { return false };
         let Ok(status) = self.status() else { return false };
-        self.count(|writes| writes.looks += 1);
+        self.count(|writes| writes.status_queries += 1);
         model.drains.compare(&status).into_iter().for_each(|wrong| self.violated(wrong));
         if text == model.text && generation == model.generation {
             return true;

@@ -36,21 +36,21 @@ pub struct Documents {
     /// Family of the servers' addresses.
     family: Family,
     servers: BTreeMap<u16, Option<Entry>>,
-    /// By server: through which racks its agent may speak.
-    racks_of: BTreeMap<u16, Vec<u16>>,
+    /// Racks that the agent of a server may use.
+    server_racks: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
     number: u64,
 }
 
 impl Documents {
-    /// Returns a document with all `servers` active. `services`: name, address, and further lines; `racks_of`: by
+    /// Returns a document with all `servers` active. `services`: name, address, and further lines; `server_racks`: by
     /// server, the racks that its agent may use; empty: there are none.
     pub fn new(
         seed: u64,
         family: Family,
         servers: &[u16],
         services: Vec<(String, SocketAddr, &'static str)>,
-        racks_of: BTreeMap<u16, Vec<u16>>,
+        server_racks: BTreeMap<u16, Vec<u16>>,
     ) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_CHANGES),
@@ -58,7 +58,7 @@ impl Documents {
             services,
             family,
             servers: servers.iter().map(|number| (*number, Some(ACTIVE))).collect(),
-            racks_of,
+            server_racks,
             report_interval_ms: 100,
             number: 0,
         }
@@ -67,7 +67,7 @@ impl Documents {
     /// Returns the text; a number makes it different each time.
     pub fn text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.number, self.report_interval_ms);
-        let racks: BTreeSet<u16> = self.racks_of.values().flatten().copied().collect();
+        let racks: BTreeSet<u16> = self.server_racks.values().flatten().copied().collect();
         let _ = writeln!(text, "racks = {:?}", names(&racks));
         for (number, entry) in &self.servers {
             let Some(Entry { draining, weight, is_direct }) = entry else { continue };
@@ -77,7 +77,7 @@ impl Documents {
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
             );
-            let racks = self.racks_of.get(number).into_iter().flatten().filter(|_| !is_direct);
+            let racks = self.server_racks.get(number).into_iter().flatten().filter(|_| !is_direct);
             let _ = writeln!(text, "racks = {:?}", names(racks));
         }
         for ((name, address, more), policy) in self.services.iter().zip(&self.policies) {

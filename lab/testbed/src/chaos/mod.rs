@@ -94,7 +94,7 @@ const IMPOSTOR: u16 = 1;
 /// The client's addresses: the first is for clients whose kernel chooses the port.
 const CLIENT_ADDRESSES: u16 = 4;
 /// Longest time until everything has converged.
-const WHOLE_LIMIT: Duration = Duration::from_secs(30);
+const CONVERGENCE_LIMIT: Duration = Duration::from_secs(30);
 /// Both services are checked often, with short timeouts, so that servers that met a fault are found down.
 const WEB_MORE: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
@@ -138,10 +138,10 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     for number in &numbers {
         write_busy(&busy_file(&testbed, *number), &vec![0; usize::from(CORES)])?;
     }
-    let racks_of: BTreeMap<u16, Vec<u16>> = numbers
+    let server_racks: BTreeMap<u16, Vec<u16>> = numbers
         .iter()
         .filter(|_| options.racks > 0)
-        .map(|number| (*number, racks_of(*number, options.racks)))
+        .map(|number| (*number, server_racks(*number, options.racks)))
         .collect();
     let documents = Documents::new(
         options.seed,
@@ -151,7 +151,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
             ("web".to_owned(), testbed.service(), WEB_MORE),
             ("streams".to_owned(), stream_service(&testbed), STREAMS_MORE),
         ],
-        racks_of.clone(),
+        server_racks.clone(),
     );
     let disk = Disk::mount(&testbed.directory().join("store"))?;
     let preload = Preload::create(&testbed.directory())?;
@@ -162,7 +162,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         store: Some(disk.path().join("controller.redb")),
         preload: Some(preload.clone()),
         controllers: options.controllers,
-        racks_of,
+        server_racks,
         tls: true,
         etcd: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
         more_of_load_balancers: format!("metrics = \"{}\"\n", invariants::METRICS),
@@ -345,9 +345,9 @@ impl<'a> Run<'a> {
                 Err(error) => Some(format!("{error:#}")),
             };
             let Some(missing) = missing else { break };
-            if since.elapsed() > WHOLE_LIMIT {
+            if since.elapsed() > CONVERGENCE_LIMIT {
                 self.violations.push(format!(
-                    "{:.1} s: not whole {WHOLE_LIMIT:?} after {kinds:?}: {missing}\n{}",
+                    "{:.1} s: not converged {CONVERGENCE_LIMIT:?} after {kinds:?}: {missing}\n{}",
                     self.start.elapsed().as_secs_f64(),
                     logs(self.testbed)
                 ));
@@ -386,8 +386,8 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Through which racks the agent of a server speaks: the one that is its own, then the next.
-fn racks_of(server: u16, racks: u16) -> Vec<u16> {
+/// Returns the racks that the agent of a server uses: its own one, then the next.
+fn server_racks(server: u16, racks: u16) -> Vec<u16> {
     let (first, second) = (1 + (server - 1) % racks, 1 + server % racks);
     if first == second { vec![first] } else { vec![first, second] }
 }

@@ -96,13 +96,14 @@ impl fmt::Display for Outcome {
         }
         writeln!(
             f,
-            "  changes      {} acknowledged, {} unanswered (of which {} in force), {} wrong and {} too early refused, {} looks",
+            "  changes      {} acknowledged, {} unanswered (of which {} in force), {} invalid and {} too early rejected, \
+             {} status queries",
             writes.acknowledged,
             writes.unanswered,
             writes.unanswered_in_force,
             writes.wrong,
             writes.rotations,
-            writes.looks
+            writes.status_queries
         )?;
         writeln!(f, "  drains       {} acknowledged, {} not", writes.drains, writes.drains_unanswered)?;
         writeln!(f, "  health       checks found a server down {} times", watched.found_down)?;

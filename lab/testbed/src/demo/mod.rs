@@ -103,21 +103,21 @@ fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyho
     announce(progress, "simulating the same logs under the same policies".to_owned());
     let simulated = simulated(options, logs);
     interrupt::check()?;
-    let mut lanes = Vec::new();
+    let mut testbeds = Vec::new();
     for policy in options.policies() {
         announce(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
-        lanes.push(PolicyTestbed::start(policy, options, logs[0].log.source_addresses)?);
+        testbeds.push(PolicyTestbed::start(policy, options, logs[0].log.source_addresses)?);
         progress.inc(1);
         interrupt::check()?;
     }
     let mut machine = HostCpu::new()?;
-    let mut runs: Vec<PolicyRuns> = lanes.iter().map(|lane| PolicyRuns::new(lane.policy())).collect();
-    let first_generations = generations(&lanes)?;
+    let mut runs: Vec<PolicyRuns> = testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy())).collect();
+    let first_generations = generations(&testbeds)?;
     for (position, log) in logs.iter().enumerate() {
-        let measures = run_seed(&mut lanes, position, log, &timeline, &mut machine, progress)?;
+        let measures = run_seed(&mut testbeds, position, log, &timeline, &mut machine, progress)?;
         runs.iter_mut().zip(measures).for_each(|(runs, measures)| runs.seeds.push(measures));
     }
-    for ((runs, before), after) in runs.iter_mut().zip(first_generations).zip(generations(&lanes)?) {
+    for ((runs, before), after) in runs.iter_mut().zip(first_generations).zip(generations(&testbeds)?) {
         runs.table_generations = after - before;
     }
     Ok(DemoResults {
@@ -145,12 +145,12 @@ fn noise_floor(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     replay(log, pools, Placer::Oracle).core_pct
 }
 
-fn generations(lanes: &[PolicyTestbed]) -> anyhow::Result<Vec<u64>> {
-    lanes.iter().map(PolicyTestbed::table_generation).collect()
+fn generations(testbeds: &[PolicyTestbed]) -> anyhow::Result<Vec<u64>> {
+    testbeds.iter().map(PolicyTestbed::table_generation).collect()
 }
 
 fn run_seed(
-    lanes: &mut [PolicyTestbed],
+    testbeds: &mut [PolicyTestbed],
     position: usize,
     log: &Log,
     timeline: &Timeline,
@@ -159,26 +159,26 @@ fn run_seed(
 ) -> anyhow::Result<Vec<SeedMeasures>> {
     let seed = log.log.seed;
     let start_ns = now_ns() + LEAD.as_nanos() as u64;
-    for lane in &mut *lanes {
-        lane.start_load(position, &log.path, start_ns)?;
+    for testbed in &mut *testbeds {
+        testbed.start_load(position, &log.path, start_ns)?;
     }
     announce(progress, format!("seed {seed}"));
     machine.start()?;
     for second in 0..=timeline.seconds() {
         interrupt::sleep_until(start_ns + second * 1_000_000_000)?;
-        for lane in &mut *lanes {
-            lane.sample()?;
+        for testbed in &mut *testbeds {
+            testbed.sample()?;
         }
         if let Some(event) = timeline.event(second) {
-            for lane in &mut *lanes {
-                lane.change_pool(event)?;
+            for testbed in &mut *testbeds {
+                testbed.change_pool(event)?;
             }
             announce(progress, format!("seed {seed}: a server {}", event.action()));
         }
         progress.inc(u64::from(second > 0));
     }
     machine.stop()?;
-    let measures = lanes.iter_mut().map(|lane| lane.finish(seed, timeline)).collect();
+    let measures = testbeds.iter_mut().map(|testbed| testbed.finish(seed, timeline)).collect();
     std::thread::sleep(PAUSE);
     measures
 }

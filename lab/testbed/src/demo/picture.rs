@@ -26,7 +26,7 @@ const COLOURS: [RGBColor; 6] = [
     RGBColor(0, 114, 178),
     RGBColor(204, 121, 167),
 ];
-const LEFT_OUT: RGBColor = RGBColor(235, 235, 235);
+const EXCLUDED_COLOR: RGBColor = RGBColor(235, 235, 235);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
@@ -83,7 +83,7 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
     let left_out = (0..results.seconds).filter(|second| !results.timeline.counts(*second));
     chart.draw_series(left_out.map(|second| {
         let corners = [(second as f64, scale.start), (second as f64 + 1.0, scale.end)];
-        Rectangle::new(corners, LEFT_OUT.filled())
+        Rectangle::new(corners, EXCLUDED_COLOR.filled())
     }))?;
     chart.configure_mesh().disable_x_mesh().x_desc("s (grey: left out)").label_style(FONT).draw()?;
     for (at, event) in results.timeline.changes() {

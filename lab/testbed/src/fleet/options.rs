@@ -64,7 +64,7 @@ pub struct FleetOptions {
     pub preload: Option<Preload>,
     /// By server: the testbed's racks that its agent uses, in order, before the controllers. Every rack of the testbed
     /// has its daemon.
-    pub racks_of: BTreeMap<u16, Vec<u16>>,
+    pub server_racks: BTreeMap<u16, Vec<u16>>,
     /// By server: further lines in the fleet's file.
     pub servers_more: BTreeMap<u16, String>,
     /// Whether all parts have certificates of an authority of the testbed's own; otherwise they talk in plain.
@@ -98,7 +98,7 @@ impl Default for FleetOptions {
             etcd: Vec::new(),
             lease_s: 2,
             preload: None,
-            racks_of: BTreeMap::new(),
+            server_racks: BTreeMap::new(),
             servers_more: BTreeMap::new(),
             tls: false,
         }
@@ -112,7 +112,7 @@ impl FleetOptions {
     }
 
     pub(super) fn controllers_of_agent(&self, server: u16) -> String {
-        let racks = self.racks_of.get(&server).into_iter().flatten().map(|rack| rack_listen_address(*rack));
+        let racks = self.server_racks.get(&server).into_iter().flatten().map(|rack| rack_listen_address(*rack));
         let all: Vec<String> = racks.chain(self.controller_addresses()).collect();
         format!("{all:?}")
     }

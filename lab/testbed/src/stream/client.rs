@@ -164,7 +164,7 @@ pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
     raise_file_limit()?;
     interrupt::catch()?;
     let mut client = Client::new(args)?;
-    while client.turn()? {
+    while client.process_due_events()? {
         if interrupt::check().is_err() {
             client.end_soon(now_ns());
         }
@@ -242,8 +242,8 @@ impl<'a> Client<'a> {
         &mut self.report.seconds[second.min(last)]
     }
 
-    /// Waits for the next thing to do and does all that is due; false at the end of the run.
-    fn turn(&mut self) -> anyhow::Result<bool> {
+    /// Waits for the next event and processes all that are due. Returns false at the end of the run.
+    fn process_due_events(&mut self) -> anyhow::Result<bool> {
         let next_open_ns = self.next_open_ns().unwrap_or(u64::MAX);
         let events: Vec<Event> = self.epoll.wait(Some(next_open_ns.min(self.next_sweep_ns)))?.collect();
         for event in events {

@@ -26,7 +26,7 @@ const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
 struct Datacentre {
     fleet: Fleet,
     /// Controllers 2 and 3; the first one is the fleet's.
-    others: Vec<Option<Process>>,
+    other_controllers: Vec<Option<Process>>,
     etcd: Vec<Option<Process>>,
     members: Vec<Member>,
     _servers: StreamServers,
@@ -126,8 +126,8 @@ impl Datacentre {
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
-        let others = [2, 3].map(|number| Some(start_controller(&testbed, &members, number))).into();
-        Self { fleet, others, etcd, members, _servers: servers, testbed, document, changes: 1 }
+        let other_controllers = [2, 3].map(|number| Some(start_controller(&testbed, &members, number))).into();
+        Self { fleet, other_controllers, etcd, members, _servers: servers, testbed, document, changes: 1 }
     }
 
     /// Applies another document, repeatedly until a controller has acknowledged it. Returns its number.
@@ -157,7 +157,7 @@ impl Datacentre {
     fn signal(&mut self, number: u16, signal: Signal) {
         let process = match number {
             1 => self.fleet.daemon("controller").unwrap(),
-            _ => self.others[usize::from(number) - 2].as_mut().expect("it runs"),
+            _ => self.other_controllers[usize::from(number) - 2].as_mut().expect("it runs"),
         };
         process.signal(signal).unwrap();
     }
@@ -166,7 +166,7 @@ impl Datacentre {
     fn kill(&mut self, number: u16) {
         match number {
             1 => self.fleet.kill("controller").unwrap(),
-            _ => drop(self.others[usize::from(number) - 2].take().expect("it runs")),
+            _ => drop(self.other_controllers[usize::from(number) - 2].take().expect("it runs")),
         }
     }
 
@@ -174,7 +174,10 @@ impl Datacentre {
     fn restart(&mut self, number: u16) {
         match number {
             1 => self.fleet.restart(&self.testbed, "controller").unwrap(),
-            _ => self.others[usize::from(number) - 2] = Some(start_controller(&self.testbed, &self.members, number)),
+            _ => {
+                self.other_controllers[usize::from(number) - 2] =
+                    Some(start_controller(&self.testbed, &self.members, number))
+            }
         }
     }
 

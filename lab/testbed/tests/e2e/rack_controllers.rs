@@ -78,23 +78,23 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// `racks_of`: by server, through which racks its agent speaks and which its document names.
-    fn start(instance: &str, racks_of: &[(u16, &[u16])]) -> Self {
+    /// `server_racks`: racks that a server's agent uses, and that its document names.
+    fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
         let testbed = TestbedOptions { instance: instance.to_owned(), cores: CORES, racks: 2, ..Default::default() };
-        let servers = racks_of.len() as u16;
+        let servers = server_racks.len() as u16;
         let testbed = Testbed::create(TestbedOptions { servers, ..testbed }).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
         let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
         let streams = testbed.start_stream_servers_at(stream_service(&testbed), busy_of_streams).unwrap();
         let loads = Loads::start(&testbed);
         eventually(*TIMEOUT, "a file of loads", || busy_file(&testbed, servers).exists());
-        let racks_of = racks_of.iter().map(|(server, racks)| (*server, racks.to_vec()));
+        let server_racks = server_racks.iter().map(|(server, racks)| (*server, racks.to_vec()));
         let options = FleetOptions {
             load: LoadSource::PacedServer,
             steer: false,
             tls: true,
-            servers_more: racks_of.clone().map(|(server, racks)| (server, racks_key(&racks))).collect(),
-            racks_of: racks_of.collect(),
+            servers_more: server_racks.clone().map(|(server, racks)| (server, racks_key(&racks))).collect(),
+            server_racks: server_racks.collect(),
             more: format!(
                 "\n[[service]]\nname = \"streams\"\nvip = \"{}\"\nconsistency = \"stateful\"\n",
                 stream_service(&testbed)
@@ -298,11 +298,11 @@ fn rack_reports_for_its_own_servers_only() {
     // The agent of s2 comes through rack1, which the document does not name for it.
     site.fleet.kill(&agent_name(2)).unwrap();
     let mut options = site.fleet.options().clone();
-    options.racks_of.insert(2, vec![1]);
+    options.server_racks.insert(2, vec![1]);
     site.fleet.set_options(&site.testbed, options.clone()).unwrap();
     let [controller, agent] = ["controller", "agent-s2"].map(|daemon| site.log(daemon, 0).len());
     site.fleet.restart(&site.testbed, &agent_name(2)).unwrap();
-    let words = r#"may not speak for server \"s2\": expected rack \"rack2\", or its agent itself"#;
+    let words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
     eventually(*TIMEOUT, words, || site.log("controller", controller).contains(words));
     eventually(*TIMEOUT, words, || site.log("agent-s2", agent).contains(words));
     eventually(*TIMEOUT, "s2 is connected directly", || site.agent_rack("s2").is_some_and(|rack| rack.is_empty()));
@@ -311,7 +311,7 @@ fn rack_reports_for_its_own_servers_only() {
     site.assert_all_reach(2);
 
     // A new document ends forbidden connections.
-    eventually(*TIMEOUT, "s1 speaks through its rack", || {
+    eventually(*TIMEOUT, "s1 is connected through its rack", || {
         if site.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
             return true;
         }
@@ -323,7 +323,7 @@ fn rack_reports_for_its_own_servers_only() {
     let from = site.log("controller", 0).len();
     options.servers_more.insert(1, racks_key(&[]));
     site.fleet.set_options(&site.testbed, options).unwrap();
-    let words = r#"may not speak for server \"s1\": expected its agent itself"#;
+    let words = r#"may not report for server \"s1\": expected its agent itself"#;
     eventually(*TIMEOUT, words, || site.log("controller", from).contains(words));
     eventually(*TIMEOUT, "s1 is connected directly", || site.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
     site.assert_all_reach(1);

@@ -12,7 +12,7 @@ pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 pub type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 /// Half of a marker's width in pixels.
-const MARKER: i32 = 4;
+const MARKER_RADIUS: i32 = 4;
 
 /// Text is put by one of its edges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,10 +55,11 @@ pub fn dashed(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyle) -> Draw
 /// A marker: filled, or open (white inside).
 pub fn marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, open: bool) -> Drawn {
     let inside = if open { WHITE } else { colour };
-    let corners: Vec<(i32, i32)> = shape.corners(MARKER).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
+    let corners: Vec<(i32, i32)> =
+        shape.corners(MARKER_RADIUS).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
     if corners.is_empty() {
-        area.draw(&Circle::new(at, MARKER, inside.filled()))?;
-        return area.draw(&Circle::new(at, MARKER, colour.stroke_width(2)));
+        area.draw(&Circle::new(at, MARKER_RADIUS, inside.filled()))?;
+        return area.draw(&Circle::new(at, MARKER_RADIUS, colour.stroke_width(2)));
     }
     area.draw(&Polygon::new(corners.clone(), inside.filled()))?;
     let closed = corners.iter().chain(corners.first()).copied().collect();

@@ -28,13 +28,17 @@ fn seeds(scenario: &Scenario) -> Result<(), Wrong> {
 }
 
 /// Kinds that the scenario has, of rpc, lb, pcc and path.
-fn present(kinds: [bool; 4]) -> Vec<&'static str> {
+fn simulated_kinds(kinds: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"].into_iter().zip(kinds).filter_map(|(kind, there)| there.then_some(kind)).collect()
 }
 
 fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
-    let common =
-        present([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
+    let common = simulated_kinds([
+        scenario.rpc.is_some(),
+        scenario.lb.is_some(),
+        scenario.pcc.is_some(),
+        scenario.path.is_some(),
+    ]);
     // Measured metrics may be simulated, too.
     let kind = match (&common[..], &scenario.live) {
         ([kind], _) => *kind,
@@ -62,7 +66,7 @@ fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
         (panel.title.span(), parts)
     });
     for (span, parts) in of_series.chain(of_panels) {
-        if let Some(other) = present(parts).into_iter().find(|other| *other != kind) {
+        if let Some(other) = simulated_kinds(parts).into_iter().find(|other| *other != kind) {
             return Err((span, format!("has parameters of kind `{other}`: this scenario is of kind `{kind}`")));
         }
     }

@@ -24,8 +24,8 @@ pub struct ProcessorSharing {
     /// Virtual time per tick.
     rate: u128,
     next_end: Tick,
-    /// Jobs that ever came, for ties.
-    came: u64,
+    /// Number of the next job, which orders ties.
+    arrival_number: u64,
     /// Time that cores were busy until `as_of`, all together.
     busy: Tick,
 }
@@ -36,13 +36,13 @@ const FIXED_POINT_ONE: u128 = 1 << 32;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Job {
     virtual_end: u128,
-    came: u64,
+    arrival_number: u64,
     request: Request,
 }
 
 impl Ord for Job {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.virtual_end, self.came).cmp(&(other.virtual_end, other.came))
+        (self.virtual_end, self.arrival_number).cmp(&(other.virtual_end, other.arrival_number))
     }
 }
 
@@ -64,7 +64,7 @@ impl ProcessorSharing {
             as_of: 0,
             rate: FIXED_POINT_ONE,
             next_end: NEVER,
-            came: 0,
+            arrival_number: 0,
             busy: 0,
         }
     }
@@ -115,8 +115,8 @@ impl Cores for ProcessorSharing {
         } else {
             let (_, request) = self.arriving.receive()?;
             let virtual_end = self.virtual_now + u128::from(request.work) * FIXED_POINT_ONE;
-            self.jobs.push(Reverse(Job { virtual_end, came: self.came, request }));
-            self.came += 1;
+            self.jobs.push(Reverse(Job { virtual_end, arrival_number: self.arrival_number, request }));
+            self.arrival_number += 1;
         }
         self.set_rate();
         None

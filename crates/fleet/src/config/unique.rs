@@ -1,4 +1,4 @@
-//! Values that occur once.
+//! Values that must be unique.
 
 use std::collections::HashMap;
 use std::fmt::Display;
