@@ -210,7 +210,9 @@ fn start(guest: &mut Guest) -> Result<String> {
     }
     eventually(SETTLE_LIMIT, || {
         let status = status(guest)?;
-        ensure!(status.contains("load balancer lb1: XDP native") && !status.contains("  ! "), "{status}");
+        let balancer = status.split("\n\n").find(|part| part.starts_with("load balancer lb1: XDP native"));
+        let is_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
+        ensure!(balancer.is_some_and(is_ready), "{status}");
         Ok(())
     })?;
     let bond = guest.run("ip netns exec lb cat /proc/net/bonding/bond0")?;
