@@ -65,6 +65,14 @@ pub const FIGURES: &[LiveFigure] = &[
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
+        figure: Embedded {
+            name: "ringleader-cores-live",
+            text: include_str!("../../scenarios/live/ringleader-cores-live.toml"),
+        },
+        measure: dispatch_figure::cores_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
+    },
+    LiveFigure {
         figure: Embedded { name: "path-live", text: include_str!("../../scenarios/live/path-live.toml") },
         measure: dispatch_figure::path_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),

@@ -4,6 +4,7 @@
 //! service time of its own first computes (paced: sleeps) for so long and yields to requests of higher priority
 //! meanwhile. The thread of a core connects again when the orchestrator ends.
 
+mod batch;
 mod core_clock;
 
 use std::num::NonZeroU64;
@@ -63,6 +64,12 @@ pub struct OrchestratedServerArgs {
     /// Time that an idle core sleeps between two polls (us)
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     sleep_us: u64,
+    /// Time that a paced core needs to turn to a request of another service (us)
+    #[arg(long, default_value_t = 0, requires = "paced")]
+    switch_us: u64,
+    /// Service time of a batch that keeps two requests of service 1 per core under way (us) [default: no batch]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4_000_000))]
+    batch_us: Option<u32>,
     /// File of a little-endian u64 for each of 64 services: its time on the cores (ns); created when all cores are
     /// connected
     #[arg(long, value_name = "FILE")]
@@ -81,8 +88,9 @@ impl OrchestratedServerArgs {
     }
 
     fn core_clock(&self) -> Option<CoreClock> {
-        let options = self.serve_options();
-        self.paced.then(|| CoreClock::new(Duration::from_micros(self.quantum_us), options.sleep))
+        let times = [self.quantum_us, self.sleep_us, self.switch_us];
+        let [slice, sleep, switch] = times.map(Duration::from_micros);
+        self.paced.then(|| CoreClock::new(slice, sleep, switch))
     }
 }
 
@@ -118,7 +126,7 @@ impl Handler for CoreServer<'_> {
         let Ok(request) = KeyValueRequest::parse(request.payload) else { return Reply::Nothing };
         let time = Duration::from_nanos(request.service_ns.into());
         match &self.clock {
-            Some(clock) => clock.serve(time, || context.yield_point()),
+            Some(clock) => clock.serve(service, time, || context.yield_point()),
             None => compute(time, context),
         }
         self.shared.add_busy(service, time);
@@ -166,13 +174,17 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     let server = KeyValue { store, allocator, connected: AtomicUsize::new(0), busy };
     let stop = AtomicBool::new(false);
     let served: Vec<u64> = std::thread::scope(|scope| {
+        let (server, stop) = (&server, &stop);
         let serve = |core: &u16| {
             let core = *core;
-            let (server, stop) = (&server, &stop);
             scope.spawn(move || serve_core(args, core, server, stop))
         };
         let threads: Vec<_> = args.cores.iter().map(serve).collect();
-        let waited = wait(args, &server);
+        if let Some(service_us) = args.batch_us {
+            let (memory, window) = (&args.memory, 2 * args.cores.len());
+            scope.spawn(move || batch::feed(memory, window, service_us, stop));
+        }
+        let waited = wait(args, server);
         stop.store(true, Relaxed);
         let served = threads.into_iter().map(|thread| thread.join().expect("the thread of a core"));
         waited.map(|()| served.collect())

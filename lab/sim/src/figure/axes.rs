@@ -71,4 +71,6 @@ pub enum Metric {
     PacketNs,
     /// Responses to requests of the longest class that came in the measured time, percent of the requests due in it.
     LongAnsweredPct,
+    /// Time of the cores that a batch service had, percent (live only).
+    BatchPct,
 }

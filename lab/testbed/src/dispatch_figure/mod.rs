@@ -3,9 +3,10 @@
 //!
 //! * [`dispatcher`]: `coreward dispatch` on a server of a testbed; [`orchestrator`]: `coreward orchestrate`
 //! * [`requests`]: one measurement by `coreward-lab load`
-//! * [`server_figure`]: one server; [`path_figure`]: several behind the load balancer
+//! * [`server_figure`]: one server; [`cores_figure`]: with a batch; [`path_figure`]: several behind the load balancer
 //! * [`points`]: which measurements a scenario asks for, and in which order
 
+pub mod cores_figure;
 pub mod dispatcher;
 pub mod orchestrator;
 pub mod path_figure;

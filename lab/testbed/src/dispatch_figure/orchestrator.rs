@@ -2,18 +2,19 @@
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context as _, ensure};
 use coreward_load::key_value::TYPE_OFFSET;
 use coreward_load::request_type::RequestType;
-use coreward_model::dispatch::{Assignment, RankRule, Selection};
+use coreward_model::dispatch::{RankRule, Selection};
 use coreward_sim::rpc::{Config, JbsrqOptions};
 use serde_json::Value;
 
 use super::real_time;
 use crate::addresses::SERVICE;
+use crate::core_load_file::read_busy_file;
 use crate::fleet::{coreward_command, lab_command};
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
@@ -23,6 +24,7 @@ use crate::topology::Testbed;
 pub struct Orchestrator {
     server: Process,
     daemon: Process,
+    busy_file: PathBuf,
 }
 
 /// Returns the file of `coreward orchestrate` for a simulated server: docs/orchestrate.md. `latency_us`: most time for
@@ -42,8 +44,6 @@ pub fn configuration(
         Selection::FirstEligible => "feo",
         Selection::Pifo => "pifo",
     };
-    let assignment = options.assignment;
-    ensure!(assignment == Assignment::CompleteShare, "assignment {assignment} is not measured: expected share");
     let (cores, depth) = (config.cores, options.depth);
     let mut text = format!(
         "memory = {memory:?}\ncores = {cores}\ndepth = {depth}\npolicy = \"{policy}\"\nscheduler = \"{scheduler}\"\n\
@@ -64,17 +64,22 @@ pub fn configuration(
 
 impl Orchestrator {
     /// Starts it on server 1, for the one service of `config`, and waits until all cores are connected. `unit_us`: the
-    /// unit of service time. Idle cores and the waiting daemon sleep for the simulated latency of the interface. Fails
-    /// when one of the two does not start.
-    pub fn start(testbed: &Testbed, config: &Config, options: &JbsrqOptions, unit_us: f64) -> anyhow::Result<Self> {
+    /// unit of service time. `batch`: service time of a batch that always has work. Idle cores and the waiting daemon
+    /// sleep for the simulated latency of the interface. Fails when one of the two does not start.
+    pub fn start(
+        testbed: &Testbed,
+        config: &Config,
+        options: &JbsrqOptions,
+        unit_us: f64,
+        batch: Option<f64>,
+    ) -> anyhow::Result<Self> {
         let path = |name: &str| testbed.directory().join(name);
         let (memory, busy_file, file) = (path("cores"), path("cores-busy"), path("orchestrate.toml"));
         for left in [&memory, &busy_file] {
             // Those of an earlier one.
             let _ = fs::remove_file(left);
         }
-        let in_us = |time: f64| (time * unit_us).round().max(1.0) as u64;
-        fs::write(&file, configuration(config, options, &memory, in_us(config.latency))?)?;
+        fs::write(&file, configuration(config, options, &memory, in_us(config.latency, unit_us))?)?;
         let log = File::create(path("orchestrate.log"))?;
         let namespace = testbed.server(1)?;
         let mut command = real_time(coreward_command()?);
@@ -84,15 +89,18 @@ impl Orchestrator {
         daemon.wait_for_file("coreward orchestrate", &memory)?;
 
         let mut command = real_time(lab_command()?);
-        let cores: Vec<String> = (0..config.cores).map(|core| core.to_string()).collect();
-        command.args(["testbed", "orchestrated-server", "--paced", "--keys", "1", "--cores", &cores.join(",")]);
-        command.args(["--quantum-us", &in_us(options.quantum).to_string()]);
-        command.args(["--sleep-us", &in_us(config.latency).to_string()]);
+        command.args(["testbed", "orchestrated-server"]).args(server_options(config, options, unit_us));
+        command.args(batch.map(|time| format!("--batch-us={}", in_us(time, unit_us))));
         command.arg("--memory").arg(&memory).arg("--busy-file").arg(&busy_file);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = testbed.spawn(namespace, command)?;
         server.wait_for_file("the server of the cores", &busy_file)?;
-        Ok(Self { server, daemon })
+        Ok(Self { server, daemon, busy_file })
+    }
+
+    /// Time that a service had on all cores (ns). Fails when the file cannot be read.
+    pub fn busy_ns(&self, service: usize) -> anyhow::Result<u64> {
+        read_busy_file(&self.busy_file)?.get(service).copied().context("a core load file without the service")
     }
 
     /// Ends both. Returns the number of requests that cores completed. Fails when requests were dropped, rejected or
@@ -112,6 +120,26 @@ impl Orchestrator {
         ensure!(["dropped", "rejected", "lost"].iter().all(is_zero) && report["stalls"] == 0, "{report}");
         Ok(sum("completed"))
     }
+}
+
+fn in_us(time: f64, unit_us: f64) -> u64 {
+    (time * unit_us).round().max(1.0) as u64
+}
+
+/// Options of `coreward-lab testbed orchestrated-server` for a simulated server.
+fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<String> {
+    let cores: Vec<String> = (0..config.cores).map(|core| core.to_string()).collect();
+    vec![
+        "--paced".to_owned(),
+        "--keys=1".to_owned(),
+        format!("--cores={}", cores.join(",")),
+        format!("--quantum-us={}", in_us(options.quantum, unit_us)),
+        format!("--sleep-us={}", in_us(config.latency, unit_us)),
+        format!("--switch-us={}", (options.switch_cost * unit_us).round()),
+        format!("--assignment={}", options.assignment),
+        format!("--reserved={}", options.reserved),
+        format!("--epoch-us={}", in_us(options.interval, unit_us)),
+    ]
 }
 
 #[cfg(test)]

@@ -71,7 +71,7 @@ enum Backend<'a> {
 impl<'a> Backend<'a> {
     fn start(site: &'a TestEnv, config: &rpc::Config, unit_us: f64) -> anyhow::Result<Self> {
         if let Policy::RankedQueue(options) = &config.policy {
-            return Ok(Self::Orchestrator(Orchestrator::start(&site.testbed, config, options, unit_us)?));
+            return Ok(Self::Orchestrator(Orchestrator::start(&site.testbed, config, options, unit_us, None)?));
         }
         let service = key_value_service(&config.policy, &config.service, unit_us)?;
         Ok(Self::Dispatcher(Dispatcher::start(&site.testbed, 1, &service, config.cores)?))
@@ -91,16 +91,16 @@ impl<'a> Backend<'a> {
 }
 
 /// A client and a server; the fields are dropped in this order.
-struct TestEnv {
+pub(super) struct TestEnv {
     workers: u16,
     /// `None`: the server belongs to `coreward orchestrate`, which starts with it.
     server: Option<KeyValueServer>,
-    testbed: Testbed,
+    pub(super) testbed: Testbed,
 }
 
 impl TestEnv {
     /// Returns the present one, or a new one if that has another number of workers or another server.
-    fn suited<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
+    pub(super) fn suited<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
         let (workers, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
         let is_suited = |site: &Self| site.workers == workers && site.server.is_some() == has_server;
         if !present.as_ref().is_some_and(is_suited) {

@@ -17,6 +17,10 @@ pub struct CoreClock {
     slice_ns: u64,
     /// Time that an idle worker sleeps, at least (ns).
     sleep_ns: u64,
+    /// Time that the core needs to turn to a request of another service (ns).
+    switch_ns: u64,
+    /// Service of the last slice.
+    service: Cell<u8>,
     /// End of the last slice in virtual time.
     virtual_ns: Cell<u64>,
     /// Time at which the worker woke after the last slice.
@@ -24,19 +28,21 @@ pub struct CoreClock {
 }
 
 impl CoreClock {
-    /// `slice`: service time between two yield points. `sleep`: time that the idle worker sleeps, at least.
-    pub fn new(slice: Duration, sleep: Duration) -> Self {
-        let [slice_ns, sleep_ns] = [slice, sleep].map(|time| time.as_nanos() as u64);
-        Self { slice_ns, sleep_ns, virtual_ns: Cell::new(0), woke_ns: Cell::new(0) }
+    /// `slice`: service time between two yield points. `sleep`: time that the idle worker sleeps, at least. `switch`:
+    /// time that the core needs to turn to a request of another service.
+    pub fn new(slice: Duration, sleep: Duration, switch: Duration) -> Self {
+        let [slice_ns, sleep_ns, switch_ns] = [slice, sleep, switch].map(|time| time.as_nanos() as u64);
+        let (virtual_ns, woke_ns) = (Cell::new(0), Cell::new(0));
+        Self { slice_ns, sleep_ns, switch_ns, service: Cell::new(0), virtual_ns, woke_ns }
     }
 
-    /// Sleeps for the service time of a request. `yield_point` may serve other requests meanwhile.
-    pub fn serve(&self, service: Duration, mut yield_point: impl FnMut()) {
+    /// Sleeps for the time of a request of a service. `yield_point` may serve other requests meanwhile.
+    pub fn serve(&self, service: u8, time: Duration, mut yield_point: impl FnMut()) {
         self.begin(now_ns());
-        let mut left_ns = service.as_nanos() as u64;
+        let mut left_ns = time.as_nanos() as u64;
         loop {
             let slice_ns = left_ns.min(self.slice_ns);
-            let end_ns = self.virtual_ns.get() + slice_ns;
+            let end_ns = self.begin_slice(service) + slice_ns;
             sleep_until(end_ns);
             self.end_slice(end_ns, now_ns());
             left_ns -= slice_ns;
@@ -54,6 +60,12 @@ impl CoreClock {
         self.virtual_ns.set(self.virtual_ns.get().max(earliest_ns));
     }
 
+    /// Returns the begin of a slice.
+    fn begin_slice(&self, service: u8) -> u64 {
+        let switch_ns = if self.service.replace(service) == service { 0 } else { self.switch_ns };
+        self.virtual_ns.get() + switch_ns
+    }
+
     fn end_slice(&self, end_ns: u64, now_ns: u64) {
         self.virtual_ns.set(end_ns);
         self.woke_ns.set(now_ns);
@@ -67,7 +79,7 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     fn clock() -> CoreClock {
-        CoreClock::new(Duration::from_millis(1), Duration::from_millis(10))
+        CoreClock::new(Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(2))
     }
 
     #[test]
@@ -101,11 +113,21 @@ mod tests {
     fn request_takes_its_time_and_that_of_those_in_between() {
         let (clock, before) = (clock(), now_ns());
         let mut yields = 0;
-        clock.serve(Duration::from_millis(3), || {
+        clock.serve(0, Duration::from_millis(3), || {
             yields += 1;
-            clock.serve(Duration::from_millis(2), || ());
+            clock.serve(0, Duration::from_millis(2), || ());
         });
         assert_eq!(yields, 2);
         assert!(now_ns() - before >= 7 * MS, "3 ms and twice 2 ms");
+    }
+
+    #[test]
+    fn core_needs_time_to_turn_to_another_service() {
+        let clock = clock();
+        clock.begin(100 * MS);
+        assert_eq!(
+            [0, 0, 1, 1, 0].map(|service| clock.begin_slice(service)),
+            [100, 100, 102, 100, 102].map(|ms| ms * MS)
+        );
     }
 }

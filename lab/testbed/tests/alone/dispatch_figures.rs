@@ -65,3 +65,12 @@ fn orchestrator_is_measured_live() -> anyhow::Result<()> {
     assert_eq!(result.claims.len(), 2, "those without coreward dispatch");
     Ok(())
 }
+
+#[test]
+fn core_assignments_are_measured_live() -> anyhow::Result<()> {
+    skip_if!(missing_testbed_rights(), Ok(()));
+    let result = figure(&["ringleader-cores-live", "--seconds", "1.5", "--points", "20"])?;
+    assert_complete(&result, 2, &["shared", "hybrid", "dedicated"], 1.0);
+    assert_eq!(result.claims.len(), 2);
+    Ok(())
+}

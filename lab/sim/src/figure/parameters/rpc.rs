@@ -90,7 +90,12 @@ impl Rpc {
                     unit: self.slo_unit.unwrap_or_default().0,
                 })
             }
-            Metric::P99 | Metric::ShortP99 | Metric::LongP99 | Metric::Mean | Metric::LongAnsweredPct => {
+            Metric::P99
+            | Metric::ShortP99
+            | Metric::LongP99
+            | Metric::Mean
+            | Metric::LongAnsweredPct
+            | Metric::BatchPct => {
                 let carried = config.policy.capacity(config.service.mean(), config.latency);
                 let passed = self.dispatcher_limit.unwrap_or(f64::INFINITY);
                 if config.load >= carried || throughput(&config, config.load) >= passed {

@@ -1,0 +1,140 @@
+//! `coreward-lab figure ringleader-cores-live`: a latency-sensitive service with bursts and a batch service that always
+//! has work, on the cores of `coreward orchestrate`.
+
+use std::collections::HashMap;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use coreward_load::event_loop::now_ns;
+use coreward_sim::figure::axes::Metric;
+use coreward_sim::figure::job::Job;
+use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::rpc::{Config, Policy};
+
+use super::orchestrator::Orchestrator;
+use super::points::{self, found, key};
+use super::real_time;
+use super::requests::{Measurement, Requests, allow_sockets};
+use super::server_figure::TestEnv;
+use crate::addresses::SERVICE;
+use crate::fleet::lab_command;
+use crate::process::TIMEOUT;
+use crate::topology::{Testbed, missing_privilege};
+
+/// Load of a burst on top, as a part of what all cores can serve.
+const BURST_LOAD: f64 = 0.5;
+const BURST_SECONDS: f64 = 0.1;
+/// Time from a burst to the next one (ns).
+const BURST_INTERVAL_NS: u64 = 1_000_000_000;
+/// Source ports of bursts: other ones than those of the measured requests.
+const BURST_FLOWS: u16 = 64;
+const BURST_FIRST_PORT: u16 = 40_000;
+const BATCH_SERVICE: usize = 1;
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// A measured run.
+struct Run {
+    latency: Measurement,
+    /// Time of all cores that the batch had, in percent.
+    batch_pct: f64,
+}
+
+/// Measures every series of `scenario`: requests of the short class at its load, bursts, and a batch of the long class.
+/// Fails without root, when a start fails, when requests are lost, when the machine is too busy, or when interrupted.
+pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+    if let Some(missing) = missing_privilege() {
+        bail!(missing);
+    }
+    allow_sockets()?;
+    let live = scenario.live.as_ref().context("a live figure without [live]")?;
+    let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
+    let plan = points::plan(scenario)?;
+    let mut configs: Vec<&Config> = plan.jobs.iter().filter_map(as_rpc).collect();
+    // Run by run, so that disturbances of the machine affect all series.
+    configs.sort_by_key(|config| config.seed);
+    let mut measured: HashMap<String, Run> = HashMap::new();
+    let mut site = None;
+    progress(0, configs.len());
+    for config in &configs {
+        let run = measure_run(&TestEnv::suited(&mut site, config)?.testbed, config, unit_us, seconds)?;
+        measured.insert(key(config), run);
+        progress(measured.len(), configs.len());
+    }
+    points::samples(scenario, &plan, |place, job| {
+        let run = found(&measured, as_rpc(job).context("expected [rpc]")?)?;
+        match place.query.measure {
+            Metric::BatchPct => Ok(run.batch_pct),
+            measure => run.latency.value(measure),
+        }
+    })
+}
+
+fn as_rpc(job: &Job) -> Option<&Config> {
+    if let Job::Rpc(config) = job { Some(config) } else { None }
+}
+
+fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -> anyhow::Result<Run> {
+    let Config { policy, service, load, cores, seed, .. } = config;
+    let Policy::RankedQueue(options) = policy else { bail!("policy {policy}: expected jbsrq") };
+    let batch = service.class_times().get(BATCH_SERVICE).copied();
+    let batch = batch.filter(|_| service.mean() == 1.0).context("service: expected bimodal:0:FACTOR, for the batch")?;
+    let orchestrator = Orchestrator::start(testbed, config, options, unit_us, Some(batch))?;
+    let rate = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
+    let requests = Requests { service: service.clone(), unit_us, rate: rate(*load), seconds, seed: *seed };
+    let bursts = Requests { rate: rate(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
+    let stop = AtomicBool::new(false);
+    let (measured, sent) = std::thread::scope(|scope| {
+        let bursts = scope.spawn(|| send_bursts(testbed, &bursts, &stop));
+        let measured = measure_batch(&orchestrator, *cores, || requests.send(testbed));
+        stop.store(true, Relaxed);
+        (measured, bursts.join().expect("the thread of bursts"))
+    });
+    sent?;
+    let (latency, batch_pct) = measured?;
+    orchestrator.stop()?;
+    let (sent, lost) = latency.requests_and_lost();
+    ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
+    let short = latency.value(Metric::ShortP99)?;
+    eprintln!("run {seed}, {policy}, load {load}: p99 {short:.2} ({sent}), batch {batch_pct:.1} % of the cores");
+    Ok(Run { latency, batch_pct })
+}
+
+/// Measures with `send`. Returns the time of the cores that the batch had meanwhile, too, in percent.
+fn measure_batch(
+    orchestrator: &Orchestrator,
+    cores: u16,
+    send: impl FnOnce() -> anyhow::Result<Measurement>,
+) -> anyhow::Result<(Measurement, f64)> {
+    let (begin_ns, before_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE)?);
+    let latency = send()?;
+    let (end_ns, after_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE)?);
+    let all_ns = (end_ns - begin_ns) as f64 * f64::from(cores);
+    Ok((latency, (after_ns - before_ns) as f64 / all_ns * 100.0))
+}
+
+/// Sends a burst in each interval until `stop` is set. Each has a seed of its own.
+fn send_bursts(testbed: &Testbed, burst: &Requests, stop: &AtomicBool) -> anyhow::Result<()> {
+    let mut due_ns = now_ns() + BURST_INTERVAL_NS;
+    for number in 1.. {
+        while now_ns() < due_ns {
+            if stop.load(Relaxed) {
+                return Ok(());
+            }
+            std::thread::sleep(POLL_INTERVAL);
+        }
+        due_ns += BURST_INTERVAL_NS;
+        let mut command = real_time(lab_command()?);
+        command.args(["load", &SERVICE.to_string(), "--service", &burst.service.to_string()]);
+        command.args(["--multiplier", &burst.unit_us.to_string(), "--rate", &burst.rate.to_string()]);
+        command.args(["--seconds", &burst.seconds.to_string(), "--warm-up", "0"]);
+        command.args(["--flows", &BURST_FLOWS.to_string(), "--first-port", &BURST_FIRST_PORT.to_string()]);
+        command.args(["--seed", &(burst.seed * 1000 + number).to_string()]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let status = testbed.spawn(testbed.client(), command)?.wait(*TIMEOUT)?;
+        ensure!(status.success(), "coreward-lab load of a burst failed: {status}");
+    }
+    Ok(())
+}

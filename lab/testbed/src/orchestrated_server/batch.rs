@@ -1,0 +1,49 @@
+//! A batch service that always has work: its units are requests, which it sends itself.
+
+use std::net::UdpSocket;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_load::key_value::{DATAGRAM_MAX, Request};
+use coreward_load::request_type::RequestType;
+use coreward_runtime::worker::Runtime;
+
+use super::RETRY_INTERVAL;
+
+/// Service of the units.
+const SERVICE: u8 = 1;
+/// Time without any response after which all units count as lost.
+const TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Keeps `window` units of that service time under way until `stop` is set. Begins again after an error, as when the
+/// orchestrator ends.
+pub fn feed(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
+    while !stop.load(Relaxed) {
+        if let Err(error) = try_feed(memory, window, service_us, stop) {
+            tracing::info!(event = "batch-waits", error = format!("{error:#}"), "no units are sent");
+            std::thread::sleep(RETRY_INTERVAL);
+        }
+    }
+}
+
+fn try_feed(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) -> anyhow::Result<()> {
+    let services = Runtime::connect(memory)?.services();
+    let entry = services.get(usize::from(SERVICE)).context("one service: expected a second one for the batch")?;
+    let socket = UdpSocket::bind("0.0.0.0:0")?;
+    socket.set_read_timeout(Some(TIMEOUT))?;
+    let request_type = RequestType::work(SERVICE).expect("below 16");
+    let (mut unit, mut under_way, mut buffer) = (0, 0, [0; DATAGRAM_MAX]);
+    let mut datagram = Vec::new();
+    while !stop.load(Relaxed) {
+        while under_way < window {
+            let request = Request { request_type, id: unit, service_ns: service_us * 1000, key: b"", value: b"" };
+            request.write(&mut datagram);
+            socket.send_to(&datagram, entry.address)?;
+            (unit, under_way) = (unit.wrapping_add(1), under_way + 1);
+        }
+        under_way = if socket.recv(&mut buffer).is_ok() { under_way - 1 } else { 0 };
+    }
+    Ok(())
+}
