@@ -88,7 +88,7 @@ fn main() {
     let variants = Variants::default();
     let bindings = bindgen::Builder::default()
         .header(header.display().to_string())
-        .allowlist_file(".*/bpf/include/(intf|connections|counters|server|server_tunnels|dispatch|orchestrate)\\.h")
+        .allowlist_file(".*/bpf/include/[a-z_]+\\.h")
         .parse_callbacks(Box::new(Callbacks { variants: variants.clone() }))
         .derive_default(true)
         .layout_tests(false)
