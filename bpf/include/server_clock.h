@@ -27,11 +27,11 @@
 #define MAX_LB_STAMPED_SERVERS 16384
 
 /*
- * A server's clock, learnt from its answers. With net.ipv4.tcp_timestamps=2 all its connections show one clock; with 1
- * each has an offset of its own, and nothing can be restored.
+ * A server's clock, learned from its answers (bpf/lb/lb_cookie.h). An offset is TSval minus the load balancer's
+ * CLOCK_MONOTONIC in ms, modulo 2^32.
  */
 struct lb_stamped_server {
-	/* TSval minus the load balancer's CLOCK_MONOTONIC in ms, modulo 2^32: what stamped connections go by. */
+	/* Offset that all connections share, while they do. */
 	__u32 offset_ms;
 	/* The same by the newest SYN-ACK. */
 	__u32 newest_ms;
@@ -43,19 +43,46 @@ struct lb_stamped_server {
 	 * stamped.
 	 */
 	__u16 agreeing;
+	/* Sampled connection, client address XOR ports; 0: none. Its offset by an answer, and the time of that answer. */
+	__u32 sampled_client;
+	__u32 sampled_ms;
+	__u32 sampled_at_ms;
+	/*
+	 * Samples whose clock ticked in ms, at most LB_STAMPING_MAX_STEADY; another one, as after a delay, halves the
+	 * count. At LB_STAMPING_AGREEING new connections are stamped, even if no two agree.
+	 */
+	__u16 steady;
+	/* 1: the newest sample's clock did not tick in ms. */
+	__u16 unsteady;
 	/* 1: `offset_ms` is of an answer. */
 	__u64 has_clock;
 	/* SYN-ACKs, with timestamps or without. */
 	__u64 syn_acks;
 	/* Those with timestamps. */
 	__u64 with_timestamps;
-	/* Those that did not agree with the one before. */
+	/* Answers that did not agree with another connection's. From the first one on connections have own offsets. */
 	__u64 disagreed;
 };
 #define LB_STAMPING_AGREEING 4
+#define LB_STAMPING_MAX_STEADY 8
 /* How far SYN-ACKs of one clock may lie apart: queues, and a server that is slow to send. */
 #define LB_STAMPING_TOLERANCE_MS 1000
 /* How far a TSval may run ahead of the estimate: clocks drift apart between two SYN-ACKs. */
 #define LB_STAMPING_SLACK_MS 60000
+/* Answers of one connection show the clock's rate from this distance on: a delay of half of it is tolerated. */
+#define LB_STAMPING_SAMPLE_MS 100
+/* Another connection is sampled if the sampled one is silent for longer. */
+#define LB_STAMPING_SAMPLE_EXPIRES_MS 2000
+
+/*
+ * Offsets of stamped connections whose server has no shared clock: direct-mapped by connection_hash(). One word:
+ *
+ *    63             32 31             0
+ *    +----------------+----------------+
+ *    | tag (odd)      | offset         |
+ *    +----------------+----------------+
+ */
+#define LB_STAMPED_OFFSETS 1048576
+#define LB_STAMPED_OFFSET_TAG_SHIFT 32
 
 #endif

@@ -8,6 +8,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "connection_table.h"
 #include "parse.h"
 #include "placement.h"
 #include "state.h"
@@ -20,6 +21,13 @@ struct {
 	__type(value, struct lb_stamped_server);
 } lb_stamped_servers SEC(".maps");
 
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, LB_STAMPED_OFFSETS);
+	__type(key, __u32);
+	__type(value, __u64);
+} lb_stamped_offsets SEC(".maps");
+
 #define NANOSECONDS_PER_MS 1000000
 
 /* `mac`: 48 bits; the others are ignored. */
@@ -30,9 +38,22 @@ static __always_inline struct lb_stamped_server *lb_stamped_server(__u32 service
 	return bpf_map_lookup_elem(&lb_stamped_servers, &key);
 }
 
+/* Returns whether its connections show one clock. */
 static __always_inline bool is_verified(const struct lb_stamped_server *server)
 {
 	return server->agreeing >= LB_STAMPING_AGREEING;
+}
+
+/* Returns whether its new connections are stamped. */
+static __always_inline bool can_be_stamped(const struct lb_stamped_server *server)
+{
+	return is_verified(server) || server->steady >= LB_STAMPING_AGREEING;
+}
+
+/* Returns whether its connections are known to have offsets of their own. */
+static __always_inline bool has_own_offsets(const struct lb_stamped_server *server)
+{
+	return server->disagreed;
 }
 
 /* True: the time is lb_state.clock, for comparisons with the model. */
@@ -45,25 +66,25 @@ static __always_inline __u32 monotonic_ms(void)
 	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
 }
 
-/* Returns the server's present time by its known clock (ms). */
-static __always_inline __u32 clock_of(const struct lb_stamped_server *server)
-{
-	return monotonic_ms() + server->offset_ms;
-}
-
 static __always_inline bool agree(__u32 offset_ms, __u32 other_ms, __u32 tolerance_ms)
 {
 	return offset_ms - other_ms + tolerance_ms <= 2 * tolerance_ms;
 }
 
+/* An answer of a server: its TSval, and this load balancer's time (ms), read once per packet. */
+struct answer {
+	__u32 milliseconds;
+	__u32 now_ms;
+};
+
 /*
- * Learns from a SYN-ACK with TSval `milliseconds`. Of two CPUs one counts. The offset changes only when it is off by
- * half the tolerance: a packet's key follows from it (lb_stamped_value()), and must not alternate.
+ * Learns from a SYN-ACK. Of two CPUs one counts. The offset changes only when it is off by half the tolerance: a
+ * packet's key follows from it (lb_stamped_value()), and must not alternate.
  */
 static __always_inline void learn_clock(struct lb_stamped_server *server, const struct packet *packet,
-					__u32 milliseconds)
+					struct answer answer)
 {
-	__u32 offset_ms = milliseconds - monotonic_ms();
+	__u32 offset_ms = answer.milliseconds - answer.now_ms;
 	__u32 client = packet->client_address ^ packet->ports;
 
 	if (!server->agreeing || !agree(offset_ms, server->newest_ms, LB_STAMPING_TOLERANCE_MS)) {
@@ -81,13 +102,88 @@ static __always_inline void learn_clock(struct lb_stamped_server *server, const 
 	}
 }
 
-/* Takes the clock from a later answer of a stamped connection, if it is unknown since this load balancer's start. */
-static __always_inline void take_clock(struct lb_stamped_server *server, __u32 milliseconds)
+/* Compares two answers of one connection, neither a reset, to see whether the server's clock ticks in ms. */
+static __always_inline void sample_clock(struct lb_stamped_server *server, const struct packet *packet,
+					 struct answer answer)
 {
-	if (server->has_clock)
-		return;
-	server->offset_ms = milliseconds - monotonic_ms();
-	server->has_clock = 1;
+	__u32 client = packet->client_address ^ packet->ports;
+	__u32 offset_ms = answer.milliseconds - answer.now_ms, elapsed_ms = answer.now_ms - server->sampled_at_ms;
+
+	if (server->sampled_client && client == server->sampled_client) {
+		if (elapsed_ms < LB_STAMPING_SAMPLE_MS)
+			return;
+		server->unsteady = !agree(offset_ms, server->sampled_ms, elapsed_ms / 2);
+		if (server->unsteady)
+			server->steady /= 2;
+		else if (server->steady < LB_STAMPING_MAX_STEADY)
+			server->steady++;
+		server->sampled_client = 0;
+	} else if (!server->sampled_client || elapsed_ms > LB_STAMPING_SAMPLE_EXPIRES_MS) {
+		server->sampled_client = client;
+		server->sampled_ms = offset_ms;
+		server->sampled_at_ms = answer.now_ms;
+	}
+}
+
+static __always_inline __u64 *own_offset(__u64 hash)
+{
+	__u32 index = hash & (LB_STAMPED_OFFSETS - 1);
+
+	return bpf_map_lookup_elem(&lb_stamped_offsets, &index);
+}
+
+static __always_inline __u32 offset_tag(__u64 hash)
+{
+	return hash >> LB_STAMPED_OFFSET_TAG_SHIFT | 1;
+}
+
+/* Stores a connection's own offset, if it is new. Returns the stored one: a packet's key follows from it. */
+static __always_inline __u32 learn_own_offset(__u64 hash, __u32 offset_ms)
+{
+	__u64 *word = own_offset(hash), known;
+
+	if (!word)
+		return offset_ms;
+	known = *(volatile __u64 *)word;
+	if (known >> LB_STAMPED_OFFSET_TAG_SHIFT == offset_tag(hash) &&
+	    agree(offset_ms, known, LB_STAMPING_TOLERANCE_MS / 2))
+		return known;
+	*(volatile __u64 *)word = (__u64)offset_tag(hash) << LB_STAMPED_OFFSET_TAG_SHIFT | offset_ms;
+	return offset_ms;
+}
+
+/* Returns the offset of a stamped connection, from an answer of it. Stores it if no other answer shows it. */
+static __always_inline __u32 learn_offset(struct lb_stamped_server *server, __u32 service, const struct packet *packet,
+					  struct answer answer)
+{
+	__u32 offset_ms = answer.milliseconds - answer.now_ms;
+
+	if (!has_own_offsets(server) && !server->has_clock) {
+		server->offset_ms = offset_ms;
+		server->has_clock = 1;
+	}
+	if (!has_own_offsets(server) && agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS))
+		return server->offset_ms;
+	server->disagreed += !has_own_offsets(server);
+	return learn_own_offset(connection_hash(service, packet->client_address, packet->ports), offset_ms);
+}
+
+/* Fills the offset of a stamped connection. Returns whether it is known. */
+static __always_inline bool find_offset(const struct lb_stamped_server *server, __u32 service,
+					const struct packet *packet, __u32 *offset_ms)
+{
+	__u64 hash, *word, known;
+
+	*offset_ms = server->offset_ms;
+	if (!has_own_offsets(server))
+		return server->has_clock;
+	hash = connection_hash(service, packet->client_address, packet->ports);
+	word = own_offset(hash);
+	if (!word)
+		return false;
+	known = *(volatile __u64 *)word;
+	*offset_ms = known;
+	return known >> LB_STAMPED_OFFSET_TAG_SHIFT == offset_tag(hash);
 }
 
 #endif

@@ -4,17 +4,21 @@
  * pass it, and restores TSecr of the clients; its kernel routes the replies on.
  *
  * 1. The clock. TSecr must reach the server as TSval was sent: otherwise Linux rejects the third packet of a handshake.
- *    The cookie leaves 20 bits of TSval; the load balancer adds the others by the server's clock. With
- *    net.ipv4.tcp_timestamps=2 all connections of a server show one clock (struct lb_stamped_server); with 1 each has
- *    its own offset. So new connections are stamped once SYN-ACKs of LB_STAMPING_AGREEING connections in a row agree,
- *    until one does not. Older connections keep their clock meanwhile.
+ *    The cookie leaves 20 bits of TSval; the load balancer adds the others by the connection's clock. With
+ *    net.ipv4.tcp_timestamps=2 all connections of a server show one clock (struct lb_stamped_server): new connections
+ *    are stamped once SYN-ACKs of LB_STAMPING_AGREEING connections in a row agree, until one does not.
+ *
+ *    With 1, Linux' default, each connection has a random offset. Every answer shows it, so new connections are stamped
+ *    once LB_STAMPING_AGREEING samples of connections have shown that the clock ticks in ms. `lb_stamped_offsets` has
+ *    the offsets. It is a cache: connections overwrite entries of others, and the next answer restores an entry.
+ *    Without one TSecr is 0, which Linux ignores (RFC 7323, Sect. 3.2): the server measures no round trip by it.
  *
  * 2. Plain connections. A connection is stamped from its SYN-ACK on or not at all, or time would jump. A plain one is
  *    in the flow table, from its SYN-ACK or a later answer without timestamps (a client's packet proves nothing); all
- *    others are stamped. So doubts about the clock affect no open connection, and a restarted load balancer takes the
- *    clock from the first answer. A later connection of the same ports stays plain while the entry exists. A SYN
- *    repeated before the client has the SYN-ACK goes to the same server (HALF_OPEN_FLOW). A connection whose entry is
- *    evicted breaks: the table should hold all connections of servers with unknown clocks.
+ *    others are stamped. So doubts about the clock affect no open connection, and a restarted load balancer learns
+ *    clocks from any answer. A later connection of the same ports stays plain while the entry exists. A SYN repeated
+ *    before the client has the SYN-ACK goes to the same server (HALF_OPEN_FLOW). A connection whose entry is evicted
+ *    breaks: the table should hold all connections of servers whose clocks are unknown.
  *
  * 3. Packets to the server. The cookie names it; TSecr is restored. Packets with neither entry nor known cookie are
  *    dropped, because these servers reject broadcasts.
@@ -26,7 +30,7 @@
  *    Replies: reply.h. Packets of clients: lb_stamping.h.
  *
  * 5. The source MAC address of a reply names the server: a look-up in `lb_stamped_servers`, which user space fills and
- *    in which this program keeps the clocks.
+ *    in which this program keeps the clocks (clocks.h).
  */
 #ifndef COREWARD_LB_LB_COOKIE_H
 #define COREWARD_LB_LB_COOKIE_H
@@ -90,16 +94,21 @@ static __always_inline __u32 lb_stamped_id(struct xdp_md *ctx, const struct pack
 	return reveal(lb_stamping_hash(ctx, index, packet), packet->tsecr & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
 }
 
-/* Returns the TSval that the server at `mac` sent: the latest one of its clock with these 20 bits. */
+/*
+ * Returns the TSval that the server at `mac` sent: the latest one of the connection's clock with these 20 bits; 0 ("no
+ * TSecr") if that clock is not known.
+ */
 static __always_inline __u32 lb_stamped_tsecr(struct xdp_md *ctx, __u32 service, __u64 mac, const struct packet *packet)
 {
 	const struct lb_stamped_server *server = lb_stamped_server(service, mac);
-	__u32 time, latest;
+	__u32 time, latest, offset_ms;
 
 	if (!server)
 		return packet->tsecr;
+	if (!find_offset(server, service, packet, &offset_ms))
+		return 0;
 	time = (packet->tsecr >> LB_STAMPING_TIME_SHIFT) - lb_stamping_time_mask(ctx, service, packet);
-	latest = clock_of(server) + LB_STAMPING_SLACK_MS;
+	latest = monotonic_ms() + offset_ms + LB_STAMPING_SLACK_MS;
 	return latest - ((latest - time) & LB_STAMPING_TIME_MASK);
 }
 

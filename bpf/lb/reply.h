@@ -38,10 +38,10 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 
 /* Returns TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no TSecr"). */
 static __always_inline __u32 lb_stamped_value(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-					      const struct lb_stamped_server *server, __u32 milliseconds)
+					      struct lb_stamped_server *server, struct answer answer)
 {
-	__u32 index = stamping_key(milliseconds - server->offset_ms);
-	__u32 time = (milliseconds + lb_stamping_time_mask(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
+	__u32 index = stamping_key(answer.milliseconds - learn_offset(server, service, packet, answer));
+	__u32 time = (answer.milliseconds + lb_stamping_time_mask(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
 	__u32 id = hide(lb_stamping_hash(ctx, index, packet), server->server_id & LB_STAMPING_ID_MASK,
 			LB_STAMPING_ID_BITS);
 	__u32 value = time << LB_STAMPING_TIME_SHIFT | index * LB_STAMPING_KEY_BIT | id;
@@ -51,7 +51,7 @@ static __always_inline __u32 lb_stamped_value(struct xdp_md *ctx, __u32 service,
 
 /* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, essay, 2). */
 static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-						   struct lb_stamped_server *server, __u32 milliseconds)
+						   struct lb_stamped_server *server, struct answer answer)
 {
 	struct flow_table_entry entry = {};
 	bool plain = find_plain_flow(service, packet, &entry);
@@ -59,8 +59,8 @@ static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 ser
 	server->syn_acks++;
 	if (packet->has_timestamp) {
 		server->with_timestamps++;
-		learn_clock(server, packet, milliseconds);
-		if (is_verified(server) && !plain)
+		learn_clock(server, packet, answer);
+		if (can_be_stamped(server) && !plain)
 			return true;
 	}
 	/* Also without timestamps: the SYN may have had one, and then its server is not the bucket's. */
@@ -72,12 +72,12 @@ static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 ser
 }
 
 static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-					     struct lb_stamped_server *server, __u32 milliseconds)
+					     struct lb_stamped_server *server, struct answer answer)
 {
 	struct flow_table_entry entry = {};
 
 	if (packet->flags & TCP_SYN)
-		return is_to_be_stamped_first(ctx, service, packet, server, milliseconds);
+		return is_to_be_stamped_first(ctx, service, packet, server, answer);
 	if (find_plain_flow(service, packet, &entry))
 		return false;
 	if (!packet->has_timestamp) {
@@ -87,7 +87,6 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 			insert_flow(ctx, service, packet, entry, 0);
 		return false;
 	}
-	take_clock(server, milliseconds);
 	return true;
 }
 
@@ -95,16 +94,19 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						   __u64 source_mac)
 {
-	__u32 offset = packet->tsecr_offset - sizeof(__u32), milliseconds, stamped;
+	__u32 offset = packet->tsecr_offset - sizeof(__u32), stamped;
 	struct lb_stamped_server *server = lb_stamped_server(service, source_mac);
+	struct answer answer;
 	__be32 value = 0;
 
 	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
 		return LB_COUNTER_REPLY_UNCHANGED;
-	milliseconds = bpf_ntohl(value);
-	if (!is_to_be_stamped(ctx, service, packet, server, milliseconds))
+	answer = (struct answer){.milliseconds = bpf_ntohl(value), .now_ms = monotonic_ms()};
+	if (packet->has_timestamp && !(packet->flags & TCP_RST))
+		sample_clock(server, packet, answer);
+	if (!is_to_be_stamped(ctx, service, packet, server, answer))
 		return LB_COUNTER_REPLY_UNCHANGED;
-	stamped = lb_stamped_value(ctx, service, packet, server, milliseconds);
+	stamped = lb_stamped_value(ctx, service, packet, server, answer);
 	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset, stamped);
 	return LB_COUNTER_REPLY_STAMPED;
 }

@@ -10,7 +10,8 @@
 //! lb/placement_memory      the tables of all services
 //! lb/recent_first_packets  servers of recent SYNs, for their retransmissions
 //! lb/flow_table            connections without a cookie
-//! lb/lb_stamped_servers     source addresses and clocks of servers, for `timestamps = "lb"`
+//! lb/lb_stamped_servers    source addresses and clocks of servers, for `timestamps = "lb"`
+//! lb/lb_stamped_offsets    clocks of connections whose server has no shared one
 //! lb/fragments             destinations of later fragments
 //! lb/connections           the connection table of stateful services
 //! lb/connection_stacks     its free places

@@ -8,9 +8,11 @@
 //! +-----------------------------------+---+---------------+
 //! ```
 
+use std::collections::HashMap;
+
 use coreward_intf as intf;
 
-use crate::connection_table::client_word;
+use crate::connection_table::{ConnectionHash, client_word};
 use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex, Permutation};
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
@@ -20,6 +22,8 @@ pub const SERVER_IDS: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 
 /// Number of connections in a row whose SYN-ACKs must agree before a server's new connections are stamped.
 pub const AGREEING: u16 = intf::LB_STAMPING_AGREEING as u16;
+
+const MAX_STEADY: u16 = intf::LB_STAMPING_MAX_STEADY as u16;
 
 /// [`seeded_rng`]'s stream for time keys.
 const RNG_STREAM_TIME_KEY: u64 = 8;
@@ -57,35 +61,53 @@ pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> ServerId {
     ServerId::try_from(u64::from(id)).expect("11 bits")
 }
 
-/// Returns the server's own TSval for a TSecr: the latest one of its clock, which shows `clock_ms` now, with these 20
-/// bits. Right for values up to 16 minutes old.
+/// Returns the server's own TSval for a TSecr: the latest one of the connection's clock with these 20 bits. `clock_ms`:
+/// that clock now. Right for values up to 16 minutes old.
 pub fn restore(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32, clock_ms: u32) -> u32 {
     let time = (tsecr >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
     let latest = clock_ms.wrapping_add(intf::LB_STAMPING_SLACK_MS);
     latest.wrapping_sub(latest.wrapping_sub(time) & intf::LB_STAMPING_TIME_MASK)
 }
 
-/// Clock of a server: `struct lb_stamped_server` of `bpf/include/intf.h`, without the id.
+/// Clock of a server: `struct lb_stamped_server` of `bpf/include/server_clock.h`, without the id.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Clock {
-    /// TSval minus the load balancer's clock in ms, modulo 2^32, for stamped connections. `None`: unknown.
+    /// TSval minus the load balancer's clock in ms, modulo 2^32, that all connections share. `None`: unknown.
     pub offset_ms: Option<u32>,
     newest_ms: u32,
     newest_client: u32,
     /// SYN-ACKs in a row that agreed, the newest included, at most [`AGREEING`].
     pub agreeing: u16,
+    /// Sampled connection; 0: none.
+    sampled_client: u32,
+    sampled_ms: u32,
+    sampled_at_ms: u32,
+    /// Samples whose clock ticked in ms, at most 8; another one halves the count.
+    pub steady: u16,
+    /// Whether the newest sample's clock did not tick in ms.
+    pub is_unsteady: bool,
     /// SYN-ACKs, with timestamps or without.
     pub syn_acks: u64,
     /// SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// SYN-ACKs that did not agree with the one before.
+    /// Answers that did not agree with another connection's.
     pub disagreed: u64,
 }
 
 impl Clock {
-    /// Whether new connections are stamped.
+    /// Whether its connections show one clock.
     pub fn is_verified(&self) -> bool {
         self.agreeing >= AGREEING
+    }
+
+    /// Whether new connections are stamped.
+    pub fn can_be_stamped(&self) -> bool {
+        self.is_verified() || self.steady >= AGREEING
+    }
+
+    /// Whether its connections are known to have offsets of their own.
+    pub fn has_own_offsets(&self) -> bool {
+        self.disagreed > 0
     }
 
     /// Records a SYN-ACK of the connection with this [`connection_word`] at `now_ms`, with its TSval, if it has one.
@@ -107,14 +129,64 @@ impl Clock {
         }
     }
 
-    /// Records a later answer of a stamped connection, which shows the clock if nothing else has.
-    pub fn answer(&mut self, milliseconds: u32, now_ms: u32) {
-        self.offset_ms.get_or_insert(milliseconds.wrapping_sub(now_ms));
+    /// Records an answer other than a reset: two of one connection show whether the clock ticks in ms.
+    pub fn sample(&mut self, connection: u32, milliseconds: u32, now_ms: u32) {
+        let offset_ms = milliseconds.wrapping_sub(now_ms);
+        let elapsed_ms = now_ms.wrapping_sub(self.sampled_at_ms);
+        if self.sampled_client != 0 && connection == self.sampled_client {
+            if elapsed_ms < intf::LB_STAMPING_SAMPLE_MS {
+                return;
+            }
+            self.is_unsteady = !agree(offset_ms, self.sampled_ms, elapsed_ms / 2);
+            self.steady = if self.is_unsteady { self.steady / 2 } else { MAX_STEADY.min(self.steady + 1) };
+            self.sampled_client = 0;
+        } else if self.sampled_client == 0 || elapsed_ms > intf::LB_STAMPING_SAMPLE_EXPIRES_MS {
+            (self.sampled_client, self.sampled_ms, self.sampled_at_ms) = (connection, offset_ms, now_ms);
+        }
     }
 
-    /// Returns the time on the server's clock.
-    pub fn at(&self, now_ms: u32) -> u32 {
-        now_ms.wrapping_add(self.offset_ms.unwrap_or(0))
+    /// Returns the offset of a stamped connection, by an answer at `now_ms`. Stores it if no other answer shows it.
+    pub fn learn_offset(&mut self, own: &mut OwnOffsets, hash: ConnectionHash, milliseconds: u32, now_ms: u32) -> u32 {
+        let offset_ms = milliseconds.wrapping_sub(now_ms);
+        if !self.has_own_offsets() {
+            let shared = *self.offset_ms.get_or_insert(offset_ms);
+            if agree(offset_ms, shared, intf::LB_STAMPING_TOLERANCE_MS) {
+                return shared;
+            }
+            self.disagreed = 1;
+        }
+        own.learn(hash, offset_ms)
+    }
+
+    /// Returns the offset of a stamped connection. `None`: unknown.
+    pub fn offset_of(&self, own: &OwnOffsets, hash: ConnectionHash) -> Option<u32> {
+        if self.has_own_offsets() { own.find(hash) } else { self.offset_ms }
+    }
+}
+
+/// Offsets of stamped connections whose server has no shared clock: `lb_stamped_offsets` of `bpf/lb/clocks.h`.
+#[derive(Debug, Default)]
+pub struct OwnOffsets {
+    /// Tag and offset by index.
+    words: HashMap<u32, (u32, u32)>,
+}
+
+impl OwnOffsets {
+    fn index(hash: ConnectionHash) -> u32 {
+        hash.low() % intf::LB_STAMPED_OFFSETS
+    }
+
+    fn find(&self, hash: ConnectionHash) -> Option<u32> {
+        self.words.get(&Self::index(hash)).filter(|(tag, _)| *tag == hash.tag() | 1).map(|(_, offset_ms)| *offset_ms)
+    }
+
+    /// Stores an offset, if it is new. Returns the stored one.
+    fn learn(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
+        let near = |known: &u32| agree(offset_ms, *known, intf::LB_STAMPING_TOLERANCE_MS / 2);
+        self.find(hash).filter(near).unwrap_or_else(|| {
+            self.words.insert(Self::index(hash), (hash.tag() | 1, offset_ms));
+            offset_ms
+        })
     }
 }
 
@@ -185,22 +257,76 @@ mod tests {
             clock.syn_ack(port, Some(5_010_100), 10_000);
         }
         assert!(clock.is_verified() && clock.disagreed == 0);
-        assert_eq!(clock.at(10_000), 5_010_100);
+        assert_eq!(clock.offset_ms, Some(5_000_100));
         // Small deviations keep it. A new clock ends it for new connections only.
         clock.syn_ack(9, Some(5_010_000), 10_200);
-        assert_eq!((clock.at(10_000), clock.is_verified()), (5_010_100, true));
+        assert_eq!((clock.offset_ms, clock.is_verified()), (Some(5_000_100), true));
         clock.syn_ack(10, Some(77), 10_200);
-        assert_eq!((clock.at(10_000), clock.is_verified(), clock.disagreed), (5_010_100, false, 1));
+        assert_eq!((clock.offset_ms, clock.is_verified(), clock.disagreed), (Some(5_000_100), false, 1));
         clock.syn_ack(11, None, 10_200);
         assert_eq!((clock.syn_acks, clock.with_timestamps), (16, 15));
     }
 
+    fn hash(port: u16) -> ConnectionHash {
+        ConnectionHash::new(&CookieKey { k0: 5, k1: 6 }, 0, tuple(7, port).client())
+    }
+
     #[test]
     fn restarted_load_balancer_learns_the_clock_from_any_reply() {
+        let (mut clock, mut own) = (Clock::default(), OwnOffsets::default());
+        assert_eq!(clock.offset_of(&own, hash(1)), None);
+        assert_eq!(clock.learn_offset(&mut own, hash(1), 1_000, 400), 600);
+        assert_eq!(clock.offset_of(&own, hash(2)), Some(600));
+        // A second clock: now each connection has its own, and the first one's is unknown until its next answer.
+        assert_eq!(clock.learn_offset(&mut own, hash(2), 9_000, 400), 8_600);
+        assert_eq!([1, 2].map(|port| clock.offset_of(&own, hash(port))), [None, Some(8_600)]);
+        clock.learn_offset(&mut own, hash(1), 1_500, 900);
+        assert_eq!(clock.offset_of(&own, hash(1)), Some(600));
+        // Delays do not change it, so that keys do not alternate.
+        assert_eq!(clock.learn_offset(&mut own, hash(1), 1_900, 1_700), 600);
+        assert_eq!(clock.learn_offset(&mut own, hash(1), 9_900, 1_700), 8_200);
+    }
+
+    /// Returns a clock after samples of that many connections, whose TSval grows by `tick` in each millisecond.
+    fn sampled(connections: u32, tick: f64) -> Clock {
         let mut clock = Clock::default();
-        clock.answer(1_000, 400);
-        clock.answer(9_000, 400);
-        assert_eq!((clock.at(400), clock.is_verified()), (1_000, false));
+        for connection in 1..=connections {
+            for elapsed in [0, 20, 120] {
+                let (own_ms, now_ms) = (connection << 20, connection * 1_000 + elapsed);
+                clock.sample(connection, own_ms + (f64::from(elapsed) * tick) as u32, now_ms);
+            }
+        }
+        clock
+    }
+
+    #[test]
+    fn clock_with_own_offsets_is_stamped_if_it_ticks_in_ms() {
+        assert!(!sampled(3, 1.0).can_be_stamped());
+        assert!(sampled(4, 1.0).can_be_stamped() && !sampled(4, 1.0).is_unsteady);
+        // Delays of less than half of the distance, 60 ms here.
+        assert!(sampled(4, 1.4).can_be_stamped());
+        // Ticks of 1 us, 4 ms and 10 ms.
+        for tick in [1000.0, 0.25, 0.1] {
+            assert!(sampled(9, tick).is_unsteady && sampled(9, tick).steady == 0, "{tick}");
+        }
+        // One delay changes nothing. Several do.
+        let mut clock = sampled(9, 1.0);
+        for (now_ms, can_be_stamped) in [(20_000, true), (40_000, false)] {
+            clock.sample(1, 0, now_ms);
+            clock.sample(1, 120_000, now_ms + 120);
+            assert_eq!(clock.can_be_stamped(), can_be_stamped, "{clock:?}");
+        }
+    }
+
+    #[test]
+    fn silent_connection_does_not_stay_sampled() {
+        let mut clock = Clock::default();
+        clock.sample(1, 0, 0);
+        clock.sample(2, 0, 2_000);
+        clock.sample(2, 160, 2_160);
+        assert_eq!(clock.steady, 0);
+        clock.sample(2, 260, 2_260);
+        assert_eq!(clock.steady, 1);
     }
 
     #[test]

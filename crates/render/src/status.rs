@@ -291,7 +291,8 @@ fn clocks_text(clocks: &[ServerClock]) -> String {
     }
     let mut text = String::new();
     for (service, clocks) in services {
-        let known = clocks.iter().filter(|clock| clock.state == "known").count();
+        let is_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.state.as_str());
+        let known = clocks.iter().filter(is_known).count();
         let _ = writeln!(text, "  clocks     {service}: {known} of {} servers'", clocks.len());
         let named = clocks.iter().filter_map(|clock| {
             let problem = clock.problem.as_ref()?;

@@ -151,7 +151,7 @@ fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         _ => ACK | PSH,
     };
     let tsecr = rng.u32();
-    let own = if rng.chance(1, 8) { rng.u32() } else { server_clock(state, &address, rng) };
+    let own = if rng.chance(1, 8) { rng.u32() } else { server_clock(state, &address, client, rng) };
     let segment = Tcp { ports: (source.1, client.1), flags, options: options_with(rng, flags, &timestamp(own, tsecr)) };
     let (payload, numbers) = (payload_length(rng), (rng.u32(), rng.u32()));
     let ip = ip(rng, source.0, client.0, frame::TCP);
@@ -159,13 +159,17 @@ fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet[6..12].copy_from_slice(&address);
 }
 
-/// Clock of the server at that address, a little late; every fourth server has none of its own.
-fn server_clock(state: &GenState, address: &[u8; 6], rng: &mut FuzzRng) -> u32 {
-    if address[5].is_multiple_of(4) {
-        return rng.u32();
-    }
+/// Clock of the server at that address, a little late. Every fourth server has one for each connection; half of these
+/// tick in 10 ms.
+fn server_clock(state: &GenState, address: &[u8; 6], client: (Ipv4Addr, u16), rng: &mut FuzzRng) -> u32 {
+    let now_ms = state.clock.0.wrapping_mul(100);
     let offset = u32::from_be_bytes([address[1], address[2], address[3], address[4]]);
-    state.clock.0.wrapping_mul(100).wrapping_add(offset).wrapping_sub(rng.below(1200) as u32)
+    if !address[5].is_multiple_of(4) {
+        return now_ms.wrapping_add(offset).wrapping_sub(rng.below(1200) as u32);
+    }
+    let own_offset = offset.wrapping_add(u32::from(client.0)).wrapping_mul(0x9e37_79b1 ^ u32::from(client.1));
+    let ticks = if address[5].is_multiple_of(8) { now_ms / 10 } else { now_ms };
+    ticks.wrapping_add(own_offset).wrapping_sub(rng.below(60) as u32)
 }
 
 /// Mostly errors that quote what a server may have sent to a client, cut anywhere.

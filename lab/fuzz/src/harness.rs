@@ -17,6 +17,7 @@ use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::lb::{
     BroadcastRates, Constants, LoadBalancer, Mac, Outcome, Outer, Owner, REASONS, Rate, Tunnel, Verdict, Vlans,
 };
+use coreward_model::lb_stamping::Clock;
 use coreward_model::vlan::Vlan;
 
 use crate::change::{Change, Difference};
@@ -421,18 +422,17 @@ impl Harness {
 
     /// Compares the servers' clocks, by id.
     fn compare_clocks(&self, instance: &Instance, service_slot: usize) -> anyhow::Result<Option<Difference>> {
-        let expected = self.model.lb_stamped(service_slot).map(|(_, known)| {
-            let clock = known.clock;
-            (known.server, [clock.agreeing.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed])
-        });
-        let found =
-            instance.lb.server_clocks(instance.service(service_slot))?.into_iter().map(|(id, clock)| {
-                (id, [clock.agreeing.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed])
-            });
-        let expected: BTreeMap<ServerId, [u64; 4]> = expected.collect();
-        Ok(differ(&format!("the clocks of service {service_slot}"), expected, found.collect(), |clocks| {
-            format!("{clocks:?}")
-        }))
+        let of_model = |clock: Clock| {
+            [clock.agreeing.into(), clock.steady.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed]
+        };
+        let of_program = |clock: dataplane::ServerClock| {
+            [clock.agreeing.into(), clock.steady.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed]
+        };
+        let expected = self.model.lb_stamped(service_slot).map(|(_, known)| (known.server, of_model(known.clock)));
+        let found = instance.lb.server_clocks(instance.service(service_slot))?.into_iter();
+        let expected: BTreeMap<ServerId, [u64; 5]> = expected.collect();
+        let found = found.map(|(id, clock)| (id, of_program(clock))).collect();
+        Ok(differ(&format!("the clocks of service {service_slot}"), expected, found, |clocks| format!("{clocks:?}")))
     }
 
     /// Whether flow tables, connection tables and what is known of servers' clocks are the same. Fails when the

@@ -400,13 +400,13 @@ pub struct ServerClock {
     pub service: String,
     /// Name of the server.
     pub server: String,
-    /// "known", "learning", "unseen", "no-timestamps" or "differs".
+    /// "known", "per-connection", "learning", "unseen", "no-timestamps" or "differs".
     pub state: String,
     /// SYN-ACKs seen.
     pub syn_acks: u64,
     /// Those with timestamps.
     pub with_timestamps: u64,
-    /// Those whose clock differed from the previous one.
+    /// Answers whose clock differed from that of another connection.
     pub disagreed: u64,
     /// Reason for which its connections are not stamped, with the expectation; null: they are, or it is too early.
     pub problem: Option<String>,

@@ -23,13 +23,17 @@ use crate::mac::MacAddress;
 pub struct ServerClock {
     /// Connections in a row whose SYN-ACKs agreed, the newest included; at most [`AGREEING`].
     pub agreeing: u16,
+    /// Samples of connections whose clock ticked in ms; another one halves the count.
+    pub steady: u16,
+    /// Whether the newest sample's clock did not tick in ms.
+    pub is_unsteady: bool,
     /// First packets sent to it.
     pub opened: u64,
     /// SYN-ACKs that passed here.
     pub syn_acks: u64,
     /// SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// SYN-ACKs that did not agree with the one before.
+    /// Answers that did not agree with another connection's.
     pub disagreed: u64,
 }
 
@@ -38,13 +42,15 @@ pub struct ServerClock {
 pub enum ClockState {
     /// Stamped: all connections show one clock.
     Known,
+    /// Stamped: each connection shows a clock of its own, which ticks in ms.
+    PerConnection,
     /// Undecided until a few more connections.
     Learning,
     /// None of its answers has passed here.
     Unseen,
     /// Its answers carry no timestamps.
     NoTimestamps,
-    /// Its connections show clocks of their own.
+    /// Its connections show clocks of their own, which do not tick in ms or have not been measured.
     Differs,
 }
 
@@ -53,6 +59,7 @@ impl ClockState {
     pub fn name(self) -> &'static str {
         match self {
             ClockState::Known => "known",
+            ClockState::PerConnection => "per-connection",
             ClockState::Learning => "learning",
             ClockState::Unseen => "unseen",
             ClockState::NoTimestamps => "no-timestamps",
@@ -61,14 +68,19 @@ impl ClockState {
     }
 }
 
+/// Number of disagreeing answers after which a clock that no connection has shown is reported.
+const UNMEASURED: u64 = 100;
+
 impl ServerClock {
     /// Returns the state that follows from the counts.
     pub fn state(&self) -> ClockState {
         if self.agreeing >= AGREEING {
             ClockState::Known
+        } else if self.steady >= AGREEING {
+            ClockState::PerConnection
         } else if self.syn_acks == 0 {
             ClockState::Unseen
-        } else if self.disagreed > 0 {
+        } else if self.is_unsteady || (self.steady == 0 && self.disagreed >= UNMEASURED) {
             ClockState::Differs
         } else if self.with_timestamps == 0 && self.syn_acks >= u64::from(AGREEING) {
             ClockState::NoTimestamps
@@ -82,7 +94,7 @@ impl ServerClock {
     pub fn problem(&self) -> Option<String> {
         const INSTEAD: &str = "its connections use the flow table";
         match self.state() {
-            ClockState::Known | ClockState::Learning => None,
+            ClockState::Known | ClockState::PerConnection | ClockState::Learning => None,
             ClockState::Unseen => (self.opened >= u64::from(AGREEING)).then(|| {
                 format!(
                     "{} new connections went to it, but none of its replies passes here: expected its route to the clients \
@@ -91,13 +103,21 @@ impl ServerClock {
                 )
             }),
             ClockState::NoTimestamps => Some(format!(
-                "none of its {} SYN-ACKs has TCP timestamps, so {INSTEAD}: expected net.ipv4.tcp_timestamps = 2 there",
+                "none of its {} SYN-ACKs has TCP timestamps, so {INSTEAD}: expected net.ipv4.tcp_timestamps = 1 or 2 \
+                 there",
                 self.syn_acks
             )),
+            ClockState::Differs if self.is_unsteady => Some(format!(
+                "the TSval of its answers does not grow by 1 per ms, so {INSTEAD}: expected a clock of 1 ms (Linux \
+                 has it, without `features tcp_usec_ts` in its routes)"
+            )),
             ClockState::Differs => Some(format!(
-                "{} of its {} SYN-ACKs have another clock than the one before, so {INSTEAD}: expected \
-                 net.ipv4.tcp_timestamps = 2 there (with 1 each connection has a random offset, which is lost)",
-                self.disagreed, self.with_timestamps
+                "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \
+                 apart, which would show the clock, so {INSTEAD}: expected longer connections, or \
+                 net.ipv4.tcp_timestamps = 2 there",
+                self.disagreed,
+                self.with_timestamps,
+                intf::LB_STAMPING_SAMPLE_MS
             )),
         }
     }
@@ -137,6 +157,8 @@ impl LoadBalancer {
             let id = ServerId::try_from(u64::from(known.server_id))?;
             let clock = ServerClock {
                 agreeing: known.agreeing,
+                steady: known.steady,
+                is_unsteady: known.unsteady != 0,
                 opened: self.traffic(id).opened,
                 syn_acks: known.syn_acks,
                 with_timestamps: known.with_timestamps,

@@ -89,7 +89,7 @@ pub(super) struct Maps {
     pub tunnels: MmapArray<intf::server_tunnels>,
 }
 
-const MAP_NAMES: [&str; 16] = [
+const MAP_NAMES: [&str; 17] = [
     "state",
     "servers",
     COUNTERS,
@@ -105,6 +105,7 @@ const MAP_NAMES: [&str; 16] = [
     BROADCAST,
     TAKES,
     TUNNELS,
+    "lb_stamped_offsets",
     "membership",
 ];
 const COUNTERS: &str = "counters";
@@ -135,6 +136,7 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
         &mut maps.bss_broadcast,
         &mut maps.bss_takes,
         &mut maps.bss_tunnels,
+        &mut maps.lb_stamped_offsets,
         &mut maps.bss_members,
     ]
 }
@@ -185,6 +187,7 @@ impl Maps {
             MapHandle::try_from(&maps.bss_broadcast)?,
             MapHandle::try_from(&maps.bss_takes)?,
             MapHandle::try_from(&maps.bss_tunnels)?,
+            MapHandle::try_from(&maps.lb_stamped_offsets)?,
             MapHandle::try_from(&maps.bss_members)?,
         ];
         let maps = Self::new(handles, sizes)?;

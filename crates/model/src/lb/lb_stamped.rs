@@ -8,12 +8,12 @@ use super::decision::{Decision, Identification};
 use super::flow::Kind;
 use super::packet::{self, Packet, Part, RST, SYN};
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
-use crate::ServerId;
 use crate::consistency::Timestamps;
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::key_activation;
-use crate::lb_stamping::{self, Clock, connection_word};
+use crate::lb_stamping::{self, Clock, OwnOffsets, connection_word};
 use crate::tuple::Protocol;
+use crate::{FourTuple, ServerId};
 
 /// The server behind a source address, and its clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +34,7 @@ pub(super) struct LbStamping {
     /// Last known source address of answers.
     addresses: HashMap<(usize, ServerId), Mac>,
     time_keys: HashMap<usize, CookieKey>,
+    own_offsets: OwnOffsets,
 }
 
 impl LbStamping {
@@ -152,13 +153,17 @@ impl LoadBalancer {
             return Some(answered);
         };
         let own = packet.tsecr.map(|tsecr| tsecr.own(frame));
+        if let Some(own) = own.filter(|_| packet.flags & RST == 0) {
+            let connection = connection_word(&self.stateful.key, &packet.tuple());
+            known.clock.sample(connection, own.value, self.now_ms());
+        }
         let stamped = self.stamps_answer(service_slot, &packet, &mut known, own.map(|own| own.value), &mut answered);
-        self.lb_stamping.servers.insert(key, known);
         if let Some(own) = own.filter(|_| stamped) {
-            let value = self.lb_stamped_value(service_slot, &packet, &known, own.value);
+            let value = self.lb_stamped_value(service_slot, &packet, &mut known, own.value);
             packet::set_tsecr(frame, &own, value);
             answered.counter = intf::LB_COUNTER_REPLY_STAMPED;
         }
+        self.lb_stamping.servers.insert(key, known);
         Some(answered)
     }
 
@@ -171,22 +176,17 @@ impl LoadBalancer {
         milliseconds: Option<u32>,
         answered: &mut Outcome,
     ) -> bool {
-        let now_ms = self.now_ms();
         let plain = self.find_flow_of(service_slot, packet);
         if packet.flags & SYN == 0 {
-            let Some(milliseconds) = milliseconds.filter(|_| plain.is_none()) else {
-                // The answer proves the connection; a reset answers any packet.
-                if plain.is_none() && packet.flags & RST == 0 {
-                    self.insert_flow(service_slot, packet, FlowEntry::of(known.server), Kind::Needed);
-                    answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
-                }
-                return false;
-            };
-            known.clock.answer(milliseconds, now_ms);
-            return true;
+            // The answer proves the connection; a reset answers any packet.
+            if plain.is_none() && milliseconds.is_none() && packet.flags & RST == 0 {
+                self.insert_flow(service_slot, packet, FlowEntry::of(known.server), Kind::Needed);
+                answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
+            }
+            return plain.is_none() && milliseconds.is_some();
         }
-        known.clock.syn_ack(connection_word(&self.stateful.key, &packet.tuple()), milliseconds, now_ms);
-        if milliseconds.is_some() && known.clock.is_verified() && plain.is_none() {
+        known.clock.syn_ack(connection_word(&self.stateful.key, &packet.tuple()), milliseconds, self.now_ms());
+        if milliseconds.is_some() && known.clock.can_be_stamped() && plain.is_none() {
             return true;
         }
         let entry = FlowEntry { half_open: true, ..FlowEntry::of(known.server) };
@@ -197,10 +197,18 @@ impl LoadBalancer {
         false
     }
 
-    fn lb_stamped_value(&self, service_slot: usize, packet: &Packet, known: &LbStamped, milliseconds: u32) -> u32 {
-        let sent_ms = milliseconds.wrapping_sub(known.clock.offset_ms.unwrap_or(0));
-        let keys = self.keys.at(sent_ms, self.lb_stamping.switch_ms);
-        lb_stamping::stamp(&keys, &self.lb_stamping.time_key(service_slot), &packet.tuple(), known.server, milliseconds)
+    fn lb_stamped_value(
+        &mut self,
+        service_slot: usize,
+        packet: &Packet,
+        known: &mut LbStamped,
+        milliseconds: u32,
+    ) -> u32 {
+        let (tuple, now_ms) = (packet.tuple(), self.now_ms());
+        let hash = self.connection_hash(service_slot, &tuple);
+        let offset_ms = known.clock.learn_offset(&mut self.lb_stamping.own_offsets, hash, milliseconds, now_ms);
+        let keys = self.keys.at(milliseconds.wrapping_sub(offset_ms), self.lb_stamping.switch_ms);
+        lb_stamping::stamp(&keys, &self.lb_stamping.time_key(service_slot), &tuple, known.server, milliseconds)
     }
 
     /// Returns the server whose unstamped SYN-ACK the client may not have received, if it takes new connections.
@@ -236,10 +244,17 @@ impl LoadBalancer {
         };
         let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing());
         let known = server.mac.and_then(|mac| self.lb_stamping.servers.get(&(service_slot, mac)));
-        let clock_ms = known.map(|known| known.clock.at(self.now_ms()));
-        let restored = clock_ms.map_or(tsecr.value, |now| {
-            lb_stamping::restore(&self.lb_stamping.time_key(service_slot), &tuple, tsecr.value, now)
-        });
+        let restored = known.map_or(tsecr.value, |known| self.restored_tsecr(service_slot, &tuple, tsecr.value, known));
         decision.with_tsecr(tsecr, restored)
+    }
+
+    /// Returns the TSval that the server sent; 0 ("no TSecr"): the connection's clock is not known.
+    fn restored_tsecr(&self, service_slot: usize, tuple: &FourTuple, tsecr: u32, known: &LbStamped) -> u32 {
+        let hash = self.connection_hash(service_slot, tuple);
+        let offset_ms = known.clock.offset_of(&self.lb_stamping.own_offsets, hash);
+        offset_ms.map_or(0, |offset_ms| {
+            let clock_ms = self.now_ms().wrapping_add(offset_ms);
+            lb_stamping::restore(&self.lb_stamping.time_key(service_slot), tuple, tsecr, clock_ms)
+        })
     }
 }

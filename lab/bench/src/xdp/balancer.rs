@@ -9,6 +9,8 @@ use anyhow::{Context as _, ensure};
 use coreward_dataplane::lb::{
     COUNTER_NAMES, Counters, LoadBalancer, Options, OuterSources, Server, ServiceIndex, Tunnel, XdpMode,
 };
+use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
@@ -21,8 +23,8 @@ use coreward_model::{ServerId, ServiceAddress};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::runner::{Feed, PACKETS, Packet, Runner};
-use super::workload::{Case, Direction, FIRST_SERVER_MAC, First, OWN_MAC, VIP, clients, syn};
+use super::runner::{Feed, Frame, PACKETS, Packet, Runner};
+use super::workload::{Case, Direction, FIRST_SERVER_MAC, First, OWN_MAC, VIP, clients, response, syn};
 
 /// A pool like a small fleet's.
 const SERVERS: u64 = 64;
@@ -80,6 +82,13 @@ impl Setup {
     }
 }
 
+/// Returns the MAC address of server `n` of a balancer.
+fn mac_of(n: usize) -> MacAddress {
+    let mut mac = FIRST_SERVER_MAC;
+    mac.0[4..].copy_from_slice(&(n as u16).to_be_bytes());
+    mac
+}
+
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
     /// Mean over the packets, ns.
@@ -124,15 +133,31 @@ impl Balancer {
             .map(|n| ServerId::try_from(n * step + u64::from(uniform_below(&mut rng, step as u32))))
             .collect::<Result<_, _>>()?;
         for (n, server) in servers.iter().enumerate() {
-            let mut mac = FIRST_SERVER_MAC;
-            mac.0[4..].copy_from_slice(&(n as u16).to_be_bytes());
+            let mac = mac_of(n);
             lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
             lb.set_tunnel(*server, Tunnel { address: case.server_address(*server), source_port: None })?;
         }
         lb.install_table(service, &table(setup.rule, setup.groups, &servers, &mut rng))?;
         let balancer = Self { case, lb: RefCell::new(lb), service, keys, servers, owner };
         balancer.open_connections()?;
+        if case == Case::LbStamped(Direction::ToServer) {
+            balancer.show_clocks()?;
+        }
         Ok(balancer)
+    }
+
+    /// Shows each server's clock by an answer, so that TSecr is restored.
+    fn show_clocks(&self) -> anyhow::Result<()> {
+        let Frame { bytes: mut answer, ports_at, .. } = response();
+        let ports = &mut answer[ports_at as usize..][..4];
+        ports.copy_from_slice(&[self.case.destination().port().to_be_bytes(), [4, 0]].concat());
+        for n in 0..self.servers.len() {
+            answer[6..12].copy_from_slice(&mac_of(n).0);
+            test_run::run(self.lb.borrow().program(), &answer, 1)?;
+        }
+        let stamped = self.counters().packets[intf::LB_COUNTER_REPLY_STAMPED as usize];
+        ensure!(stamped == self.servers.len() as u64, "{}: {stamped} answers were stamped", self.case);
+        Ok(())
     }
 
     pub fn case(&self) -> Case {
