@@ -38,6 +38,8 @@ pub struct ServiceView {
     pool: Pool,
     names: HashMap<ServerId, String>,
     cookie_keys: FleetKeys,
+    /// With LB-side stamping, by all load balancers.
+    cookie_share: Option<f64>,
     /// By connection table.
     owners: Vec<(OwnerNumber, String)>,
 }
@@ -58,6 +60,7 @@ impl Controller {
             pool: self.with_context(service, Pool::new(Vec::new(), 1), now),
             names: HashMap::new(),
             cookie_keys: self.fleet.key_ring.keys,
+            cookie_share: self.load_balancers.stamped_packets(&service.fleet().name).cookie_share(),
             owners: self.fleet.load_balancers.iter().filter_map(owner).collect(),
         })
     }
@@ -140,6 +143,7 @@ impl Case<'_> {
             reason,
             forwarding: self.view.service.mode.forwarding.name().to_owned(),
             outer_source_port: self.outer_source_port(),
+            cookie_share: self.view.cookie_share,
         }
     }
 

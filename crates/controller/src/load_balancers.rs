@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
+use coreward_api::types::StampedService;
 use coreward_model::ServerId;
 use coreward_model::health::Verdict;
 use coreward_model::load::Alpha;
@@ -229,6 +230,18 @@ impl LoadBalancers {
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         let opened = self.known.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
         opened.reduce(u64::saturating_add)
+    }
+
+    /// Returns the packets of open connections to a service with LB-side stamping, at all load balancers.
+    pub fn stamped_packets(&self, service: &str) -> StampedService {
+        let states = self.known.values().filter_map(|balancer| balancer.state.as_ref());
+        let stamped = states.flat_map(|(state, _)| &state.stamped_services);
+        let sum = StampedService { service: service.to_owned(), by_cookie: 0, by_flow_table: 0 };
+        stamped.filter(|stamped| stamped.service == service).fold(sum, |sum, stamped| StampedService {
+            by_cookie: sum.by_cookie.saturating_add(stamped.by_cookie),
+            by_flow_table: sum.by_flow_table.saturating_add(stamped.by_flow_table),
+            ..sum
+        })
     }
 
     /// Ends a session. True when no newer session of that name is connected.

@@ -54,7 +54,7 @@ use coreward_model::{ServerId, ServiceAddress};
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
 pub use counters::{COUNTERS, Counters, EVENTS};
 pub(crate) use device::mac_of;
-pub use lb_stamping::{ClockState, IdTooLarge, ServerClock};
+pub use lb_stamping::{ClockState, IdTooLarge, ServerClock, StampedPackets};
 pub use pinned::{PinnedServers, pinned_problem, pinned_program};
 pub use services::ModeError;
 pub use tables::TableError;

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::device;
-use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
+use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer, StampedPackets};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::routes::Routes;
 use coreward_metrics::latency::LatencyHistogram;
@@ -440,8 +440,7 @@ impl Forwarder {
 
     /// Returns the clocks of servers with LB-side stamping. A service with unreadable clocks is omitted and logged.
     fn server_clocks(&self) -> Vec<v1::ServerClock> {
-        let stamped = self.services.values().filter(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer);
-        stamped.flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
+        self.lb_stamped().flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
     }
 
     fn clocks_of_service(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
@@ -544,6 +543,19 @@ impl Forwarder {
             server_clocks: self.server_clocks(),
             warnings: self.problems(),
             refused: self.refusals.list(),
+            stamped_services: self.stamped_services(),
         }
+    }
+
+    fn lb_stamped(&self) -> impl Iterator<Item = &(Service, lb::ServiceIndex)> {
+        self.services.values().filter(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer)
+    }
+
+    fn stamped_services(&self) -> Vec<v1::StampedPackets> {
+        let counted = |(service, index): &(Service, lb::ServiceIndex)| {
+            let StampedPackets { by_cookie, by_flow_table } = self.balancer.stamped_packets(*index);
+            v1::StampedPackets { service: service.name.clone(), by_cookie, by_flow_table }
+        };
+        self.lb_stamped().map(counted).collect()
     }
 }

@@ -18,7 +18,7 @@ pub fn text(reply: &Explanation, question: &Explain) -> String {
     }
     let servers: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     format!(
-        "{} -> {}/{} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n{}",
+        "{} -> {}/{} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n{}{}",
         question.client,
         question.vip,
         question.protocol,
@@ -26,8 +26,16 @@ pub fn text(reply: &Explanation, question: &Explain) -> String {
         reply.policy,
         reply.table_generation,
         reply.reason,
-        forwarding(reply)
+        forwarding(reply),
+        cookie_share(reply)
     )
+}
+
+/// Returns the line on LB-side stamping; empty with other timestamps.
+fn cookie_share(reply: &Explanation) -> String {
+    reply.cookie_share.map_or_else(String::new, |share| {
+        format!("Load balancers decide {:.2} % of its established packets by the cookie.\n", share * 100.0)
+    })
 }
 
 /// Returns the line on the outer header; empty on one segment.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_api::types::{
     DispatchedService, LoadBalancer, LoadBalancerState, Rack, ReportState, Server, ServerClock, ServerState, Service,
-    Status,
+    StampedService, Status,
 };
 use coreward_model::statistics::mean;
 
@@ -267,7 +267,7 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     if !state.unresolved_servers.is_empty() {
         let _ = writeln!(text, "  ! no MAC address known of {}", state.unresolved_servers.join(", "));
     }
-    text += &clocks_text(&state.server_clocks);
+    text += &clocks_text(state);
     warnings(&mut text, &state.warnings);
     text
 }
@@ -284,16 +284,20 @@ fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Opt
 }
 
 /// Per service how many of its servers' clocks are known, and what is wrong with the others.
-fn clocks_text(clocks: &[ServerClock]) -> String {
+fn clocks_text(state: &LoadBalancerState) -> String {
     let mut services: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
-    for clock in clocks {
+    for clock in &state.server_clocks {
         services.entry(&clock.service).or_default().push(clock);
     }
     let mut text = String::new();
     for (service, clocks) in services {
         let is_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.state.as_str());
         let known = clocks.iter().filter(is_known).count();
-        let _ = writeln!(text, "  clocks     {service}: {known} of {} servers'", clocks.len());
+        let stamped = state.stamped_services.iter().find(|stamped| stamped.service == service);
+        let share = stamped.and_then(StampedService::cookie_share).map_or_else(String::new, |share| {
+            format!(", {:.2} % of established packets by the cookie", share * 100.0)
+        });
+        let _ = writeln!(text, "  clocks     {service}: {known} of {} servers'{share}", clocks.len());
         let named = clocks.iter().filter_map(|clock| {
             let problem = clock.problem.as_ref()?;
             Some(format!("{} of {service} is not stamped: {problem}", clock.server))

@@ -8,7 +8,7 @@ use std::time::Duration;
 use coreward_api::types::{
     CountedConnections, DispatchedService, DispatchedWorker, Drained, DrainedBy, Explain, ExplainedServer, Explanation,
     KeyPhase, Keys, LoadBalancer, LoadBalancerState, PacketKind, Rack, ReportState, RssGroup, Server, ServerClock,
-    ServerState, Service, ServiceMember, Status,
+    ServerState, Service, ServiceMember, StampedService, Status,
 };
 use coreward_model::tuple::Protocol;
 
@@ -86,7 +86,8 @@ fn load_balancer_state() -> LoadBalancerState {
         events: BTreeMap::from([("connection_unknown".into(), 3)]),
         connections: 40,
         unresolved_load_balancers: vec!["lb2".into()],
-        server_clocks: vec![clock("s1", "known", ""), clock("s2", "differs", "look at its sysctl")],
+        server_clocks: vec![clock("s1", "per-connection", ""), clock("s2", "differs", "look at its sysctl")],
+        stamped_services: vec![StampedService { service: "old".into(), by_cookie: 1_999, by_flow_table: 1 }],
         warnings: vec!["it does not route".into()],
     }
 }
@@ -210,7 +211,7 @@ load balancer lb1: XDP native, as of 300 ms ago
   table      40 connections
   ! no MAC address known of load balancer lb2
   ! no MAC address known of s2
-  clocks     old: 1 of 2 servers'
+  clocks     old: 1 of 2 servers', 99.95 % of established packets by the cookie
   ! s2 of old is not stamped: look at its sysctl
   ! it does not route
 
@@ -254,7 +255,7 @@ fn status_is_printed_as_json() {
     assert_eq!(json["racks"][0]["servers"][1], "s2");
     assert_eq!(json["load_balancers"][0]["state"]["table_generations"]["web"], 76);
     let clocks = &json["load_balancers"][0]["state"]["server_clocks"];
-    assert_eq!((&clocks[0]["state"], &clocks[1]["problem"]), (&"known".into(), &"look at its sysctl".into()));
+    assert_eq!((&clocks[0]["state"], &clocks[1]["problem"]), (&"per-connection".into(), &"look at its sysctl".into()));
     assert!(clocks[0]["problem"].is_null() && clocks[1]["syn_acks"] == 9);
     assert_eq!(json["load_balancers"][0]["state"]["warnings"][0], "it does not route");
     assert_eq!(json["refused_reports"]["no_cores"], 0);
@@ -288,6 +289,7 @@ fn explanation_is_printed_as_text() {
         reason: "bucket 111 of 128 goes to s1: because".into(),
         forwarding: "l2".into(),
         outer_source_port: None,
+        cookie_share: None,
     };
     let question = Explain {
         vip: "10.200.0.1:80".parse().unwrap(),
@@ -311,6 +313,9 @@ bucket 111 of 128 goes to s1: because.
     let outer = "Forwarded by gue from source port 50123: NICs hash the outer header, so packets may arrive at \
                  another core.\n";
     assert_eq!(explain::text(&reply, &question), expected.to_owned() + outer);
+    let reply = Explanation { forwarding: "l2".into(), outer_source_port: None, cookie_share: Some(0.9995), ..reply };
+    let share = "Load balancers decide 99.95 % of its established packets by the cookie.\n";
+    assert_eq!(explain::text(&reply, &question), expected.to_owned() + share);
 }
 
 #[test]

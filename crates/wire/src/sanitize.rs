@@ -68,6 +68,7 @@ pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
         problem: sanitize(clock.problem),
         ..clock
     };
+    let stamped = |stamped: v1::StampedPackets| v1::StampedPackets { service: sanitize(stamped.service), ..stamped };
     v1::LoadBalancerState {
         table_generations: readable_counts(state.table_generations),
         unresolved_servers: all_readable(state.unresolved_servers),
@@ -78,6 +79,7 @@ pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
         server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(clock).collect(),
         warnings: all_readable(state.warnings),
         refused: readable_refused(state.refused),
+        stamped_services: state.stamped_services.into_iter().take(MAX_COUNTS).map(stamped).collect(),
         ..state
     }
 }
@@ -98,12 +100,14 @@ mod tests {
             table_generations: (0..5000).map(|n| (format!("\n{n}"), n)).collect(),
             unresolved_servers: vec![escape()],
             server_clocks: vec![v1::ServerClock { problem: escape(), ..Default::default() }],
+            stamped_services: vec![v1::StampedPackets { service: escape(), ..Default::default() }],
             connections: 7,
             ..Default::default()
         });
         // Names of counters are labels of metrics.
         assert_eq!((state.counters.len(), state.table_generations.len(), state.connections), (1, MAX_COUNTS, 7));
-        let shown = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem];
+        let service = &state.stamped_services[0].service;
+        let shown = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem, service];
         assert!(shown.into_iter().chain(state.counters.keys()).all(|text| !text.contains(char::is_control)));
     }
 }

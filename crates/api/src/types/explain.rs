@@ -112,6 +112,10 @@ pub struct Explanation {
     pub forwarding: String,
     /// Source port of the outer header of `gue`; null: there is none.
     pub outer_source_port: Option<u16>,
+    /// Share of the service's packets of open connections that load balancers decide by the cookie, with
+    /// `timestamps = "lb"`. Null: other timestamps, or no packet yet.
+    #[serde(default)]
+    pub cookie_share: Option<f64>,
 }
 
 /// Input of one server.

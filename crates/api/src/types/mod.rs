@@ -26,8 +26,8 @@ pub use loads::{
 };
 pub use status::{
     CheckedBy, DispatchedService, DispatchedWorker, LoadBalancer, LoadBalancerState, LoadBalancers, Rack, ReportState,
-    RssGroup, Server, ServerClock, ServerRss, ServerState, Servers, Service, ServiceMember, Services, Status,
-    StatusQuery,
+    RssGroup, Server, ServerClock, ServerRss, ServerState, Servers, Service, ServiceMember, Services, StampedService,
+    Status, StatusQuery,
 };
 pub use tables::{Candidate, Member, Table, TableSummary, Tables};
 

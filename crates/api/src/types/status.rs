@@ -389,8 +389,30 @@ pub struct LoadBalancerState {
     pub unresolved_load_balancers: Vec<String>,
     /// Clocks of servers with LB-side stamping.
     pub server_clocks: Vec<ServerClock>,
+    /// Services with LB-side stamping.
+    #[serde(default)]
+    pub stamped_services: Vec<StampedService>,
     /// Faults of its machine.
     pub warnings: Vec<String>,
+}
+
+/// Packets of open connections to a service with LB-side stamping, at a load balancer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct StampedService {
+    /// Name of the service.
+    pub service: String,
+    /// Packets decided by the cookie.
+    pub by_cookie: u64,
+    /// Packets decided by the flow table.
+    pub by_flow_table: u64,
+}
+
+impl StampedService {
+    /// Returns the share decided by the cookie; `None`: no packet yet.
+    pub fn cookie_share(&self) -> Option<f64> {
+        let all = self.by_cookie.saturating_add(self.by_flow_table);
+        (all > 0).then(|| self.by_cookie as f64 / all as f64)
+    }
 }
 
 /// A server's clock by the SYN-ACKs at a load balancer, since it knows the server's address.

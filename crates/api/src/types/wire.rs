@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use coreward_wire::v1;
 
-use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock};
+use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock, StampedService};
 
 /// Sorts the counts by name.
 fn sorted(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
@@ -51,6 +51,7 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
             connections: state.connections,
             unresolved_load_balancers: state.unresolved_load_balancers.clone(),
             server_clocks: state.server_clocks.iter().map(ServerClock::from).collect(),
+            stamped_services: state.stamped_services.iter().map(StampedService::from).collect(),
             warnings: warnings_of(state),
         }
     }
@@ -74,6 +75,13 @@ impl RefusedUpdate {
             generation: refused.generation,
             reason: refused.reason.clone(),
         }
+    }
+}
+
+impl From<&v1::StampedPackets> for StampedService {
+    fn from(stamped: &v1::StampedPackets) -> Self {
+        let v1::StampedPackets { service, by_cookie, by_flow_table } = stamped.clone();
+        Self { service, by_cookie, by_flow_table }
     }
 }
 

@@ -123,6 +123,15 @@ impl ServerClock {
     }
 }
 
+/// Packets of open connections to a service with LB-side stamping, by decision.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StampedPackets {
+    /// By the cookie.
+    pub by_cookie: u64,
+    /// By the flow table.
+    pub by_flow_table: u64,
+}
+
 /// A server id that is too large for LB-side stamping.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = SERVER_IDS - 1)]
@@ -169,6 +178,15 @@ impl LoadBalancer {
         let mut clocks = entries.map(clock).collect::<anyhow::Result<Vec<_>>>()?;
         clocks.sort_by_key(|(id, _)| *id);
         Ok(clocks)
+    }
+
+    /// Returns the service's packets of open connections, by decision.
+    pub fn stamped_packets(&self, service: ServiceIndex) -> StampedPackets {
+        let packets = self.counters(service).packets;
+        StampedPackets {
+            by_cookie: packets[intf::LB_COUNTER_ESTABLISHED as usize],
+            by_flow_table: packets[intf::LB_COUNTER_FLOW_TABLE as usize],
+        }
     }
 
     fn is_lb_stamped(&self, service: ServiceIndex) -> bool {
