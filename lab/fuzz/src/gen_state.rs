@@ -153,7 +153,7 @@ impl GenState {
         let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
         for planned in &self.services {
             if rng.chance(2, 3) {
-                let mode = if rng.chance(1, 4) { self.mode(planned.address, rng) } else { planned.mode };
+                let mode = if rng.chance(1, 4) { self.mode(planned.address.protocol, rng) } else { planned.mode };
                 services.push((planned.address, mode));
             }
         }
@@ -162,19 +162,14 @@ impl GenState {
             let socket = ipv6::socket((rng.pick(&self.vips), rng.pick(&PORTS)));
             let address = ServiceAddress { socket, protocol: rng.pick(&self.protocols) };
             if !services.iter().any(|(other, _)| *other == address) {
-                services.push((address, self.mode(address, rng)));
+                services.push((address, self.mode(address.protocol, rng)));
             }
         }
         Change::Services(services)
     }
 
-    /// Returns a mode for a service; IPv6 does not have all of them.
-    fn mode(&self, address: ServiceAddress, rng: &mut FuzzRng) -> ServiceMode {
-        let mode = self.mode_of_ipv4(address.protocol, rng);
-        if address.socket.is_ipv4() { mode } else { ServiceMode { transfer: None, ..mode } }
-    }
-
-    fn mode_of_ipv4(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
+    /// Returns a mode for a service.
+    fn mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
         if protocol == Protocol::Udp {
             let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
             let default = ServiceMode::default_for(Protocol::Udp);

@@ -7,19 +7,19 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
-use crate::addresses::{DEVICE, SERVICE, server_address};
+use crate::addresses::{DEVICE, Family, SEGMENT, server_address};
 use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process, TIMEOUT};
 use crate::topology::{Testbed, make_namespaces};
 
-/// Its address, in the servers' segment.
+/// Its IPv4 address, in the servers' segment.
 pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS: &str = "/proc/net/ip_vs";
 
@@ -47,8 +47,9 @@ impl Testbed {
         self.connect(&namespace, "director", 1, 1)?;
         // It holds the VIP without answering ARP for it: the router's route leads here, or not.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
-        let vip = SERVICE.ip();
-        ip_batch(Some(&namespace), &format!("address add {ADDRESS}/16 dev {DEVICE}\naddress add {vip}/32 dev lo\n"))?;
+        let prefix = if self.options().family == Family::Ipv4 { "32" } else { "128 nodad" };
+        let vip = format!("address add {}/{prefix} dev lo\n", self.service().ip());
+        ip_batch(Some(&namespace), &(self.address_lines(ADDRESS, SEGMENT, DEVICE) + &vip))?;
         let proxy = match kind {
             Kind::Director if Path::new(IPVS).exists() => {
                 self.direct_by_ipvs(&namespace)?;
@@ -65,7 +66,7 @@ impl Testbed {
 
     /// From now on the VIPs are routed to it. Fails when the kernel refuses the route.
     pub fn announce_other(&self) -> anyhow::Result<()> {
-        ip_batch(Some(self.chooser()), &format!("route replace 10.200.0.0/24 via {ADDRESS}\n"))
+        self.announce_by(&[ADDRESS])
     }
 
     fn direct_by_ipvs(&self, namespace: &Namespace) -> anyhow::Result<()> {
@@ -74,9 +75,11 @@ impl Testbed {
             command.args(arguments.split_whitespace());
             self.run(namespace, command).map(drop)
         };
-        run(format!("-A -t {SERVICE} -s rr"))?;
+        let (service, family) = (self.service(), self.options().family);
+        run(format!("-A -t {service} -s rr"))?;
         for number in self.server_numbers() {
-            run(format!("-a -t {SERVICE} -r {} -g", server_address(number)))?;
+            let server = SocketAddr::new(family.address(server_address(number)), service.port());
+            run(format!("-a -t {service} -r {server} -g"))?;
         }
         Ok(())
     }
@@ -85,22 +88,28 @@ impl Testbed {
         let servers = self.server_numbers();
         let count = servers.len();
         let own = mac_address(namespace)?;
-        let to_service = format!("ip daddr {} tcp dport {}", SERVICE.ip(), SERVICE.port());
+        let service = self.service();
+        // nft runs out of registers for an IPv6 address, a port and a MAC address: the client has one address.
+        let (ip, flow, key) = match service.is_ipv4() {
+            true => ("ip", "ip saddr . tcp sport", "ipv4_addr . inet_service"),
+            false => ("ip6", "tcp sport", "inet_service"),
+        };
+        let to_service = format!("{ip} daddr {} tcp dport {}", service.ip(), service.port());
         let mut rules = String::new();
         for (position, number) in servers.into_iter().enumerate() {
             let mac = mac_address(self.server(number)?)?;
             writeln!(
                 rules,
-                "    {to_service} tcp flags & (syn | ack) == syn jhash ip saddr . tcp sport mod {count} seed 1 {position} \
-                 add @connections {{ ip saddr . tcp sport : {mac} }}"
+                "    {to_service} tcp flags & (syn | ack) == syn jhash {flow} mod {count} seed 1 {position} \
+                 add @connections {{ {flow} : {mac} }}"
             )?;
         }
         let ruleset = format!(
             "table netdev director {{
-  map connections {{ type ipv4_addr . inet_service : ether_addr; flags dynamic; size 65536; }}
+  map connections {{ type {key} : ether_addr; flags dynamic; size 65536; }}
   chain arrives {{
     type filter hook ingress device \"{DEVICE}\" priority 0;
-{rules}    {to_service} ether saddr set {own} ether daddr set ip saddr . tcp sport map @connections fwd to \"{DEVICE}\"
+{rules}    {to_service} ether saddr set {own} ether daddr set {flow} map @connections fwd to \"{DEVICE}\"
   }}
 }}
 "
@@ -113,13 +122,14 @@ impl Testbed {
     }
 
     fn start_haproxy(&self, namespace: &Namespace) -> anyhow::Result<Process> {
+        let service = self.service();
         let mut text = format!(
             "global\n    nbthread 1\n    maxconn 4000\ndefaults\n    mode tcp\n    timeout connect 5s\n    \
-             timeout client 10m\n    timeout server 10m\nfrontend web\n    bind {SERVICE}\n    default_backend servers\n\
+             timeout client 10m\n    timeout server 10m\nfrontend web\n    bind {service}\n    default_backend servers\n\
              backend servers\n    balance roundrobin\n"
         );
         for number in self.server_numbers() {
-            writeln!(text, "    server s{number} {}:{}", server_address(number), SERVICE.port())?;
+            writeln!(text, "    server s{number} {}:{}", server_address(number), service.port())?;
         }
         let configuration = self.directory().join("haproxy.cfg");
         fs::write(&configuration, text)?;
@@ -128,9 +138,9 @@ impl Testbed {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut haproxy = self.spawn(namespace, command).context("haproxy (Debian package haproxy)")?;
         let end = Instant::now() + *TIMEOUT;
-        while namespace.within(|| Ok(std::net::TcpStream::connect(SERVICE).is_err()))? {
+        while namespace.within(|| Ok(std::net::TcpStream::connect(service).is_err()))? {
             if haproxy.try_wait()?.is_some() || Instant::now() > end {
-                bail!("haproxy does not listen on {SERVICE}");
+                bail!("haproxy does not listen on {service}");
             }
             std::thread::sleep(Duration::from_millis(20));
         }

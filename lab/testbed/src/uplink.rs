@@ -50,9 +50,14 @@ impl Testbed {
     /// kernel refuses the route.
     pub fn announce(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
+        let hosts: Vec<Ipv4Addr> = load_balancers.iter().copied().map(load_balancer_address).collect();
+        self.announce_by(&hosts)
+    }
+
+    /// The same for the hosts with these IPv4 addresses.
+    pub(crate) fn announce_by(&self, hosts: &[Ipv4Addr]) -> anyhow::Result<()> {
         let route = |vips: &str, family: Family| {
-            let address = |number: &u16| family.address(load_balancer_address(*number));
-            let hops = load_balancers.iter().map(|number| format!(" nexthop via {}", address(number)));
+            let hops = hosts.iter().map(|host| format!(" nexthop via {}", family.address(*host)));
             format!("route replace {vips}{}\n", hops.collect::<String>())
         };
         let mut routes = route(VIPS, Family::Ipv4);

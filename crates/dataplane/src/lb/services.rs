@@ -54,9 +54,6 @@ pub enum ModeError {
     /// Answers of servers behind routers do not pass here.
     #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
     NeedsL2(ServiceAddress),
-    /// Not built for IPv6 yet.
-    #[error("service {0}: an IPv6 VIP with a migration: expected an IPv4 VIP")]
-    MigratesIpv6(ServiceAddress),
 }
 
 fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
@@ -73,9 +70,6 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     }
     if mode.transfer.is_some() && (address.protocol == Protocol::Udp || !mode.can_transfer()) {
         return Err(ModeError::CannotTransfer(*address));
-    }
-    if mode.transfer.is_some() && address.socket.is_ipv6() {
-        return Err(ModeError::MigratesIpv6(*address));
     }
     Ok(())
 }

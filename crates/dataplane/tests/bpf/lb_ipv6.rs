@@ -2,7 +2,9 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use coreward_dataplane::lb::Options;
+use coreward_dataplane::lb::{Options, Server};
+use coreward_dataplane::mac::MacAddress;
+use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::{Consistency, ServiceMode, Transfer};
 use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
@@ -268,13 +270,41 @@ fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     assert_eq!(balancer.lb.connections_in_use(), 1025);
 }
 
+/// Unknown packets go to the other load balancer, with a label that no server follows. Packets to a server name it.
 #[test]
-fn migration_of_an_ipv6_service_is_rejected() {
+fn migrating_ipv6_service_forwards_unknown_packets() {
     skip_if!(missing_bpf_rights());
-    let mut balancer = balancer(&mut seeded_rng(66, 0));
-    let mode = ServiceMode { transfer: Some(Transfer::AdoptedFrom(id(7))), ..ServiceMode::default() };
-    let error = balancer.lb.set_services(&[(service(VIP), mode)]).unwrap_err().to_string();
-    assert!(error.contains("[2001:db8::c8:1]:80/tcp: an IPv6 VIP with a migration"), "{error}");
+    let mut rng = seeded_rng(66, 0);
+    let other = id(intf::SERVER_ID_COUNT as u64 - 1);
+    let nobody = Identification::Before(None);
+    for transfer in [Transfer::AdoptedFrom(other), Transfer::HandedOverTo(other)] {
+        let mode = ServiceMode { transfer: Some(transfer), ..ServiceMode::default() };
+        let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
+        let ids = balancer.replace_servers(0, 5, &mut rng);
+        let mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
+        balancer.lb.set_server(balancer.services[0], other, Server { mac: Some(mac), eligible: false });
+        balancer.macs.insert((0, other), mac);
+        let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+        let mut state = PlacementState::for_table(&table);
+        balancer.install(0, &table);
+        for _ in 0..50 {
+            let client = client(&mut rng);
+            let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
+            let stamped = |server| {
+                let cookie = Cookie::Server(server);
+                aligned_timestamp(1, cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), cookie, 5))
+            };
+            if transfer == Transfer::AdoptedFrom(other) {
+                balancer.expect_sent_to(0, &syn(client), chosen, "new_connection");
+            } else {
+                balancer.expect_sent(0, &syn(client), other, nobody, "to_other_balancer");
+            }
+            let named = Identification::Before(Some(other));
+            balancer.expect_sent(0, &frame(client, ACK, stamped(chosen)), chosen, named, "established");
+            let unknown = (0..).map(id).find(|id| !ids.contains(id)).expect("five of 16,384 are known");
+            balancer.expect_sent(0, &frame(client, ACK, stamped(unknown)), other, nobody, "to_other_balancer");
+        }
+    }
 }
 
 #[test]

@@ -80,20 +80,15 @@ pub struct ServerAddress(pub IpAddr);
 
 impl FromToml for ServerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |written| {
-            let address = written.parse::<IpAddr>().map_err(|_| "");
-            let usable = address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
-            let wrong = |reason| format!("server address {written:?}{reason}: expected {}", Self::expected());
-            usable.map(ServerAddress).map_err(wrong)
-        })
+        host_address("server address", value, reader).map(Self)
     }
 
     fn expected() -> String {
-        "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"".to_owned()
+        HOST_ADDRESS.to_owned()
     }
 
     fn schema() -> Value {
-        json!({ "type": "string", "pattern": r"^([0-9]+(\.[0-9]+){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$" })
+        host_address_schema()
     }
 }
 
@@ -103,18 +98,29 @@ pub struct BalancerAddress(pub IpAddr);
 
 impl FromToml for BalancerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |written| {
-            let address = written.parse::<Ipv4Addr>().ok().filter(|address| is_host_ipv4(*address));
-            let expected = || format!("load balancer's address {written:?}: expected {}", Self::expected());
-            address.map(|v4| Self(v4.into())).ok_or_else(expected)
-        })
+        host_address("load balancer's address", value, reader).map(Self)
     }
 
     fn expected() -> String {
-        "an IPv4 address that one host can have, as \"10.2.0.11\"".to_owned()
+        HOST_ADDRESS.to_owned()
     }
 
     fn schema() -> Value {
-        Ipv4Addr::schema()
+        host_address_schema()
     }
+}
+
+const HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
+
+/// Returns the address of a host; a mistake names it as `what`.
+fn host_address(what: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
+    parsed(value, reader, |written| {
+        let address = written.parse::<IpAddr>().map_err(|_| "");
+        let usable = address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
+        usable.map_err(|reason| format!("{what} {written:?}{reason}: expected {HOST_ADDRESS}"))
+    })
+}
+
+fn host_address_schema() -> Value {
+    json!({ "type": "string", "pattern": r"^([0-9]+(\.[0-9]+){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$" })
 }

@@ -148,9 +148,6 @@ impl Services<'_> {
             if let Some(address) = address {
                 self.no_server_has(address.socket.ip(), &service.vip.span, reader);
             }
-            if address.is_some_and(|address| address.socket.is_ipv6()) {
-                service::check_ipv6(service, reader);
-            }
             let differs = |position: &usize| {
                 address.is_some_and(|vip| vip.socket.is_ipv4() != self.servers[*position].address.is_ipv4())
             };

@@ -3,7 +3,7 @@ use coreward_model::consistency::Timestamps;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::health::ProbeAddress;
 
-use super::FleetConfig;
+use super::{FleetConfig, OtherBalancer};
 
 fn parse(vip: &str, keys: &str) -> Result<FleetConfig, String> {
     let server = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\n";
@@ -59,9 +59,14 @@ fn unreachable_vip_is_rejected_with_its_kind() {
 fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
     for (keys, message) in [
         (
-            "migrate_to = \"10.2.0.9\"",
-            "7:14: key `service.migrate_to`: an IPv6 VIP with a migration: expected neither `migrate_from` nor \
-             `migrate_to`",
+            "migrate_to = \"fe80::9\"",
+            "7:14: key `service.migrate_to`: load balancer's address \"fe80::9\" is a link-local address: expected an \
+             address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"",
+        ),
+        (
+            "migrate_from = \"2001:db8::1\"",
+            "7:16: key `service.migrate_from`: `migrate_from` is the VIP 2001:db8::1: expected the load balancer's own \
+             address",
         ),
         (
             "health = { at = \"vip\" }",
@@ -70,6 +75,15 @@ fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
         ),
     ] {
         assert_eq!(parse("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));
+    }
+}
+
+#[test]
+fn ipv6_service_migrates_from_a_load_balancer_of_either_family() {
+    for address in ["2001:db8::5", "10.2.0.5"] {
+        let config = parse("[2001:db8::1]:80", &format!("migrate_from = {address:?}")).unwrap();
+        let from = OtherBalancer { address: address.parse().unwrap(), handed_over: false };
+        assert_eq!(config.services[0].other_balancer, Some(from));
     }
 }
 

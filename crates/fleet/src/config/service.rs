@@ -87,14 +87,6 @@ pub fn mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> S
     ServiceMode { forwarding, ..mode }
 }
 
-/// Adds what an IPv6 VIP does not allow to the reader's list.
-pub fn check_ipv6(service: &Service, reader: &mut Reader<'_>) {
-    if let Some(migration) = service.migrate_from.as_ref().or(service.migrate_to.as_ref()) {
-        let message = "an IPv6 VIP with a migration: expected neither `migrate_from` nor `migrate_to`";
-        reader.mistake(migration.span(), message);
-    }
-}
-
 fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     let spans = [
         ("consistency", service.consistency.as_ref().map(Spanned::span)),

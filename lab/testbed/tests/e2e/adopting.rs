@@ -5,7 +5,7 @@ use std::net::SocketAddrV4;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_testbed::addresses::{SERVICE, server_address};
+use coreward_testbed::addresses::{Family, SERVICE, server_address};
 use coreward_testbed::baseline_lb::{self, Kind};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::{Answerer, Connection};
@@ -24,9 +24,9 @@ struct TestEnv {
 
 impl TestEnv {
     /// Servers at work, and another load balancer in front of them; no agent yet.
-    fn behind(kind: Kind, instance: &str) -> (baseline_lb::OtherBalancer, Self) {
-        let options =
-            TestbedOptions { instance: instance.to_owned(), servers: SERVERS, cores: 1, ..TestbedOptions::default() };
+    fn behind(kind: Kind, instance: &str, family: Family) -> (baseline_lb::OtherBalancer, Self) {
+        let instance = instance.to_owned();
+        let options = TestbedOptions { instance, family, servers: SERVERS, cores: 1, ..TestbedOptions::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
         let other = testbed.start_other_balancer(kind).unwrap();
@@ -41,7 +41,7 @@ impl TestEnv {
                 .map(|index| {
                     let timestamps = if index % 4 == 0 { "0" } else { "1" };
                     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", timestamps)?;
-                    let mut connection = Connection::open(None)?;
+                    let mut connection = Connection::open_to(self.testbed.service(), None)?;
                     let who = connection.query_worker()?;
                     Ok((connection, who))
                 })
@@ -53,7 +53,8 @@ impl TestEnv {
     /// wrk with keep-alive, from now on for so long.
     fn wrk(&self, seconds: u32) -> Process {
         let mut wrk = Command::new("wrk");
-        wrk.args(["-t1", "-c8", &format!("-d{seconds}"), "--timeout", "5s", &format!("http://{SERVICE}/who")]);
+        let page = format!("http://{}/who", self.testbed.service());
+        wrk.args(["-t1", "-c8", &format!("-d{seconds}"), "--timeout", "5s", &page]);
         wrk.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
         self.testbed.spawn(self.testbed.client(), wrk).unwrap()
     }
@@ -127,19 +128,34 @@ fn wrk_errors(mut wrk: Process) -> Vec<String> {
     text.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
 }
 
-const ADOPT: &str = "migrate_from = \"10.1.0.5\"\n";
-const HAND_OVER: &str = "migrate_to = \"10.1.0.5\"\n";
+fn adopt(family: Family) -> String {
+    format!("migrate_from = \"{}\"\n", family.address(baseline_lb::ADDRESS))
+}
+
+fn hand_over(family: Family) -> String {
+    format!("migrate_to = \"{}\"\n", family.address(baseline_lb::ADDRESS))
+}
 
 #[test]
 fn live_pool_migrates_from_a_director_and_back() {
     skip_if!(missing_testbed_rights());
-    let (director, site) = TestEnv::behind(Kind::Director, "adoptdr");
+    migrate_from_a_director_and_back("adoptdr", Family::Ipv4);
+}
+
+#[test]
+fn live_ipv6_pool_migrates_from_a_director_and_back() {
+    skip_if!(missing_testbed_rights());
+    migrate_from_a_director_and_back("adoptdr6", Family::Ipv6);
+}
+
+fn migrate_from_a_director_and_back(instance: &str, family: Family) {
+    let (director, site) = TestEnv::behind(Kind::Director, instance, family);
     let wrk = site.wrk(9);
     let mut oldest = site.connect(40);
     assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize]);
 
     // Agents first, and the load balancer, to which no packet goes yet.
-    let mut fleet = site.fleet(ADOPT);
+    let mut fleet = site.fleet(&adopt(family));
     assert_eq!(oldest.broken(), 0, "when the agents came");
     let mut older = site.connect(40);
 
@@ -165,7 +181,7 @@ fn live_pool_migrates_from_a_director_and_back() {
     // And back, with a director that knows nothing.
     let wrk = site.wrk(9);
     let _director = site.testbed.start_other_balancer(Kind::Director).unwrap();
-    site.set(&mut fleet, HAND_OVER);
+    site.set(&mut fleet, &hand_over(family));
     assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize], "new connections are not stamped");
     let mut newer = site.connect(40);
     pause(500);
@@ -188,7 +204,7 @@ fn live_pool_migrates_from_a_director_and_back() {
 #[test]
 fn vip_migrates_from_haproxy_and_back() {
     skip_if!(missing_testbed_rights());
-    let (_haproxy, site) = TestEnv::behind(Kind::Proxy, "adoptproxy");
+    let (_haproxy, site) = TestEnv::behind(Kind::Proxy, "adoptproxy", Family::Ipv4);
     let mut theirs = site.connect(40);
     // Plain DNS: clients connect to servers' own addresses.
     let own = SocketAddrV4::new(server_address(1), SERVICE.port());
@@ -202,12 +218,12 @@ fn vip_migrates_from_haproxy_and_back() {
             })
             .unwrap(),
     );
-    let mut fleet = site.fleet(ADOPT);
+    let mut fleet = site.fleet(&adopt(Family::Ipv4));
     site.testbed.announce(&[1]).unwrap();
     assert_eq!((theirs.broken(), direct.broken()), (0, 0), "when the VIP moved");
     let mut ours = site.connect(40);
     assert_eq!(ours.servers().len(), usize::from(SERVERS));
-    site.set(&mut fleet, HAND_OVER);
+    site.set(&mut fleet, &hand_over(Family::Ipv4));
     let mut theirs_again = site.connect(40);
     pause(500);
     assert_eq!((theirs.broken(), ours.broken(), theirs_again.broken()), (0, 0, 0), "while it was handed over");
