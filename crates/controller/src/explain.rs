@@ -13,12 +13,13 @@ use coreward_model::forwarding::{Forwarding, flow_port};
 use coreward_model::placement::{Candidate, Member, PlacementState, PlacementTable, Rule, mix, two_draws};
 use coreward_model::policy::{Loads, Pool, PoolServer};
 use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
+use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, load};
 
 pub use established::ExplainedPacket;
 
 use super::{Controller, Now};
-use coreward_fleet::fleet::FleetService;
+use coreward_fleet::fleet::{FleetServer, FleetService};
 use coreward_fleet::records::LoadBalancerRecord;
 
 /// Reason why there is no explanation.
@@ -36,7 +37,8 @@ pub struct ServiceView {
     service: FleetService,
     table: Option<Arc<PlacementTable>>,
     pool: Pool,
-    names: HashMap<ServerId, String>,
+    /// All servers, because a table may name one that has left the pool.
+    names: HashMap<ServerId, (String, Vlan)>,
     cookie_keys: FleetKeys,
     /// With LB-side stamping, by all load balancers.
     cookie_share: Option<f64>,
@@ -44,8 +46,15 @@ pub struct ServiceView {
     owners: Vec<(OwnerNumber, String)>,
 }
 
-/// A server of a view: its name, and its policy input if it is in the service.
-pub type ViewedServer = (ServerId, String, Option<PoolServer>);
+/// A server of a view.
+#[derive(Debug, Clone)]
+pub struct ViewedServer {
+    id: ServerId,
+    name: String,
+    vlan: Vlan,
+    /// Its policy input, if it is in the service.
+    input: Option<PoolServer>,
+}
 
 impl Controller {
     /// Returns a view of the service without servers, which follow step by step ([`Controller::viewed_server`]). Fails
@@ -65,10 +74,11 @@ impl Controller {
         })
     }
 
-    pub fn viewed_server(&self, view: &ServiceView, id: ServerId, name: &str, now: Now) -> ViewedServer {
+    pub fn viewed_server(&self, view: &ServiceView, id: ServerId, server: &FleetServer, now: Now) -> ViewedServer {
         let service = self.positions.get(&view.service.index).map(|position| &self.services[*position]);
         let service = service.filter(|service| service.fleet().members.contains_key(&id));
-        (id, name.to_owned(), service.map(|service| self.pool_server(service, id, now)))
+        let input = service.map(|service| self.pool_server(service, id, now));
+        ViewedServer { id, name: server.name.clone(), vlan: server.vlan, input }
     }
 
     /// Explains with all servers at once.
@@ -81,7 +91,7 @@ impl Controller {
         now: Now,
     ) -> Result<Explanation, ExplainError> {
         let view = self.service_view(address, now)?;
-        let servers = self.servers_after(None).map(|(id, server)| self.viewed_server(&view, id, &server.name, now));
+        let servers = self.servers_after(None).map(|(id, server)| self.viewed_server(&view, id, server, now));
         let servers: Vec<ViewedServer> = servers.collect();
         view.with_servers(servers).explain(client, packet)
     }
@@ -95,9 +105,9 @@ impl Controller {
 impl ServiceView {
     pub fn with_servers(mut self, servers: Vec<ViewedServer>) -> Self {
         let mut members = Vec::with_capacity(servers.len());
-        for (id, name, member) in servers {
-            self.names.insert(id, name);
-            members.extend(member);
+        for ViewedServer { id, name, vlan, input } in servers {
+            self.names.insert(id, (name, vlan));
+            members.extend(input);
         }
         self.pool = self.pool.replace_servers(members);
         self
@@ -156,7 +166,7 @@ impl Case<'_> {
     }
 
     fn name(&self, id: ServerId) -> &str {
-        self.view.names.get(&id).map_or("(a server that left)", String::as_str)
+        self.view.names.get(&id).map_or("(a server that left)", |(name, _)| name)
     }
 
     /// Returns the connection's load and candidates on one server.
@@ -168,6 +178,7 @@ impl Case<'_> {
         ExplainedServer {
             name: self.name(server.id).to_owned(),
             id: server.id.get().into(),
+            vlan: self.view.names.get(&server.id).and_then(|(_, vlan)| vlan.id()),
             hash,
             bucket: hash.map(|hash| self.view.service.buckets.bucket(hash)),
             core: core.map(u32::from),

@@ -286,6 +286,7 @@ impl Controller {
             name: server.name.clone(),
             id: id.get().into(),
             address: server.address,
+            vlan: server.vlan.id(),
             state: state_reason.state,
             state_for_ms: state_reason.duration_ms(),
             state_reason: state_reason.reason,

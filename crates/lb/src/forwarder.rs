@@ -544,6 +544,7 @@ impl Forwarder {
             warnings: self.problems(),
             refused: self.refusals.list(),
             stamped_services: self.stamped_services(),
+            vlan: self.vlan.get().into(),
         }
     }
 

@@ -161,7 +161,10 @@ pub struct FourTuple {
 
 /// Client and VIP of different address families.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("client {client} and VIP {vip} are of different address families")]
+#[error(
+    "client {client} and VIP {vip} are of different address families: expected a client with an {family} address",
+    family = if vip.is_ipv4() { "IPv4" } else { "IPv6" }
+)]
 pub struct MixedFamilies {
     client: SocketAddr,
     vip: SocketAddr,

@@ -31,6 +31,11 @@ impl Vlan {
         self.0
     }
 
+    /// Returns the id; `None`: untagged.
+    pub fn id(self) -> Option<u16> {
+        self.is_tagged().then_some(self.0)
+    }
+
     /// Whether frames have a tag.
     pub fn is_tagged(self) -> bool {
         self != Self::UNTAGGED

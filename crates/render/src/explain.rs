@@ -18,7 +18,7 @@ pub fn text(reply: &Explanation, question: &Explain) -> String {
     }
     let servers: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     format!(
-        "{} -> {}/{} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n{}{}",
+        "{} -> {}/{} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n{}{}{}",
         question.client,
         question.vip,
         question.protocol,
@@ -27,8 +27,16 @@ pub fn text(reply: &Explanation, question: &Explain) -> String {
         reply.table_generation,
         reply.reason,
         forwarding(reply),
+        vlan(reply),
         cookie_share(reply)
     )
+}
+
+/// Returns the line on the chosen server's VLAN; empty if it is untagged.
+fn vlan(reply: &Explanation) -> String {
+    let chosen = reply.servers.iter().find(|server| Some(&*server.name) == reply.chosen_server.as_deref());
+    let tagged = chosen.and_then(|server| server.vlan.map(|vlan| (&server.name, vlan)));
+    tagged.map_or_else(String::new, |(name, vlan)| format!("Frames to {name} are in VLAN {vlan}.\n"))
 }
 
 /// Returns the line on LB-side stamping; empty with other timestamps.

@@ -182,7 +182,7 @@ fn server_row(server: &Server) -> Vec<String> {
     vec![
         server.name.clone(),
         server.id.to_string(),
-        server.address.to_string(),
+        address_text(server),
         server.state.to_string(),
         age,
         or_dash(reported, server.open_connections.to_string()),
@@ -192,6 +192,10 @@ fn server_row(server: &Server) -> Vec<String> {
         or_dash(!loads.is_empty(), format!("{highest:.2}")),
         loads.iter().map(|load| bar(*load)).collect(),
     ]
+}
+
+fn address_text(server: &Server) -> String {
+    server.vlan.map_or_else(|| server.address.to_string(), |vlan| format!("{} VLAN {vlan}", server.address))
 }
 
 /// Returns the number of SYNs at the predicted queue.
@@ -251,6 +255,9 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     tables.sort();
     let _ =
         writeln!(text, "  tables     {}", if tables.is_empty() { "none yet".to_owned() } else { tables.join(", ") });
+    if let Some(vlan) = state.vlan {
+        let _ = writeln!(text, "  VLAN       {vlan}");
+    }
     let _ = writeln!(text, "  packets    {}", listed(&state.counters));
     let events = listed(&state.events);
     if !events.is_empty() {
@@ -294,9 +301,9 @@ fn clocks_text(state: &LoadBalancerState) -> String {
         let is_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.state.as_str());
         let known = clocks.iter().filter(is_known).count();
         let stamped = state.stamped_services.iter().find(|stamped| stamped.service == service);
-        let share = stamped.and_then(StampedService::cookie_share).map_or_else(String::new, |share| {
-            format!(", {:.2} % of established packets by the cookie", share * 100.0)
-        });
+        let share = stamped
+            .and_then(StampedService::cookie_share)
+            .map_or_else(String::new, |share| format!(", {:.2} % of established packets by the cookie", share * 100.0));
         let _ = writeln!(text, "  clocks     {service}: {known} of {} servers'{share}", clocks.len());
         let named = clocks.iter().filter_map(|clock| {
             let problem = clock.problem.as_ref()?;

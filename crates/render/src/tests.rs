@@ -53,6 +53,7 @@ fn server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
         name: format!("s{n}"),
         id: u32::from(n) * 1000,
         address: IpAddr::from([10, 2, 0, 10 + n]),
+        vlan: None,
         state,
         state_reason: String::new(),
         state_for_ms: None,
@@ -82,6 +83,7 @@ fn load_balancer_state() -> LoadBalancerState {
         unresolved_servers: vec!["s2".into()],
         counters: BTreeMap::from([("established".into(), 900), ("new_connection".into(), 12), ("broadcast".into(), 0)]),
         xdp_mode: "native".into(),
+        vlan: Some(10),
         configuration_generation: 3,
         events: BTreeMap::from([("connection_unknown".into(), 3)]),
         connections: 40,
@@ -158,6 +160,7 @@ fn reply() -> Status {
                 reports: ReportState::None,
                 state_reason: "lb1: connection refused".into(),
                 state_for_ms: Some(61_500),
+                vlan: Some(20),
                 ..server(2, ServerState::Down, &[])
             },
         ],
@@ -188,9 +191,9 @@ service web at 10.200.0.1:80/tcp: crossrss-plus, 128 buckets, stateful, timestam
   RSS group  377ecc6a: s1
   ! look
 
- server    id  address    state   report  open  weight  RSS as predicted  mean   max  cores
- s1      1000  10.2.0.11  active   40 ms    12       1         97 of 100  0.51  1.20  ▁▃▅█
- s2      2000  10.2.0.12  down     never     -       2                 -     -     -
+ server    id  address            state   report  open  weight  RSS as predicted  mean   max  cores
+ s1      1000  10.2.0.11          active   40 ms    12       1         97 of 100  0.51  1.20  ▁▃▅█
+ s2      2000  10.2.0.12 VLAN 20  down     never     -       2                 -     -     -
   s2: down for 1 min 1 s: lb1: connection refused
   ! s1: aRFS is on
 
@@ -206,6 +209,7 @@ rack rack1 (0.1.0), last message 60 ms ago, may report for all of 2 servers
 load balancer lb1: XDP native, as of 300 ms ago
   owner      0, at 10.2.0.1
   tables     web 76
+  VLAN       10
   packets    established 900, new_connection 12
   events     connection_unknown 3
   table      40 connections
@@ -274,6 +278,7 @@ fn explanation_is_printed_as_text() {
     let server = |n: u32, core: Option<u32>| ExplainedServer {
         name: format!("s{n}"),
         id: n,
+        vlan: None,
         hash: core.map(|_| 0xdead_beef),
         bucket: core.map(|_| 111),
         core,
@@ -314,6 +319,11 @@ bucket 111 of 128 goes to s1: because.
                  another core.\n";
     assert_eq!(explain::text(&reply, &question), expected.to_owned() + outer);
     let reply = Explanation { forwarding: "l2".into(), outer_source_port: None, cookie_share: Some(0.9995), ..reply };
+    let mut in_vlan = reply.clone();
+    in_vlan.servers[0].vlan = Some(20);
+    let lines =
+        "Frames to s1 are in VLAN 20.\nLoad balancers decide 99.95 % of its established packets by the cookie.\n";
+    assert_eq!(explain::text(&in_vlan, &question), expected.to_owned() + lines);
     let share = "Load balancers decide 99.95 % of its established packets by the cookie.\n";
     assert_eq!(explain::text(&reply, &question), expected.to_owned() + share);
 }

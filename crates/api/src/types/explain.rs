@@ -125,6 +125,9 @@ pub struct ExplainedServer {
     pub name: String,
     /// Its id.
     pub id: u32,
+    /// VLAN of its frames; null: untagged.
+    #[serde(default)]
+    pub vlan: Option<u16>,
     /// Toeplitz hash under this server's RSS key; null when its RSS is not known.
     pub hash: Option<u32>,
     /// The hash's bucket.

@@ -186,6 +186,9 @@ pub struct Server {
     /// Address for load balancers.
     #[schema(value_type = String)]
     pub address: IpAddr,
+    /// VLAN of its frames; null: untagged.
+    #[serde(default)]
+    pub vlan: Option<u16>,
     /// State: the best of its states in its services.
     pub state: ServerState,
     /// Reason of the state; empty: none.
@@ -379,6 +382,9 @@ pub struct LoadBalancerState {
     pub counters: BTreeMap<String, u64>,
     /// "native" or "generic".
     pub xdp_mode: String,
+    /// VLAN of the VIPs; null: untagged.
+    #[serde(default)]
+    pub vlan: Option<u16>,
     /// Generation of the newest configuration in force; 0: none yet.
     pub configuration_generation: u64,
     /// Packets by event (enum lb_event).

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use coreward_model::vlan::Vlan;
 use coreward_wire::v1;
 
 use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock, StampedService};
@@ -46,6 +47,7 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
             unresolved_servers: state.unresolved_servers.clone(),
             counters: sorted(&state.counters),
             xdp_mode: state.xdp_mode.clone(),
+            vlan: Vlan::new(state.vlan.into()).ok().map(Vlan::get),
             configuration_generation: state.configuration_generation,
             events: sorted(&state.events),
             connections: state.connections,

@@ -263,7 +263,7 @@ impl ControllerState {
     pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, ExplainError> {
         let now = self.now();
         let view = self.controller().service_view(address, now)?;
-        let servers = self.each_server(|controller, id, server| controller.viewed_server(&view, id, &server.name, now));
+        let servers = self.each_server(|controller, id, server| controller.viewed_server(&view, id, server, now));
         Ok(view.with_servers(servers))
     }
 

@@ -137,6 +137,13 @@ async fn invalid_request_gets_problem_json() {
         ("DELETE", "/v1/fleet", None, 405, "Allow"),
         ("GET", "/v1/explain?vip=10.200.0.9:80&client=10.1.0.1:1", None, 404, "expected one of 10.200.0.1:80/tcp"),
         ("GET", "/v1/explain?vip=10.200.0.1&client=10.1.0.1:1", None, 400, "invalid socket address"),
+        (
+            "GET",
+            "/v1/explain?vip=10.200.0.1:80&client=%5B2001:db8::7%5D:1",
+            None,
+            400,
+            "expected a client with an IPv4 address",
+        ),
         ("GET", "/v1/watch?interval_ms=1", None, 400, "expected 250 to 60000"),
         ("GET", "/v1/events?limit=0", None, 400, "`limit` of 1 to 1000"),
         ("PUT", "/v1/fleet", Some("{\"text\": \"\", \"generation\": 1.5}"), 400, "1.5: expected a whole number"),

@@ -118,18 +118,18 @@ fn assert_decided_by_cookie(site: &TestEnv, before: [u64; 2]) {
 
 /// Servers come and go, keys change, and the load balancer restarts.
 fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, known: &str) {
-    let mut site = site(instance, family, &[tcp_timestamps; 5]);
+    let mut site = start_env(instance, family, &[tcp_timestamps; 5]);
     // A load balancer that loses its memory loses the connections that are not stamped: let there be none.
     warm_up(&site, known);
-    site.set(5, None);
+    site.set_admin_state(5, None);
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     let before = by_decision(&site);
-    let client = site.streams(150.0);
-    site.connections(300);
-    site.set(1, Some(AdminState::Draining));
-    site.connections(75);
-    site.set(5, Some(AdminState::Active));
-    site.connections(75);
+    let client = site.start_streams(150.0);
+    site.wait_for_connections(300);
+    site.set_admin_state(1, Some(AdminState::Draining));
+    site.wait_for_connections(75);
+    site.set_admin_state(5, Some(AdminState::Active));
+    site.wait_for_connections(75);
     assert_decided_by_cookie(&site, before);
     site.fleet.kill("lb1").unwrap();
     site.wait_for_connections(30);
@@ -162,26 +162,26 @@ fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, kn
 #[ignore = "takes ten minutes"]
 fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("lbtslong", Family::Ipv4, &[OWN_CLOCKS; 5]);
+    let mut site = start_env("lbtslong", Family::Ipv4, &[OWN_CLOCKS; 5]);
     warm_up(&site, "per-connection");
     let before = by_decision(&site);
-    let client = site.streams(250.0);
+    let client = site.start_streams(250.0);
     for round in 0..20 {
         let (drained, removed) = (1 + round % 5, 1 + (round + 2) % 5);
-        site.set(drained, Some(AdminState::Draining));
-        site.connections(1_250);
-        site.set(removed, None);
-        site.connections(1_250);
-        site.set(drained, Some(AdminState::Active));
+        site.set_admin_state(drained, Some(AdminState::Draining));
+        site.wait_for_connections(1_250);
+        site.set_admin_state(removed, None);
+        site.wait_for_connections(1_250);
+        site.set_admin_state(drained, Some(AdminState::Active));
         if round % 5 == 0 {
             site.coreward(&["keys", "rotate", "--force"]).unwrap();
         }
-        site.connections(1_250);
-        site.set(removed, Some(AdminState::Active));
-        site.connections(1_250);
+        site.wait_for_connections(1_250);
+        site.set_admin_state(removed, Some(AdminState::Active));
+        site.wait_for_connections(1_250);
     }
     assert_decided_by_cookie(&site, before);
-    let report = unbroken(client);
+    let report = assert_unbroken(client);
     assert!(report.total().opened >= 100_000, "{:?}", report.total());
 }
 
@@ -189,13 +189,13 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
 fn unstampable_server_is_named_and_its_connections_continue() {
     skip_if!(missing_testbed_rights());
     // Without timestamps; with the others, of which one drains.
-    let mut site = site("lbtsown", Family::Ipv4, &["0", OWN_CLOCKS, ONE_CLOCK, ONE_CLOCK]);
-    let client = site.streams(150.0);
-    site.connections(375);
-    site.set(4, Some(AdminState::Draining));
-    site.connections(75);
-    site.set(1, None);
-    site.connections(75);
+    let mut site = start_env("lbtsown", Family::Ipv4, &["0", OWN_CLOCKS, ONE_CLOCK, ONE_CLOCK]);
+    let client = site.start_streams(150.0);
+    site.wait_for_connections(375);
+    site.set_admin_state(4, Some(AdminState::Draining));
+    site.wait_for_connections(75);
+    site.set_admin_state(1, None);
+    site.wait_for_connections(75);
     site.fleet.kill("lb1").unwrap();
     site.fleet.restart(&site.testbed, "lb1").unwrap();
     site.wait_for_connections(75);
@@ -216,7 +216,7 @@ fn unstampable_server_is_named_and_its_connections_continue() {
     // Put right, its new connections are stamped.
     site.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", OWN_CLOCKS)]).unwrap();
     eventually(*TIMEOUT, "the clock of s1 is known", || clock(&site, "s1").0 == "per-connection");
-    unbroken(client);
+    assert_unbroken(client);
 
     // A load balancer that does not route reports it, with the remedy.
     assert_eq!(state(&site)["warnings"], Value::Array(Vec::new()));

@@ -6,6 +6,7 @@ use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::vlans::Vlans;
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use serde_json::Value;
 
 use crate::support::{TestEnv, assert_unbroken, eventually, run};
 
@@ -43,6 +44,13 @@ fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     let mut site = start("vlan", (10, &[20, 0]), Family::Ipv4, FleetOptions::default());
     change_and_restart(&mut site);
     assert!(site.counters("established") > 500 && site.counters("flow_table") == 0);
+    let status = site.coreward(&["status"]).unwrap();
+    assert!(status.contains("  VLAN       10\n") && status.contains("  10.1.1.1 VLAN 20  "), "{status}");
+    let question = ["explain", "--vip", "10.200.0.1:80", "--client", "192.0.2.7:40312", "--format", "json"];
+    let explanation = site.coreward(&question).unwrap();
+    let servers = serde_json::from_str::<Value>(&explanation).unwrap()["servers"].clone();
+    let server = servers.as_array().unwrap().iter().find(|server| server["name"] == "s1");
+    assert_eq!(server.unwrap()["vlan"], 20, "{explanation}");
     // One frame does not reach servers in two VLANs.
     assert_eq!(site.counters("broadcast"), 0);
     site.assert_only_resets("drop_not_broadcast");
