@@ -5,13 +5,14 @@ use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use coreward_load::key_value::VALUE_MAX;
 use coreward_testbed::addresses::{DEVICE, server_address};
 use coreward_testbed::fleet::{coreward_command, lab_command};
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::orchestrate::{Client, Running, check_accounts, sum};
-use crate::support::{eventually, metrics_page, series};
+use crate::support::{eventually, metrics_page, run, series};
 
 const REQUESTS: u64 = 400;
 const MODES: [&str; 4] = ["socket", "socket-fallback", "af-xdp", "af-xdp-zero-copy"];
@@ -124,7 +125,8 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     set_ip_options(&service.client.socket)?;
     service.client.send("GET", 0)?;
     assert!(service.client.receive().is_some());
-    service.client.send_value("PUT", 0, &[7; 3000])?;
+    run(&env.testbed, env.testbed.client(), &format!("ip link set {DEVICE} mtu 1000"));
+    service.client.send_value("PUT", 0, &[7; VALUE_MAX])?;
     assert!(service.client.receive().is_some());
     other_traffic_passes(&env)?;
     assert!(log_has(&service.log, &["intake-opened", "af-xdp"]));
