@@ -1,5 +1,5 @@
-//! Makes the header from the source, for the test that compares it with the committed one. Paths are relative: cargo runs
-//! it in the package, wherever that was compiled.
+//! Makes the header from the source, for the test that compares it with the committed one. Paths are relative: cargo
+//! runs it in the package, wherever that was compiled.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Compiles the bench's own BPF programs, and generates their skeletons: those that call the measured ones, or are compared
-//! with them.
+//! Compiles the bench's own BPF programs, and generates their skeletons: those that call the measured ones, or are
+//! compared with them.
 
 use std::path::PathBuf;
 

@@ -364,7 +364,8 @@ impl Agent {
         let verdict = self.established_verifier.observe(&known.indirection_table, matched, mismatched);
         (verdict == Verdict::NotInForce).then(|| {
             format!(
-                "{} moves open connections to other receive queues than RSS chose: {mismatched} of {} packets sampled (ATR of \
+                "{} moves open connections to other receive queues than RSS chose: {mismatched} of {} packets sampled \
+                 (ATR of \
                  ixgbe and i40e? `coreward doctor` names the remedy)",
                 self.nic,
                 matched + mismatched

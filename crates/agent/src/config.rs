@@ -126,7 +126,8 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     fn every_key_of_the_testbeds_file_is_parsed() {
         let text = format!(
             "{MINIMAL}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
-             load = {{ source = \"published\", path = \"/tmp/busy\" }}\nrss = {{ source = \"testbed\", path = \"/r\" }}\n"
+             load = {{ source = \"published\", path = \"/tmp/busy\" }}\nrss = {{ source = \"testbed\", path = \"/r\" \
+             }}\n"
         );
         let config = parse(&text).unwrap();
         assert_eq!((config.manage_rss, config.manage_timestamps, config.steer), (true, false, Steer::Order));
@@ -148,7 +149,8 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
         assert_eq!(
             parse(&format!("{MINIMAL}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{table}"))
                 .unwrap_err(),
-            "agent.toml:6:11: key `dispatch.metrics`: 127.0.0.1:9440: expected `metrics` outside of this table: the daemon \
+            "agent.toml:6:11: key `dispatch.metrics`: 127.0.0.1:9440: expected `metrics` outside of this table: the \
+             daemon \
              serves all"
         );
         let mistakes = parse(&format!("{MINIMAL}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
@@ -161,12 +163,14 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
         let cases = [
             (
                 "steer = \"oder\"",
-                "5:9: key `steer`: steering \"oder\" is not known: expected \"affinity\", \"order\" or \"off\" (nearest: \
+                "5:9: key `steer`: steering \"oder\" is not known: expected \"affinity\", \"order\" or \"off\" \
+                 (nearest: \
                  `order`)",
             ),
             (
                 "manage_rs = true",
-                "5:1: key `manage_rs`: is not known: expected one of `server`, `controller`, `interface`, `pin_directory`, \
+                "5:1: key `manage_rs`: is not known: expected one of `server`, `controller`, `interface`, \
+                 `pin_directory`, \
                  `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`, `decapsulate_from`, `metrics`, `tls`, \
                  `dispatch` (nearest: `manage_rss`)",
             ),

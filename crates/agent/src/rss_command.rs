@@ -181,7 +181,8 @@ fn text(line: &Line<'_>) -> String {
         Line::Syn(Syn { source, destination, hash, predicted_queue, actual_queue }) => {
             let fits = if predicted_queue == actual_queue { "" } else { "  <- another one" };
             format!(
-                "{source} -> {destination}: hash {hash:#010x}, predicted queue {predicted_queue}, arrived on {actual_queue}{fits}"
+                "{source} -> {destination}: hash {hash:#010x}, predicted queue {predicted_queue}, arrived on \
+                 {actual_queue}{fits}"
             )
         }
         Line::End { matched, mismatched, without_queue, verdict, input } => {
@@ -189,7 +190,8 @@ fn text(line: &Line<'_>) -> String {
                 format!("; they arrive as if the NIC hashed its input {input}, which the agent finds out by itself")
             });
             format!(
-                "{matched} SYNs arrived on the predicted queue, {mismatched} on another one, {without_queue} on none that was \
+                "{matched} SYNs arrived on the predicted queue, {mismatched} on another one, {without_queue} on none \
+                 that was \
                  recorded: {verdict}{input}"
             )
         }

@@ -38,7 +38,8 @@ impl StallDetector {
             let talking = counts.stalled_connections.saturating_sub(self.began.stalled_connections);
             self.warning = ((shaking + talking) as f64 > TOLERATED * handshakes as f64).then(|| {
                 format!(
-                    "of {handshakes} stamped connections {shaking} got no answer to four SYN-ACKs and {talking} none to \
+                    "of {handshakes} stamped connections {shaking} got no answer to four SYN-ACKs and {talking} none \
+                     to \
                      a segment sent five times: a firewall on the way may drop their timestamps (the service's \
                      timestamps = \"off\" shows whether), or a SYN flood"
                 )

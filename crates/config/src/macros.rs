@@ -107,8 +107,8 @@ macro_rules! config_struct {
     (@has $default:expr) => { true };
 }
 
-/// Implements [`FromToml`](crate::FromToml) for a type that is written as one of several names: the type, what it is in a mistake, and an
-/// iterable of all names and values.
+/// Implements [`FromToml`](crate::FromToml) for a type that is written as one of several names: the type, what it is in
+/// a mistake, and an iterable of all names and values.
 #[macro_export]
 macro_rules! string_enum {
     ($type:ty, $what:expr, $all:expr) => {
@@ -137,8 +137,8 @@ macro_rules! string_enum {
     };
 }
 
-/// Describes a table that is one of several, by the name under one of its keys: an enum whose variants have that name and
-/// their own keys.
+/// Describes a table that is one of several, by the name under one of its keys: an enum whose variants have that name
+/// and their own keys.
 #[macro_export]
 macro_rules! config_enum {
     (

@@ -38,7 +38,12 @@ macro_rules! number {
     };
 }
 
-number!(Alpha as f64, Alpha::new, "a number above 0, at most 1", { "type": "number", "exclusiveMinimum": 0, "maximum": 1 });
+number!(
+    Alpha as f64,
+    Alpha::new,
+    "a number above 0, at most 1",
+    { "type": "number", "exclusiveMinimum": 0, "maximum": 1 }
+);
 number!(BucketCount as u64, BucketCount::new, "a power of two from 1 to 2048",
     { "type": "integer", "enum": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048] });
 number!(ServerId as u64, ServerId::try_from, format!("0 to {}", ServerId::COUNT - 1),

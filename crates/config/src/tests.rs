@@ -96,7 +96,8 @@ fn all_mistakes_are_reported_at_once() {
     assert_eq!(
         diagnostics_of(text),
         [
-            "daemon.toml:1:1: key `nmae`: is not known: expected one of `name`, `interval`, `count`, `place`, `key_file`, \
+            "daemon.toml:1:1: key `nmae`: is not known: expected one of `name`, `interval`, `count`, `place`, \
+             `key_file`, \
              `service` (nearest: `name`)",
             "daemon.toml:1:1: key `name`: is missing: expected 1 to 64 bytes without blanks",
             "daemon.toml:2:12: key `interval`: \"9ms\": expected a time with its unit, from \"10ms\" to \"1s\"",

@@ -21,8 +21,10 @@ fn at(seconds: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-const FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.2.0.2\"\n\
-                     [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\n\
+const FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server]]\nname = \"s2\"\naddress = \
+                     \"10.2.0.2\"\n\
+                     [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n[[service]]\nname = \"api\"\nvip = \
+                     \"10.200.0.1:81\"\n\
                      [[service]]\nname = \"dns\"\nvip = \"10.200.0.1:53\"\nprotocol = \"udp\"\n";
 
 struct Harness {

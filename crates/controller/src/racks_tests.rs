@@ -143,7 +143,8 @@ fn agent_reconnect_moves_it_out_of_old_rack() {
 #[test]
 fn rejections_name_the_required_role() {
     let words = foreign("s0", "r3", &["r1", "r2"]).to_string();
-    let expected = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent itself (`racks` in \
+    let expected = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent \
+                    itself (`racks` in \
                     the fleet's document)";
     assert_eq!(words, expected);
     let words = foreign("s0", "r3", &[]).to_string();

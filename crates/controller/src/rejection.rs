@@ -56,8 +56,10 @@ pub enum Rejection {
     UnknownLoadBalancer(String),
     /// The server's agent may not use this rack.
     #[error(
-        "rack {rack:?} may not report for server {server:?}: expected {}its agent itself (`racks` in the fleet's document)",
-        racks.iter().map(|rack| format!("rack {rack:?}, ")).collect::<String>() + if racks.is_empty() { "" } else { "or " }
+        "rack {rack:?} may not report for server {server:?}: expected {}its agent itself (`racks` in the fleet's \
+         document)",
+        racks.iter().map(|rack| format!("rack {rack:?}, \
+                                         ")).collect::<String>() + if racks.is_empty() { "" } else { "or " }
     )]
     ForeignRack {
         server: String,

@@ -15,7 +15,8 @@ use coreward_model::ServerId;
 pub enum RotationError {
     /// Cookies of the key that would be overwritten may still be in use.
     #[error(
-        "the key in force is {} s old: expected at least {} s (`max_connection_lifetime`), as connections that have been \
+        "the key in force is {} s old: expected at least {} s (`max_connection_lifetime`), as connections that have \
+         been \
          silent since before it would break (--force does it all the same)",
         age.as_secs(),
         expected.as_secs()
@@ -23,7 +24,8 @@ pub enum RotationError {
     TooYoung { age: Duration, expected: Duration },
     /// Some peers may not have the keys in force, or stamp with the other one.
     #[error(
-        "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force continues \
+        "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force \
+         continues \
          without those that are not connected: their connections may break)",
         have(who)
     )]

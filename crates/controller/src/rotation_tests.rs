@@ -342,7 +342,8 @@ fn missing_acknowledgements_are_named() {
     assert_eq!(
         refused.to_string(),
         format!(
-            "load balancer lb1, the agent of s2 have not confirmed configuration {generation}, which brought the keys in \
+            "load balancer lb1, the agent of s2 have not confirmed configuration {generation}, which brought the keys \
+             in \
              force: expected all to (--force continues without those that are not connected: their connections may \
              break)"
         )
@@ -372,7 +373,8 @@ fn young_key_is_not_rotated_without_force() {
     assert!(matches!(refused, RotationError::TooYoung { expected: RETIRE_AFTER, .. }));
     assert_eq!(
         refused.to_string(),
-        "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have been \
+        "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have \
+         been \
          silent since before it would break (--force does it all the same)"
     );
     assert!(harness.controller.requested_key_step(true, harness.now()).is_ok());

@@ -244,7 +244,8 @@ impl Controller {
             let left_over = groups.iter().flat_map(|group| &group.without_cores).filter(|server| server.rss.is_some());
             let left_over = self.names(left_over.map(|server| server.id));
             warnings.push(format!(
-                "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives all \
+                "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives \
+                 all \
                  servers one key)",
                 intf::MAX_RSS_GROUPS,
                 left_over.join(", ")
@@ -256,7 +257,8 @@ impl Controller {
         let longer = self.names(pool.eligible().filter(longer).map(|server| server.id));
         if !longer.is_empty() {
             warnings.push(format!(
-                "{buckets} buckets are fewer than the indirection tables of {} have entries: a bucket reaches several of \
+                "{buckets} buckets are fewer than the indirection tables of {} have entries: a bucket reaches several \
+                 of \
                  their cores, and the mean load of these counts (raise `buckets`)",
                 longer.join(", ")
             ));

@@ -268,10 +268,9 @@ fn malformed_rss_invalidates_the_old_one() {
     assert_eq!(status.rss, None);
     assert_eq!(
         status.warnings,
-        [
-            "its RSS was refused: indirection_table: an indirection table of 100 entries: expected a power of two from 1 \
-          to 2048"
-        ]
+        ["its RSS was refused: indirection_table: an indirection table of 100 entries: expected a power of two from \
+             1 \
+          to 2048"]
     );
     let healed = Report { rss_generation: 3, rss: Some(plain_rss(64, 4)), ..report(5, at(400), &[60_000_000; 4]) };
     harness.controller.report(&session, Ok(healed), at(400)).unwrap();
@@ -420,7 +419,8 @@ fn explanations_name_the_decision_and_its_reason() {
     assert_eq!(
         harness.explain(port, at(100)).reason,
         format!(
-            "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded of 3 candidates, unless a \
+            "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded of 3 \
+             candidates, unless a \
              load balancer has given it more than {more} connections since the last table, each counted as {:.4}; then \
              s2 (core 1 with load 0.500 in the table)",
             f64::from(table.assignment_cost) / 1_048_576.0
@@ -444,7 +444,8 @@ fn explanations_name_the_decision_and_its_reason() {
     harness.table(at(100));
     assert_eq!(
         harness.explain(port, at(100)).reason,
-        "the 3 servers that take new connections (s0 13, s1 10, s2 8) have these shares of 31 turns, evenly spread, counted by \
+        "the 3 servers that take new connections (s0 13, s1 10, s2 8) have these shares of 31 turns, evenly spread, \
+         counted by \
          the load balancer"
     );
 

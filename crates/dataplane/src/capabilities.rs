@@ -12,7 +12,8 @@ pub fn require(command: &str) -> anyhow::Result<()> {
     let missing = missing()?;
     anyhow::ensure!(
         missing.is_empty(),
-        "{command} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need no \
+        "{command} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need \
+         no \
          rights)",
         missing.join(", ")
     );

@@ -38,7 +38,8 @@ impl PinLock {
                 Ok(lock) => return Ok(Self(lock)),
                 Err((file, Errno::EWOULDBLOCK)) if began.elapsed() < TIMEOUT => file,
                 Err((_, Errno::EWOULDBLOCK)) => bail!(
-                    "{}: another process works with what is pinned there: expected it stopped first (systemctl stop), or a \
+                    "{}: another process works with what is pinned there: expected it stopped first (systemctl stop), \
+                     or a \
                      pin directory of one's own",
                     directory.display()
                 ),

@@ -384,7 +384,8 @@ fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Re
         let pin = elsewhere.join("server").join("egress");
         ensure!(
             !tc::is_attached(interface_index, Direction::Egress, &pin).unwrap_or(false),
-            "what is pinned in {} is at the interface of index {interface_index} already: expected `pin_directory` to be that, or \
+            "what is pinned in {} is at the interface of index {interface_index} already: expected `pin_directory` to \
+             be that, or \
              first `coreward agent --detach` with that in its file",
             elsewhere.display()
         );

@@ -10,8 +10,8 @@ use rand::Rng as _;
 
 /// [`seeded_rng`]'s stream for candidate seeds.
 const RNG_STREAM_SLOT_SEEDS: u64 = 16;
-/// With 128 keys in 1024 slots one seed in 4,000 fits; this many fail together with probability e^-250. (At the load balancer
-/// most seeds fit.)
+/// With 128 keys in 1024 slots one seed in 4,000 fits; this many fail together with probability e^-250. (At the load
+/// balancer most seeds fit.)
 const SEEDS_TRIED: usize = 1 << 20;
 
 /// Reason for which services have no slot in a directory.

@@ -378,7 +378,8 @@ class = 1
         let error = |rest: &str| parse(&format!("{DNS}{rest}\n")).unwrap_err();
         assert_eq!(
             error("policy = \"jsk\""),
-            "dispatch.toml:3:10: key `service.policy`: policy \"jsk\" is not known: expected \"random\", \"rr\", \"jsq\", \
+            "dispatch.toml:3:10: key `service.policy`: policy \"jsk\" is not known: expected \"random\", \"rr\", \
+             \"jsq\", \
              \"jlq\" or \"jbsrq\" (nearest: `jsq`)"
         );
         assert_eq!(
@@ -387,7 +388,8 @@ class = 1
         );
         assert_eq!(
             error("response_timeout = \"60s\""),
-            "dispatch.toml:3:20: key `service.response_timeout`: \"60s\": expected a time with its unit, from \"100ms\" to \
+            "dispatch.toml:3:20: key `service.response_timeout`: \"60s\": expected a time with its unit, from \
+             \"100ms\" to \
              \"20s\""
         );
         assert_eq!(

@@ -194,7 +194,8 @@ pub fn detach(pins: &Path) -> anyhow::Result<()> {
         // Closed sockets have taken the program with them.
         for listener in owners(&listeners::receiving(listen)?)? {
             if let Err(error) = listeners::take(&listener).and_then(|socket| reuseport::detach(socket.as_fd())) {
-                tracing::debug!(event = "not-detached", service = %listen, error = format!("{error:#}"), "cannot detach");
+                tracing::debug!(event = "not-detached", service = %listen, error = format!("{error:#}"), "cannot \
+                 detach");
             }
         }
         tracing::info!(event = "dispatch-ended", service = %listen, "the kernel selects the sockets again");

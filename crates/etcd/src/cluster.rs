@@ -205,7 +205,8 @@ impl Silence {
         // The HTTP/2 layer passes on only the text.
         match words.split_once("received fatal alert: ") {
             Some((_, alert)) => {
-                let expected = "expected `certificate` and `key` of [etcd.tls] that an authority of its --trusted-ca-file has signed";
+                let expected = "expected `certificate` and `key` of [etcd.tls] that an authority of its \
+                                --trusted-ca-file has signed";
                 Self {
                     words: format!("etcd refuses our certificate, or that we show none ({alert}): {expected}"),
                     is_of_tls: true,

@@ -212,7 +212,8 @@ impl Records {
                 (None, Some(id)) => Ok(*id),
                 (None, None) => draw(&mut free, room, random).ok_or_else(|| {
                     let message = format!(
-                        "no server id is free for {:?}: all {room} are in use, or reserved for connections of servers that \
+                        "no server id is free for {:?}: all {room} are in use, or reserved for connections of servers \
+                         that \
                          left",
                         server.name,
                     );
@@ -233,7 +234,8 @@ impl Records {
             return Ok(id);
         };
         Err(format!(
-            "server id {id} belongs to server {:?}, whose connections may still carry it: expected one that is free, or \
+            "server id {id} belongs to server {:?}, whose connections may still carry it: expected one that is free, \
+             or \
              none to have one drawn",
             owner.name
         ))

@@ -241,7 +241,8 @@ fn failure(error: &anyhow::Error) -> Option<&Failure> {
 fn token(file: &Path) -> anyhow::Result<Secret<String>> {
     read_token(file).map_err(|problem| {
         anyhow!(
-            "{problem} (the controller writes viewer.token and operator.token into its `token_directory`; --token-file or \
+            "{problem} (the controller writes viewer.token and operator.token into its `token_directory`; --token-file \
+             or \
              COREWARD_TOKEN_FILE names one)"
         )
     })

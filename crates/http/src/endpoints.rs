@@ -107,7 +107,8 @@ impl Guard {
             Some((role, who)) => Ok(Caller { role, address: peer.address, who }),
             None => {
                 self.limits.count_rejected(peer.address)?;
-                let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or operator.token \
+                let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or \
+                                operator.token \
                                 in the controller's folder), or by TLS the certificate of an operator or a viewer";
                 Err(Problem::new(ProblemKind::Unauthenticated, format!("no valid token: {expected}")))
             }
@@ -232,7 +233,8 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
 
 /// Adds the common parts of an operation to the document: its role, and the errors of all operations.
 fn describe(operation: &mut Operation, needed: Role) {
-    // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the roles that are needed.
+    // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the roles that are
+    // needed.
     operation.security = Some(vec![SecurityRequirement::new(TOKEN_SCHEME, [needed.name()])]);
     let mut errors = vec![
         ("400", "The request is malformed"),

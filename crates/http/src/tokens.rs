@@ -85,7 +85,8 @@ pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
     ensure!(
         text.len() >= MIN_LENGTH && text.chars().all(allowed),
-        "{} holds no token: expected at least {MIN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = (without the file a new \
+        "{} holds no token: expected at least {MIN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = (without the \
+         file a new \
          one is drawn)",
         path.display()
     );

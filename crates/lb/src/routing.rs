@@ -35,7 +35,8 @@ fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Ve
     // IN_DEV_FORWARD() in include/linux/inetdevice.h: the device's own; net.ipv4.ip_forward sets all of them.
     if value(interface, "forwarding") == Some(0) {
         problems.push(format!(
-            "net.ipv4.conf.{interface}.forwarding is 0: expected 1 (net.ipv4.ip_forward = 1), or no answer of a server whose \
+            "net.ipv4.conf.{interface}.forwarding is 0: expected 1 (net.ipv4.ip_forward = 1), or no answer of a server \
+             whose \
              timestamps are by \"lb\" reaches a client"
         ));
     }

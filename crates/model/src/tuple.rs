@@ -12,7 +12,8 @@ pub struct ServerId(u16);
 
 /// A number outside the range of server ids.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie holds", max = intf::SERVER_ID_COUNT - 1)]
+#[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie \
+         holds", max = intf::SERVER_ID_COUNT - 1)]
 pub struct ServerIdOutOfRange(pub u64);
 
 impl ServerId {

@@ -95,7 +95,8 @@ mod tests {
         };
         assert_eq!(
             shown(&announced, 7200),
-            "key 1 stamps, for 2 h 0 min now\n  rotation   the next key (configuration 7) waits for load balancer lb2, the \
+            "key 1 stamps, for 2 h 0 min now\n  rotation   the next key (configuration 7) waits for load balancer lb2, \
+             the \
              agent of s3\n"
         );
         let ready = Keys { waiting_for: Vec::new(), ..announced };

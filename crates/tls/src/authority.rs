@@ -151,7 +151,8 @@ impl Authority {
         let secret = self.secret("authority.key")?;
         ensure!(
             self.signed_by(&secret, "authority.crt")?,
-            "authority.crt is no certificate of authority.key: expected `coreward certs roll-over switch` again, where that was interrupted"
+            "authority.crt is no certificate of authority.key: expected `coreward certs roll-over switch` again, where \
+             that was interrupted"
         );
         let issuer = Issuer::from_ca_cert_pem(&signer, secret)?;
         let key = KeyPair::generate()?;
@@ -185,7 +186,8 @@ impl Authority {
             RollOver::Switch => {
                 ensure!(
                     is_there("next.key") || !is_there("previous.crt"),
-                    "previous.crt exists, and no next.key: the new authority signs already: expected `finish`, the last step"
+                    "previous.crt exists, and no next.key: the new authority signs already: expected `finish`, the \
+                     last step"
                 );
                 ensure!(is_there("next.key"), "next.key is not there: expected `begin`, the first step");
                 self.switch()
@@ -205,7 +207,8 @@ impl Authority {
         if !self.signed_by(&next, "authority.crt")? {
             ensure!(
                 self.signed_by(&next, "next.crt")?,
-                "next.crt is no certificate of next.key: expected those of `begin`, the first step: remove both, and begin again"
+                "next.crt is no certificate of next.key: expected those of `begin`, the first step: remove both, and \
+                 begin again"
             );
             write(&self.path("previous.crt"), &self.read("authority.crt")?)?;
             disk::rename(&self.path("next.crt"), &self.path("authority.crt"))?;

@@ -113,7 +113,10 @@ impl std::str::FromStr for Fingerprint {
         let bytes: Option<Vec<u8>> = digits.chunks(2).map(byte).collect();
         let bytes = bytes.filter(|_| digits.iter().all(u8::is_ascii_hexdigit)).and_then(|bytes| bytes.try_into().ok());
         bytes.map(Self).ok_or_else(|| {
-            format!("fingerprint {text:?}: expected the 32 bytes of a SHA-256 in hexadecimal, as `coreward certs show` prints them")
+            format!(
+                "fingerprint {text:?}: expected the 32 bytes of a SHA-256 in hexadecimal, as `coreward certs show` \
+                     prints them"
+            )
         })
     }
 }

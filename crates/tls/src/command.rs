@@ -100,7 +100,8 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             let authority = Authority::init(&folder.directory, fleet, days(*length))?;
             let directory = folder.directory.display();
             Ok(format!(
-                "{}: the authority of fleet {fleet}, for every part\n{directory}/authority.key: keep it here, who has it is everybody",
+                "{}: the authority of fleet {fleet}, for every part\n{directory}/authority.key: keep it here, who has \
+                 it is everybody",
                 authority.ca().display()
             ))
         }
@@ -112,7 +113,8 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             ensure_same_owner(&out, &identity)?;
             issue(&authority, &identity, address, days(*length), &out)?;
             Ok(format!(
-                "{}: for {identity}, {length} days. In its file, with the directory at its machine:\n\n[tls]\nca = \"ca.crt\"\n\
+                "{}: for {identity}, {length} days. In its file, with the directory at its machine:\n\n[tls]\nca = \
+                 \"ca.crt\"\n\
                  certificate = \"own.crt\"\nkey = \"own.key\"",
                 out.display()
             ))

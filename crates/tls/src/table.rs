@@ -13,7 +13,8 @@ use crate::tls::Tls;
 config_struct! {
     /// Own certificate and trusted authorities. Without this table connections are neither encrypted nor authenticated.
     struct Table {
-        /// File with the authorities' certificates (PEM), relative to this one; several while one takes over from another.
+        /// File with the authorities' certificates (PEM), relative to this one; several while one takes over from
+        /// another.
         ca: Spanned<PathBuf>,
         /// File with this part's own certificate, and what leads from it to an authority (PEM).
         certificate: Spanned<PathBuf>,

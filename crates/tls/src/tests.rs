@@ -411,8 +411,8 @@ fn keys_are_private_and_expiry_is_reported() {
     );
 }
 
-/// After every change of a file that a command makes: certificates issued then are valid, or the error has the remedy; no
-/// other step is taken; and the same command goes on.
+/// After every change of a file that a command makes: certificates issued then are valid, or the error has the remedy;
+/// no other step is taken; and the same command goes on.
 #[tokio::test]
 async fn interrupted_step_is_completed_by_the_same_command() {
     const STEPS: [RollOver; 3] = [RollOver::Begin, RollOver::Switch, RollOver::Finish];

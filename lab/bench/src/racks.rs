@@ -220,7 +220,8 @@ fn report(args: &Args, windows: &[Window], costs_us: Vec<f64>, bytes: Vec<f64>) 
         about: format!(
             "{} racks send {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream \
              of its own (loopback{}), and every server's whole report as often as the controller requests it, to a \
-             controller that has CPU 0; racks and a load balancer, which puts the tables of {} services in force and reports each, share CPU 1. {} windows of {} s; percentiles are interpolated in classes. A rack's CPU \
+             controller that has CPU 0; racks and a load balancer, which puts the tables of {} services in force and \
+             reports each, share CPU 1. {} windows of {} s; percentiles are interpolated in classes. A rack's CPU \
              is without gRPC.",
             args.racks,
             args.rack_candidates,

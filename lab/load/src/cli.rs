@@ -62,8 +62,8 @@ pub struct LoadArgs {
     /// Source port of the first flow; the others follow, so every run has the same flows [default: the kernel's choice]
     #[arg(long, value_name = "PORT")]
     pub first_port: Option<u16>,
-    /// Request types and their shares: GET=0.5,PUT=0.4,SCAN46=0.1, or a mix of Turbo's Figure 7: turbo-7a (half GET, half
-    /// PUT), turbo-7b (10 % SCAN18), turbo-7c (40 % SCAN46), turbo-7d (a third each of GET, SCAN46, SCAN105)
+    /// Request types and their shares: GET=0.5,PUT=0.4,SCAN46=0.1, or a mix of Turbo's Figure 7: turbo-7a (half GET,
+    /// half PUT), turbo-7b (10 % SCAN18), turbo-7c (40 % SCAN46), turbo-7d (a third each of GET, SCAN46, SCAN105)
     #[arg(long, value_name = "MIX", default_value = "GET=1", conflicts_with = "service")]
     pub mix: Mix,
     /// Request service times from a distribution, of paced servers: exp:US; ringleader-bimodal (95 % 5 us, 5 % 100 us),

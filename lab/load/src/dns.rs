@@ -33,7 +33,8 @@ pub struct Query {
 /// Text that is no question.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "query {0:?}: expected NAME/TYPE or NAME/TYPE/dnssec, as in www.example/A, with one of the types A, NS, SOA, MX, TXT, AAAA, DNSKEY, ANY"
+    "query {0:?}: expected NAME/TYPE or NAME/TYPE/dnssec, as in www.example/A, with one of the types A, NS, SOA, MX, \
+     TXT, AAAA, DNSKEY, ANY"
 )]
 pub struct QueryError(String);
 

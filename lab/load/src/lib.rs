@@ -1,6 +1,7 @@
 //! An open-loop load generator (`coreward-lab load`), and the protocols that it speaks.
 //!
-//! * [`key_value`]: requests and responses of the testbed's key-value server (UDP); [`paced`]: of its paced server (TCP)
+//! * [`key_value`]: requests and responses of the testbed's key-value server (UDP); [`paced`]: of its paced server
+//!   (TCP)
 //! * [`dns`]: as much of DNS as it takes to load a server
 //! * [`request_type`]: kinds of requests, and how long each takes; [`workload`]: which are sent; [`arrivals`]: when
 //! * [`generator`]: sends them, over a [`transport`], and knows which are [`outstanding`]

@@ -107,8 +107,8 @@ fn rss(key: &str, table: &[u32]) -> Result<Rss> {
 pub struct Daemons;
 
 impl Daemons {
-    /// Starts both and waits until the agent has reported that the NIC has `expected`. Fails, with the end of both logs,
-    /// when it does not.
+    /// Starts both and waits until the agent has reported that the NIC has `expected`. Fails, with the end of both
+    /// logs, when it does not.
     pub fn start(guest: &mut Guest, expected: &Rss) -> Result<Self> {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;

@@ -1,8 +1,10 @@
-//! A load balancer that is not ours, in front of the testbed's servers: what a service is adopted from and given back to.
+//! A load balancer that is not ours, in front of the testbed's servers: what a service is adopted from and given back
+//! to.
 //!
-//! * [`Kind::Director`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use it). Elsewhere nftables
-//!   does the same to packets: a SYN picks a server and an entry of a table, later packets follow the entry to the server's MAC
-//!   address, answers go straight to the client, and what has no entry is refused by the host, which holds the VIP.
+//! * [`Kind::Director`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use it). Elsewhere
+//!   nftables does the same to packets: a SYN picks a server and an entry of a table, later packets follow the entry to
+//!   the server's MAC address, answers go straight to the client, and what has no entry is refused by the host, which
+//!   holds the VIP.
 //! * [`Kind::Proxy`]: HAProxy. It ends clients' connections itself and opens its own to the servers' own addresses.
 
 use std::fmt::Write as _;
@@ -125,7 +127,8 @@ impl Testbed {
         let service = self.service();
         let mut text = format!(
             "global\n    nbthread 1\n    maxconn 4000\ndefaults\n    mode tcp\n    timeout connect 5s\n    \
-             timeout client 10m\n    timeout server 10m\nfrontend web\n    bind {service}\n    default_backend servers\n\
+             timeout client 10m\n    timeout server 10m\nfrontend web\n    bind {service}\n    default_backend \
+             servers\n\
              backend servers\n    balance roundrobin\n"
         );
         for number in self.server_numbers() {

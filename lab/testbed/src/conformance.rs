@@ -102,9 +102,9 @@ impl Outcome {
 }
 
 impl Tcp {
-    /// Servers see what their own kernels stamped, clients what we did: Linux forgives a TSval that went back by one tick, of
-    /// which ours have 65,536 in a millisecond. So a segment that another overtook is dropped once in a while (docs/limits.md), and
-    /// sent again. A wrong stamp is never one in a million.
+    /// Servers see what their own kernels stamped, clients what we did: Linux forgives a TSval that went back by one
+    /// tick, of which ours have 65,536 in a millisecond. So a segment that another overtook is dropped once in a while
+    /// (docs/limits.md), and sent again. A wrong stamp is never one in a million.
     fn has_right_timestamps(&self) -> bool {
         let at_client = |(name, count): (&String, &u64)| name == OVERTAKEN_DATA && *count <= 1 + self.sent / 1_000_000;
         self.timestamp_drops_at_servers.is_empty() && self.timestamp_drops_at_client.iter().all(at_client)

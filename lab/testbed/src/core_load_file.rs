@@ -1,4 +1,5 @@
-//! Emulated cores: how busy one is by the clock, and the file in which servers publish it, or other numbers of their workers.
+//! Emulated cores: how busy one is by the clock, and the file in which servers publish it, or other numbers of their
+//! workers.
 
 use std::fs::{self, File};
 use std::io;

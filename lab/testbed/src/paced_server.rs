@@ -1,8 +1,8 @@
-//! A server whose cores are emulated: each worker serves one request at a time, by the clock instead of by work, so that
-//! two CPUs carry sixteen cores.
+//! A server whose cores are emulated: each worker serves one request at a time, by the clock instead of by work, so
+//! that two CPUs carry sixteen cores.
 //!
-//! Built like nginx with `reuseport`, as far as the agent can see: one listening socket per worker, opened by the master and
-//! inherited by all; each worker is a process and waits only for its own. Worker K is called `coreK`.
+//! Built like nginx with `reuseport`, as far as the agent can see: one listening socket per worker, opened by the
+//! master and inherited by all; each worker is a process and waits only for its own. Worker K is called `coreK`.
 //!
 //! A worker's queue is a virtual clock: a request that arrives at t completes at max(t, busy until) + its service time,
 //! until which the worker is busy. The answer is sent at that time. A late wake-up (some 50 us) delays answers but

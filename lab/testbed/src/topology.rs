@@ -167,7 +167,8 @@ impl Testbed {
         }
         if options.answers_by_load_balancer && options.router_mtu.is_none() {
             bail!(
-                "answers by a load balancer without a router: expected `router_mtu`, so that there is something to route"
+                "answers by a load balancer without a router: expected `router_mtu`, so that there is something to \
+                 route"
             );
         }
         if options.vlans.is_some() && (options.router_mtu.is_some() || options.routed_servers || options.racks > 0) {

@@ -5,9 +5,9 @@
 //!   cwX-client 10.2.0.7 ..  --  cwX-router 10.2.0.1, 10.1.0.3  --  switch  (the router's kernel has it)
 //! ```
 //!
-//! The route to the VIPs has one next hop per load balancer that is announced; the kernel chooses by a hash of addresses,
-//! ports and protocol (fib_multipath_hash_policy=1), so that a connection stays with one as long as the next hops do. A
-//! real data centre has the same from BGP and its routers' ECMP.
+//! The route to the VIPs has one next hop per load balancer that is announced; the kernel chooses by a hash of
+//! addresses, ports and protocol (fib_multipath_hash_policy=1), so that a connection stays with one as long as the next
+//! hops do. A real data centre has the same from BGP and its routers' ECMP.
 //!
 //! The router's link has a small MTU in one direction only: the client's packets leave a device of 1500 bytes, so that
 //! it offers segments of 1460 bytes, and the router must report by ICMP that the servers' are too long (RFC 1191). The

@@ -28,7 +28,8 @@ const HASH_FUNCTION_NO_CHANGE: u8 = 0;
 const ETH_RXFH_INDIR_NO_CHANGE: u32 = 0xffff_ffff;
 const ETH_RXFH_INDIR_DEFAULT: u32 = 0;
 
-/// `struct ethtool_rxfh` without its data: cmd, rss_context, indir_size, key_size, (hfunc, input_xfrm, 2 reserved), reserved.
+/// `struct ethtool_rxfh` without its data: cmd, rss_context, indir_size, key_size, (hfunc, input_xfrm, 2 reserved),
+/// reserved.
 const RXFH_WORDS: usize = 6;
 const RXFH_INDIR_SIZE: usize = 2;
 const RXFH_KEY_SIZE: usize = 3;

@@ -30,8 +30,8 @@ fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Res
     Ok(())
 }
 
-/// The workers in the order of their start, which is the kernel's order of children, once there are `count`. (It is not always
-/// that of their process ids: those start again.)
+/// The workers in the order of their start, which is the kernel's order of children, once there are `count`. (It is not
+/// always that of their process ids: those start again.)
 fn workers(nginx: &Nginx, count: usize) -> anyhow::Result<Vec<u32>> {
     wait_until("the workers", || Ok(nginx.workers().len() == count))?;
     Ok(nginx.workers())

@@ -12,7 +12,8 @@ use coreward_http::{Problem, ProblemKind};
 use super::Api;
 
 /// Only content from the controller itself, and no frames.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; \
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
+                      base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
 
 /// Routes of the page and its files. They contain no data of the fleet, and need no token.

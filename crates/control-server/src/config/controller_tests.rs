@@ -25,12 +25,15 @@ fn controller_file_is_parsed_and_mistakes_are_named() {
     assert_eq!(
         mistakes,
         format!(
-            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, `etcd`, \
+            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, \
+             `etcd`, \
              `metrics`, `fleet`, `rss_key_file`, `tls`, `revoked_certificates`, `allow_plaintext` (nearest: `store`)\n\
              {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
-             {file}:1:1: neither `store` nor [etcd]: expected `store = \"/var/lib/coreward/controller.redb\"`, or [etcd] for \
+             {file}:1:1: neither `store` nor [etcd]: expected `store = \"/var/lib/coreward/controller.redb\"`, or \
+             [etcd] for \
              several controllers\n\
-             {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, as it \
+             {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, \
+             as it \
              is a secret\n\
              {file}:3:1: key `load_ewma_alpha`: is not known here: expected it in the fleet's own file, which `fleet = \
              \"fleet.toml\"` names here\n\
@@ -154,7 +157,8 @@ fn revoked_certificates_are_fingerprints() {
     let text = format!("{CONTROLLER}revoked_certificates = [\"AB:CD\"]\n");
     assert_eq!(
         controller(&text).unwrap_err(),
-        "/etc/coreward/controller.toml:3:25: key `revoked_certificates`: fingerprint \"AB:CD\": expected the 32 bytes of a \
+        "/etc/coreward/controller.toml:3:25: key `revoked_certificates`: fingerprint \"AB:CD\": expected the 32 bytes \
+         of a \
          SHA-256 in hexadecimal, as `coreward certs show` prints them"
     );
     let fingerprint = "AB".repeat(32);

@@ -134,7 +134,8 @@ impl FromToml for Prefix {
     fn expected() -> String {
         let own = coreward_etcd::OWN_SEGMENTS.join(", ");
         format!(
-            "what all keys in etcd begin with: a slash first, none at the end, and no segment of {own}, as \"/coreward\""
+            "what all keys in etcd begin with: a slash first, none at the end, and no segment of {own}, as \
+             \"/coreward\""
         )
     }
 

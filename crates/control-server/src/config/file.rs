@@ -17,11 +17,13 @@ config_struct! {
     pub struct ControllerFile {
         /// Address and port for agents and load balancers.
         pub listen: Field<SocketAddr>,
-        /// Address and port for the commands that ask, the dashboard and your own programs (HTTP); beyond this host with `[tls]` only, as HTTPS then.
+        /// Address and port for the commands that ask, the dashboard and your own programs (HTTP); beyond this host
+        /// with `[tls]` only, as HTTPS then.
         pub api: Spanned<SocketAddr> = Spanned::new(0..0, DEFAULT_API),
         /// Folder of the API's tokens; without it that of the store, with [etcd] that of this file.
         pub token_directory: Option<PathBuf>,
-        /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing. Either this or [etcd].
+        /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing. Either this or
+        /// [etcd].
         pub store: Option<PathBuf>,
         /// Records in etcd, shared by several controllers, one of which leads.
         pub etcd: Option<Spanned<EtcdFile>>,

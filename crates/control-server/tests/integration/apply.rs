@@ -152,7 +152,8 @@ async fn invalid_document_changes_nothing() {
         controller.apply(&home, &wrong).await.unwrap_err().lines().collect::<Vec<_>>(),
         [
             "/wanted.toml:7:8: key `server.name`: server name s1 is used twice (first in line 4): expected each once",
-            "/wanted.toml:8:11: key `server.address`: server address 10.2.0.1 is used twice (first in line 5): expected \
+            "/wanted.toml:8:11: key `server.address`: server address 10.2.0.1 is used twice (first in line 5): \
+             expected \
              each once",
             "/wanted.toml:12:1: key `service.weihgt`: is not known: expected one of `name`, `vip`, `protocol`, \
              `consistency`, `timestamps`, `forwarding`, `udp`, \
@@ -164,7 +165,8 @@ async fn invalid_document_changes_nothing() {
     let taken = document(&["s2"], "").replace("address", "id = 7\naddress");
     assert_eq!(
         controller.apply(&home, &taken).await.unwrap_err(),
-        "/wanted.toml:5:6: key `server.id`: server id 7 belongs to server \"s1\", whose connections may still carry it: \
+        "/wanted.toml:5:6: key `server.id`: server id 7 belongs to server \"s1\", whose connections may still carry \
+         it: \
          expected one that is free, or none to have one drawn"
     );
     // A client that does not check first gets the same answer.

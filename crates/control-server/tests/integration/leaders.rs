@@ -95,7 +95,8 @@ impl Controller {
     async fn start_by(endpoint: &str, name: &str) -> Self {
         let home = Home::new(&[], "");
         let text = format!(
-            "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\ntoken_directory = {:?}\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"5s\"\n\
+            "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\ntoken_directory = {:?}\n[etcd]\nendpoints = \
+             [\"{endpoint}\"]\nlease = \"5s\"\n\
              advertise_api = \"https://{name}.example:7401\"\n",
             home.directory.path()
         );

@@ -114,7 +114,8 @@ impl Case<'_> {
     fn entry_words(&self, key: u32, number: u16) -> String {
         if self.view.service.mode.consistency != Consistency::Stateful {
             return format!(
-                "its cookie, read with key {key}, names an entry of a connection table, which this service does not have: \
+                "its cookie, read with key {key}, names an entry of a connection table, which this service does not \
+                 have: \
                  the packet is broadcast at a limited rate"
             );
         }

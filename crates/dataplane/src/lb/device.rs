@@ -30,7 +30,8 @@ impl LoadBalancer {
             let found = link.interface_index()?;
             anyhow::ensure!(
                 found == index,
-                "what another version pinned is at the interface of index {found}, not at {interface:?} (index {index}): \
+                "what another version pinned is at the interface of index {found}, not at {interface:?} (index \
+                 {index}): \
                  detach it first, or use another pin directory"
             );
             return Ok(if self.variant.counters_by_cpu { Attachment::Generic } else { Attachment::Native });

@@ -97,7 +97,8 @@ impl ServerClock {
             ClockState::Known | ClockState::PerConnection | ClockState::Learning => None,
             ClockState::Unseen => (self.opened >= u64::from(AGREEING)).then(|| {
                 format!(
-                    "{} new connections went to it, but none of its replies passes here: expected its route to the clients \
+                    "{} new connections went to it, but none of its replies passes here: expected its route to the \
+                     clients \
                      to lead through this load balancer",
                     self.opened
                 )

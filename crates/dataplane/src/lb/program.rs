@@ -289,7 +289,8 @@ impl Maps {
         let used = connection_memory::in_use(&self.connections);
         ensure!(
             used == 0,
-            "the connection table in {} has {} entries, not {}, and {used} of them are in use: give it the old size, or \
+            "the connection table in {} has {} entries, not {}, and {used} of them are in use: give it the old size, \
+             or \
              detach first (forwarding stops)",
             directory.display(),
             found.entries(),
@@ -443,7 +444,8 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
 
 fn advice(directory: &Path) -> String {
     format!(
-        "What is pinned in {directory} was not made by this version of coreward: `coreward lb` of this version takes its place \
+        "What is pinned in {directory} was not made by this version of coreward: `coreward lb` of this version takes \
+         its place \
          once it has its configuration, and until then it forwards",
         directory = directory.display()
     )

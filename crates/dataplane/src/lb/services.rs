@@ -47,7 +47,8 @@ pub enum ModeError {
     NeedsStateless(ServiceAddress),
     /// A packet at the wrong server could not be recognised.
     #[error(
-        "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps by \
+        "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps \
+         by \
              the load balancer can be adopted or handed over"
     )]
     CannotTransfer(ServiceAddress),

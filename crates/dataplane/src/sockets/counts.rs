@@ -27,8 +27,8 @@ struct Listed {
     inode: u32,
 }
 
-/// include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED, FIN-WAIT-1 and 2, CLOSE-WAIT, LAST-ACK, CLOSING. With SYN-RECEIVED the kernel
-/// lists half-open ones, too.
+/// include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED, FIN-WAIT-1 and 2, CLOSE-WAIT, LAST-ACK, CLOSING. With
+/// SYN-RECEIVED the kernel lists half-open ones, too.
 const NO_STATES: u32 = 0;
 const LISTENING: u32 = 1 << 10;
 const CONNECTED: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;

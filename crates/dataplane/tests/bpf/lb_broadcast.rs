@@ -88,7 +88,8 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
         100,
         "ICMP errors of the router's own address"
     );
-    // The bucket of the one source is one of 4,096, and each router draws one: two meet it once in 3,500 runs, three in 450,000.
+    // The bucket of the one source is one of 4,096, and each router draws one: two meet it once in 3,500 runs, three in
+    // 450,000.
     let beside_one_source = accepted_beside(&balancer(), || icmp(FORGED, any()));
     assert!(beside_one_source >= 98, "{beside_one_source} among ICMP errors of one source");
 }

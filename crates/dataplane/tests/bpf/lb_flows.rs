@@ -39,8 +39,8 @@ fn drain(balancer: &mut Balancer, id: ServerId) {
     set_eligible(balancer, id, false);
 }
 
-/// Connections without timestamps, and new ones of the same ports: after a server began to drain, and after the table was
-/// made without that one and one that is down.
+/// Connections without timestamps, and new ones of the same ports: after a server began to drain, and after the table
+/// was made without that one and one that is down.
 #[test]
 fn syn_leaves_a_server_that_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());

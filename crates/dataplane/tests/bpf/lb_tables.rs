@@ -100,8 +100,8 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
         let mut switches = 0;
         while switches < SWITCHES && start.elapsed() < AT_MOST {
             switches += 1;
-            // Nobody waits while tables are exchanged, and one is made faster than the other: each stands as long as some
-            // packets take.
+            // Nobody waits while tables are exchanged, and one is made faster than the other: each stands as long as
+            // some packets take.
             let stands_until = decisions() + DECISIONS_PER_TABLE;
             while decisions() < stands_until && start.elapsed() < AT_MOST {
                 std::thread::yield_now();

@@ -1,5 +1,5 @@
-//! Pin directories: one process changes what is pinned there, who looks on leaves nothing, and what is at a device is known
-//! wherever it is pinned.
+//! Pin directories: one process changes what is pinned there, who looks on leaves nothing, and what is at a device is
+//! known wherever it is pinned.
 
 use coreward_dataplane::lb::connections::Pinned;
 use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
@@ -42,8 +42,8 @@ fn read_only_commands_create_no_pins() {
     assert_eq!(std::fs::read_dir(pins.path()).unwrap().count(), 0);
 }
 
-/// An agent whose `pin_directory` has changed finds the programs of before at its device: both would stamp every packet, and no
-/// connection would come about.
+/// An agent whose `pin_directory` has changed finds the programs of before at its device: both would stamp every
+/// packet, and no connection would come about.
 #[test]
 fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());

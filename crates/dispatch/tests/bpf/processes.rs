@@ -1,4 +1,5 @@
-//! `coreward dispatch` at a server of several processes, as it is: found, dispatched, killed, stopped, detached under load.
+//! `coreward dispatch` at a server of several processes, as it is: found, dispatched, killed, stopped, detached under
+//! load.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};

@@ -19,7 +19,8 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
             "net.ipv4.tcp_timestamps is {value}; the agent sets 2 (`manage_timestamps`)"
         ))];
     }
-    let why = "each connection has its own clock (1) or none (0): it cannot be stamped, and loses its server when the pool \
+    let why = "each connection has its own clock (1) or none (0): it cannot be stamped, and loses its server when the \
+               pool \
                changes";
     // Not by --fix: timestamps of connections that an agent already stamps would jump.
     vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), why).sysctl(
@@ -42,7 +43,8 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
     }
     let why = "each reading takes a microsecond or more, or is coarse: timestamps, loads and request times read it for \
                every packet";
-    let remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource  # or see dmesg why tsc is not trusted";
+    let remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource  # or see dmesg why tsc \
+                  is not trusted";
     vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).remedy(remedy)]
 }
 

@@ -62,7 +62,8 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
         }
         if device.xdp.native_possible == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
             let only_native = facts.settings.xdp_mode == XdpMode::Native;
-            let why = "the program runs after the driver (generic XDP), several times slower; with `xdp_mode = \"native\"` \
+            let why = "the program runs after the driver (generic XDP), several times slower; with `xdp_mode = \
+                       \"native\"` \
                        the daemon does not start";
             found.push(
                 Finding::fault_if(only_native, format!("the driver {} has no XDP", device.driver), why)
@@ -138,7 +139,8 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
         if device.mtu <= MAX_MTU || in_driver || facts.settings.xdp_mode == XdpMode::Generic {
             return vec![Finding::ok(format!("{} bytes", device.mtu))];
         }
-        let why = "drivers reject XDP if a frame does not fit one page: generic XDP is slower, and with `xdp_mode = \"native\"` \
+        let why = "drivers reject XDP if a frame does not fit one page: generic XDP is slower, and with `xdp_mode = \
+                   \"native\"` \
                    the daemon does not start";
         let only_native = facts.settings.xdp_mode == XdpMode::Native;
         let found = format!("{} bytes: expected at most {MAX_MTU}", device.mtu);

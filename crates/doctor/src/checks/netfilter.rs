@@ -36,7 +36,8 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
         };
         let found = format!("connections are tracked, for {}", tracking.join(", "));
         vec![Finding::fault_if(stamps, found, why).remedy(
-            "nft 'add table ip coreward; add chain ip coreward raw { type filter hook prerouting priority raw; }; add rule ip coreward raw ip daddr VIP notrack'  # and ip saddr VIP in a chain of hook output",
+            "nft 'add table ip coreward; add chain ip coreward raw { type filter hook prerouting priority raw; }; add \
+             rule ip coreward raw ip daddr VIP notrack'  # and ip saddr VIP in a chain of hook output",
         )]
     })
 }

@@ -29,7 +29,8 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
                 input => format!(" over a symmetric input ({}), which agent and load balancers follow", input.name()),
             };
             vec![Finding::ok(format!(
-                "a key and a table of {entries} entries{symmetric}; `coreward agent rss --interface {}` shows if they are \
+                "a key and a table of {entries} entries{symmetric}; `coreward agent rss --interface {}` shows if they \
+                 are \
                  in force",
                 facts.interface()
             ))]

@@ -93,7 +93,8 @@ fn role_of(file: &Path) -> anyhow::Result<Role> {
     } else {
         ensure!(
             table.contains_key("interface"),
-            "{}: neither `store` or [etcd] (a controller's), `server` (an agent's) nor `interface` (a load balancer's): expected the file \
+            "{}: neither `store` or [etcd] (a controller's), `server` (an agent's) nor `interface` (a load \
+             balancer's): expected the file \
              of a daemon, or --role",
             file.display()
         );

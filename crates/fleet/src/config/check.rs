@@ -213,7 +213,8 @@ impl Services<'_> {
 fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
     for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_name(*id)) {
         let message = format_args!(
-            "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that its \
+            "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that \
+             its \
              cookies hold, or none to have one drawn",
             lb_stamping::SERVER_IDS - 1
         );

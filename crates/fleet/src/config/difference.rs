@@ -118,12 +118,14 @@ mod tests {
     fn difference_lists_servers_services_and_keys() {
         let old = Source::from_text(
             "old",
-            "load_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.0.0.2\"\n\
+            "load_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \
+             \"s2\"\naddress = \"10.0.0.2\"\n\
              [[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\"]\n",
         );
         let new = Source::from_text(
             "new",
-            "# Moved.\nmax_connection_lifetime = \"1h\"\n[[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\", \"s3\"]\n\
+            "# Moved.\nmax_connection_lifetime = \"1h\"\n[[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = \
+             [\"s1\", \"s3\"]\n\
              [[server]]\nname = \"s3\"\naddress = \"10.0.0.3\"\nweight = 2\n\
              [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\nracks = [\"r1\"]\n",
         );

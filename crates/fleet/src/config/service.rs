@@ -95,7 +95,8 @@ fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     for (key, span) in spans {
         let Some(span) = span else { continue };
         let message = format!(
-            "a UDP service has no `{key}`, as datagrams carry no cookie: expected `udp = \"flow\"` or `udp = \"packet\"`"
+            "a UDP service has no `{key}`, as datagrams carry no cookie: expected `udp = \"flow\"` or `udp = \
+             \"packet\"`"
         );
         reader.mistake(span, message);
     }
@@ -158,7 +159,8 @@ fn refuse_wandering<T>(consistency: &Spanned<T>, service: &Service, reader: &mut
         return;
     }
     let message = format!(
-        "consistency \"none\" with policy {chosen:?}, which would send a connection's packets to several servers: expected \
+        "consistency \"none\" with policy {chosen:?}, which would send a connection's packets to several servers: \
+         expected \
          a policy whose choice depends on the pool alone: {}",
         fixed.join(", ")
     );

@@ -113,7 +113,8 @@ fn each_invalid_value_is_named() {
             "load_ewma_alpha = 0.25",
             "load_ewma_alpah = 0.25",
             "fleet.toml:4:1: key `load_ewma_alpah`: is not known: expected one of `report_interval`, `table_updates`, \
-             `table_lifetime`, `load_ewma_alpha`, `buckets`, `max_connection_lifetime`, `key_rotation`, `racks`, `load_balancers`, \
+             `table_lifetime`, `load_ewma_alpha`, `buckets`, `max_connection_lifetime`, `key_rotation`, `racks`, \
+             `load_balancers`, \
              `server`, `service` (nearest: `load_ewma_alpha`)",
         ),
         (
@@ -139,7 +140,8 @@ fn each_invalid_value_is_named() {
         (
             "buckets = 256",
             "rss_key = \"6d:5a\"",
-            "fleet.toml:5:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"` in the controller's own \
+            "fleet.toml:5:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"` in the controller's \
+             own \
              file, with the key in FILE",
         ),
         (
@@ -182,7 +184,8 @@ fn each_invalid_value_is_named() {
         (
             "policy = \"pow2\"",
             "consistency = \"statefull\"",
-            "fleet.toml:24:15: key `service.consistency`: consistency \"statefull\" is not known: expected \"stateless\", \
+            "fleet.toml:24:15: key `service.consistency`: consistency \"statefull\" is not known: expected \
+             \"stateless\", \
              \"stateful\", \"none\", \"hash-table\" or \"beamer\" (nearest: `stateful`)",
         ),
         (
@@ -199,7 +202,8 @@ fn each_invalid_value_is_named() {
         (
             "policy = \"pow2\"",
             "slow_start = \"3601s\"",
-            "fleet.toml:24:14: key `service.slow_start`: \"3601s\": expected a time with its unit, from \"0s\" to \"1h\"",
+            "fleet.toml:24:14: key `service.slow_start`: \"3601s\": expected a time with its unit, from \"0s\" to \
+             \"1h\"",
         ),
         (
             "id = 7",
@@ -235,7 +239,8 @@ fn contradicting_values_are_named() {
         (
             "\"s2\"",
             "\"s1\"",
-            "fleet.toml:13:8: key `server.name`: server name s1 is used twice (first in line 8): expected each once\nfleet.toml:26:12: key \
+            "fleet.toml:13:8: key `server.name`: server name s1 is used twice (first in line 8): expected each \
+             once\nfleet.toml:26:12: key \
              `service.servers`: server \"s2\" does not exist: expected the name of a [[server]]",
         ),
         (
@@ -281,7 +286,8 @@ fn contradicting_values_are_named() {
         (
             "policy = \"pow2\"",
             "udp = \"flow\"",
-            "fleet.toml:24:7: key `service.udp`: a TCP service has no `udp`: expected it with `protocol = \"udp\"` only",
+            "fleet.toml:24:7: key `service.udp`: a TCP service has no `udp`: expected it with `protocol = \"udp\"` \
+             only",
         ),
         (
             "policy = \"pow2\"",
@@ -347,7 +353,8 @@ fn contradicting_values_are_named() {
             "policy = \"pow2\"",
             "policy = \"pow2\"\nconsistency = \"none\"",
             "fleet.toml:25:15: key `service.consistency`: consistency \"none\" with policy \"pow2\", which would send \
-             a connection's packets to several servers: expected a policy whose choice depends on the pool alone: hash, \
+             a connection's packets to several servers: expected a policy whose choice depends on the pool alone: \
+             hash, \
              consistent-hash, maglev",
         ),
         (
@@ -427,7 +434,8 @@ fn racks_of_fleet_and_servers_are_parsed() {
     let error = |from: &str, to: &str| parse(&text.replace(from, to)).unwrap_err().to_string();
     assert_eq!(
         error("[\"r1\"]", "[\"rakc2\"]"),
-        "fleet.toml:10:10: key `server.racks`: rack \"rakc2\" does not exist: expected one of the fleet's `racks` (nearest: `rack2`)"
+        "fleet.toml:10:10: key `server.racks`: rack \"rakc2\" does not exist: expected one of the fleet's `racks` \
+         (nearest: `rack2`)"
     );
     assert_eq!(
         error("[\"r1\"]", "[\"r1\", \"r1\"]"),
@@ -497,7 +505,8 @@ fn service_migrates_in_one_direction() {
         ),
         (
             "migrate_from = \"10.200.0.1\"",
-            "fleet.toml:25:16: key `service.migrate_from`: `migrate_from` is the VIP 10.200.0.1: expected the load balancer's own \
+            "fleet.toml:25:16: key `service.migrate_from`: `migrate_from` is the VIP 10.200.0.1: expected the load \
+             balancer's own \
              address",
         ),
         (
@@ -507,18 +516,22 @@ fn service_migrates_in_one_direction() {
         ),
         (
             "protocol = \"udp\"\nmigrate_from = \"10.2.0.5\"",
-            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` of a UDP service, whose datagrams do not show what begins \
+            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` of a UDP service, whose datagrams do not \
+             show what begins \
              a flow: expected TCP",
         ),
         (
             "timestamps = \"lb\"\nmigrate_from = \"10.2.0.5\"",
-            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with consistency \"stateless\" and timestamps by \"lb\": \
-             expected consistency \"stateless\", \"stateful\" or \"hash-table\", and timestamps by \"server\" or \"off\"",
+            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with consistency \"stateless\" and \
+             timestamps by \"lb\": \
+             expected consistency \"stateless\", \"stateful\" or \"hash-table\", and timestamps by \"server\" or \
+             \"off\"",
         ),
         (
             "migrate_to = \"10.2.0.5\"",
             "fleet.toml:25:14: key `service.migrate_to`: service \"api\" is handed over, but its server \"s2\" goes on \
-             stamping new connections of service \"web\", and a server stamps those of all its services or of none: expected \
+             stamping new connections of service \"web\", and a server stamps those of all its services or of none: \
+             expected \
              `migrate_to` in both",
         ),
     ] {

@@ -74,7 +74,8 @@ pub fn check_servers(
         let entry = listed.iter().find(|entry| entry.span() == leaving.span);
         let Some(written) = entry.and_then(|entry| entry.get_ref().migrate_to.as_ref()) else { continue };
         let message = format!(
-            "service {:?} is handed over, but its server {:?} goes on stamping new connections of service {:?}, and a server \
+            "service {:?} is handed over, but its server {:?} goes on stamping new connections of service {:?}, and a \
+             server \
              stamps those of all its services or of none: expected `migrate_to` in both",
             leaving.name, server.name, staying.name
         );

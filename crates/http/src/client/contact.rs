@@ -18,7 +18,8 @@ pub struct ControllerUrl {
 /// A text that is not an API's address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \"https://HOST:PORT\""
+    "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \
+     \"https://HOST:PORT\""
 )]
 pub struct InvalidControllerUrl(String);
 

@@ -4,8 +4,8 @@
 /// Turbo's comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1).
 #[derive(Debug, Clone)]
 pub struct LeastTree<K: Key> {
-    /// Node i has the children 2i and 2i+1; the leaves are the last half. A node holds its key, and below it the index of
-    /// the leaf that the key came from: one comparison settles both, and of equal keys the lowest index wins.
+    /// Node i has the children 2i and 2i+1; the leaves are the last half. A node holds its key, and below it the index
+    /// of the leaf that the key came from: one comparison settles both, and of equal keys the lowest index wins.
     nodes: Vec<K::Node>,
     leaves: usize,
 }

@@ -42,8 +42,8 @@ impl Policy for AdaptiveWeightedRoundRobin {
     }
 }
 
-/// N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)). (The paper's typesetting shows the fraction as an exponent; its text,
-/// "a perfectly balanced system would give N = 10", and its bounds only fit a factor.)
+/// N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)). (The paper's typesetting shows the fraction as an exponent; its
+/// text, "a perfectly balanced system would give N = 10", and its bounds only fit a factor.)
 fn turns(load: f64, average: f64) -> u32 {
     if average <= 0.0 {
         return TURNS as u32;

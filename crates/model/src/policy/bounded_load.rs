@@ -1,5 +1,5 @@
-//! `bounded-load`: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA'18). A bucket goes to
-//! the next server on the ring that has less than [`BALANCE_FACTOR`] times its share of the open connections.
+//! `bounded-load`: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA'18). A bucket goes
+//! to the next server on the ring that has less than [`BALANCE_FACTOR`] times its share of the open connections.
 //!
 //! Skipping full servers on the ring gives the same table as a ring without them.
 

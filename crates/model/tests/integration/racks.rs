@@ -117,7 +117,8 @@ proptest! {
                 known_above.iter().for_each(|server| pool.renew(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
                 let pool = if requests { pool.counting_requests() } else { pool }.behind_racks(relayed);
-                prop_assert_eq!(&going_on.place(&pool, buckets, report), &expected, "{}, report {}, going on", name, report);
+                prop_assert_eq!(&going_on.place(&pool, buckets, report), &expected, "{}, report {}, going \
+                 on", name, report);
                 kept = Some(pool);
                 later(&mut servers, report);
             }

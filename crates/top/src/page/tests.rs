@@ -12,7 +12,8 @@ fn server(number: usize, state: &str) -> Value {
         "name": format!("s{number}"), "id": number, "address": "10.2.0.1", "state": state,
         "state_reason": if state == "draining" { "by `coreward drain`" } else { "" }, "state_for_ms": 17,
         "reports": "fresh", "core_load": [], "report_age_ms": 40, "open_connections": 9, "rss": null, "rss_matched": 0,
-        "rss_mismatched": 0, "warnings": if number == 2 { vec!["aRFS is on"] } else { vec![] }, "weight": 1, "capacity": 4.0,
+        "rss_mismatched": 0, "warnings": if number == 2 { vec!["aRFS is \
+         on"] } else { vec![] }, "weight": 1, "capacity": 4.0,
         "configuration_generation": 3, "counters": {}, "dispatch": [],
     })
 }

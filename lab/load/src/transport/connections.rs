@@ -1,8 +1,9 @@
 //! Connections that stay open, for protocols on TCP.
 //!
-//! A request goes to a connection at random where the protocol lets requests follow each other before they are answered;
-//! where it does not, to one that is free, and waits if none is: for that wait the server, or the number of connections, is to
-//! blame, so it is part of the latency. A connection that ends is opened again; what was on its way there is lost.
+//! A request goes to a connection at random where the protocol lets requests follow each other before they are
+//! answered; where it does not, to one that is free, and waits if none is: for that wait the server, or the number of
+//! connections, is to blame, so it is part of the latency. A connection that ends is opened again; what was on its way
+//! there is lost.
 
 use std::collections::VecDeque;
 use std::io::{self, Write as _};

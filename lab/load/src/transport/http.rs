@@ -165,7 +165,8 @@ mod tests {
         let with_length =
             b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP/HTTP/1.1 404 Not Found\r\ncontent-length:0\r\n\r\n";
         assert_eq!(replies(with_length), Ok(vec![DONE, Reply { failed: true, ..DONE }]));
-        let chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nX: y\r\n\r\n";
+        let chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: \
+                        chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nX: y\r\n\r\n";
         assert_eq!(replies(chunked), Ok(vec![DONE]));
         let closing = b"HTTP/1.1 304 Not Modified\r\nConnection: Close\r\n\r\n";
         assert_eq!(replies(closing), Ok(vec![Reply { closes: true, ..DONE }]));

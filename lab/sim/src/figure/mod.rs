@@ -1,9 +1,10 @@
 //! `coreward-lab figure`: the experiments of the papers, simulated again, next to the published values.
 //!
-//! The way of the data: a scenario (a TOML file, [`scenario`]) expands into independent runs of a simulation ([`expand`],
-//! [`job`]); all CPUs run them ([`run`]); their measures make a [`table`]; the paper's statements are judged on that table
-//! ([`claim`]); and the table becomes CSV, JSON, a picture ([`draw`]) and a page ([`page`]). Nothing of a result depends on
-//! the number of threads or on the time of day.
+//! The way of the data: a scenario (a TOML file, [`scenario`]) expands into independent runs of a simulation
+//! ([`expand`],
+//! [`job`]); all CPUs run them ([`run`]); their measures make a [`table`]; the paper's statements are judged on that
+//! table ([`claim`]); and the table becomes CSV, JSON, a picture ([`draw`]) and a page ([`page`]). Nothing of a result
+//! depends on the number of threads or on the time of day.
 
 pub mod axes;
 pub mod claim;

@@ -6,7 +6,8 @@ use super::scenario::Scenario;
 use super::table::COLUMNS;
 
 const STYLE: &str = "
-body { font-family: sans-serif; color: #282828; background: #fff; max-width: 1080px; margin: 2em auto; padding: 0 1em; line-height: 1.45; }
+body \
+{ font-family: sans-serif; color: #282828; background: #fff; max-width: 1080px; margin: 2em auto; padding: 0 1em; line-height: 1.45; }
 section { margin: 3em 0; border-top: 2px solid #ddd; padding-top: 1em; }
 svg { max-width: 100%; height: auto; display: block; margin: 1em 0; }
 blockquote { margin: 0.5em 0; padding-left: 1em; border-left: 4px solid #0072b2; }
@@ -33,7 +34,8 @@ pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
          <style>{STYLE}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
-         <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its artifact gives numbers. Each \
+         <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its \
+         artifact gives numbers. Each \
          statement is judged by a number of the table below it; one that does not hold is marked.</p>\n\
          <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
         made = source_of_numbers(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
@@ -72,7 +74,8 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
         .iter()
         .map(|claim| {
             format!(
-                "<li{class}><span class=\"word\">{word}</span>: {statement}<br><span class=\"small\">{numbers}</span></li>\n",
+                "<li{class}><span class=\"word\">{word}</span>: {statement}<br><span \
+                 class=\"small\">{numbers}</span></li>\n",
                 class = if claim.holds { "" } else { " class=\"not\"" },
                 word = claim.word(),
                 statement = escaped(&claim.statement),
@@ -83,8 +86,10 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
     let claims = if claims.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claims}</ul>\n") };
     format!(
         "<section id=\"{name}\">\n<h2>{name}: {title}</h2>\n<p class=\"small\">{paper}, {figure}</p>\n\
-         <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is {done}.</b> {modelled}</p>\n{sources}{table}\
-         <p class=\"small\">{seeds}. Made by <code>{command}</code>, coreward {version}, scenario {digest}{machine}.</p>\n</section>\n",
+         <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is {done}.</b> \
+         {modelled}</p>\n{sources}{table}\
+         <p class=\"small\">{seeds}. Made by <code>{command}</code>, coreward {version}, scenario \
+         {digest}{machine}.</p>\n</section>\n",
         done = if scenario.live.is_some() { "measured" } else { "simulated" },
         name = escaped(&result.name),
         title = escaped(&scenario.title),

@@ -115,7 +115,8 @@ pub enum Error {
     Empty(crate::trace::Skipped),
     /// No window is whole.
     #[error(
-        "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must last \
+        "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
+         last \
          at least {} ms; a shorter --window-ms helps", 2 * window_ms
     )]
     TooShort {

@@ -37,8 +37,8 @@ pub struct Config {
     pub cores: u16,
     /// Policies of the load balancer, by name ([`coreward_model::policy`]).
     pub policies: Vec<String>,
-    /// Policies inside the servers; each is combined with each of `policies`. Under [`Policy::Rss`] the core is the one that
-    /// the load balancer predicts.
+    /// Policies inside the servers; each is combined with each of `policies`. Under [`Policy::Rss`] the core is the one
+    /// that the load balancer predicts.
     pub dispatch: Vec<Policy>,
     pub service: Service,
     /// Unit of service time (us), 0.001 to 1,000,000,000: it relates requests to reports.
@@ -120,7 +120,8 @@ pub enum Error {
     Server(#[from] rpc::Error),
     /// The run ends before it could be measured.
     #[error(
-        "{seconds} s: expected at least {needed:.3}, twice the warm-up (which is two mean lives of a connection) and two \
+        "{seconds} s: expected at least {needed:.3}, twice the warm-up (which is two mean lives of a connection) and \
+         two \
          windows after it"
     )]
     TooShort { seconds: f64, needed: f64 },

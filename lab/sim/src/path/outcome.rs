@@ -86,7 +86,8 @@ impl Printed for Outcome {
     fn remarks(&self) -> Vec<String> {
         vec![
             format!(
-                "medians over the seeds; latency at the server, from the NIC in to the NIC out, in service times of the \
+                "medians over the seeds; latency at the server, from the NIC in to the NIC out, in service times of \
+                 the \
                  shortest class ({} us)",
                 self.unit_us
             ),

@@ -8,8 +8,9 @@ use crate::output::{Format, Printed as _};
 /// Arguments of `coreward-lab sim pcc`.
 #[derive(Debug, clap::Args)]
 pub struct PccArgs {
-    /// Methods to compare, separated by commas: hash, consistent-hash, maglev, beamer[:THRESHOLD], stateful-hash[:LAYOUT],
-    /// history-tag:BITS[:LAYOUT], history-tag-kept:BITS[:LAYOUT], hash-index:BITS[+TAG_BITS][:LAYOUT], cheetah:POLICY
+    /// Methods to compare, separated by commas: hash, consistent-hash, maglev, beamer[:THRESHOLD],
+    /// stateful-hash[:LAYOUT], history-tag:BITS[:LAYOUT], history-tag-kept:BITS[:LAYOUT],
+    /// hash-index:BITS[+TAG_BITS][:LAYOUT], cheetah:POLICY
     #[arg(long = "method", value_name = "METHOD", value_delimiter = ',', default_values_t = default_methods())]
     methods: Vec<Method>,
     /// Servers in the pool, on average

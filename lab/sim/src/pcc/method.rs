@@ -93,7 +93,8 @@ pub enum MethodError {
     #[error(transparent)]
     Unknown(#[from] UnknownName),
     /// `cheetah` alone.
-    #[error("method \"cheetah\": expected cheetah:POLICY with a policy out of {list}", list = policy::names().join(", "))]
+    #[error("method \"cheetah\": expected cheetah:POLICY with a policy out of {list}", list = policy::names().join(", \
+     "))]
     NoPolicy,
     /// Not a threshold.
     #[error("method \"beamer:{0}\": expected a threshold above 0, at most 100, as 0.1 for 10 % above the mean")]

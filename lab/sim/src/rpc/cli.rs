@@ -20,8 +20,8 @@ struct ServerArgs {
     /// Cores of the server
     #[arg(long, default_value_t = 16)]
     cores: u16,
-    /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR; the
-    /// unit of time is the service time of the shortest class (fixed, exp, lognormal: the mean)
+    /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR;
+    /// the unit of time is the service time of the shortest class (fixed, exp, lognormal: the mean)
     #[arg(long, default_value = "exp")]
     service: Service,
     /// Latency between NIC and cores, one way, in units of service time

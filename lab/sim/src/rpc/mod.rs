@@ -1,5 +1,5 @@
-//! `coreward-lab sim rpc` and `coreward-lab sim capacity`: requests at the cores of one server (Turbo, HPCA'23, Sect. III
-//! and VI; RingLeader, NSDI'23, Sect. 2.1).
+//! `coreward-lab sim rpc` and `coreward-lab sim capacity`: requests at the cores of one server (Turbo, HPCA'23, Sect.
+//! III and VI; RingLeader, NSDI'23, Sect. 2.1).
 //!
 //! Requests arrive at a NIC (Poisson), a policy gives them to cores behind an interface that takes time to cross, cores
 //! serve them, and responses leave by the same NIC. docs/simulator.md describes the model.

@@ -65,7 +65,8 @@ impl Default for PeakConfig {
 pub struct Peak {
     /// The mean over the seeds; 0: the SLO is missed at any load.
     pub peak_load: f64,
-    /// Lower end of the 95 % confidence interval of that mean (Student's t over the seeds, and half a step of bisection).
+    /// Lower end of the 95 % confidence interval of that mean (Student's t over the seeds, and half a step of
+    /// bisection).
     pub low: f64,
     /// Upper end.
     pub high: f64,

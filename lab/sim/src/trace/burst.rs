@@ -1,7 +1,7 @@
 //! `burst`: connections that all open within 100 ms, and none after: too fast for any report.
 //!
-//! The fleet is idle for half a second before, and has reported that. Each connection sends evenly spaced packets until the end, at
-//! a rate drawn as [`super::campus`] draws it (lognormal, median 150 packets/s, sigma 1.3, at most 4,000).
+//! The fleet is idle for half a second before, and has reported that. Each connection sends evenly spaced packets until
+//! the end, at a rate drawn as [`super::campus`] draws it (lognormal, median 150 packets/s, sigma 1.3, at most 4,000).
 
 use std::str::FromStr;
 

@@ -71,8 +71,8 @@ impl Source {
         }
     }
 
-    /// Several copies of the traffic at once: see [`super::overlay`]. A file is read once to find its end, and then once for
-    /// each copy (twice for those that start in its midst).
+    /// Several copies of the traffic at once: see [`super::overlay`]. A file is read once to find its end, and then
+    /// once for each copy (twice for those that start in its midst).
     pub fn overlaid(&self, seed: u64, copies: u32, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         if copies == 1 {
             return self.open(seed, options);

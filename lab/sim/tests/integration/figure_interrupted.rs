@@ -25,7 +25,8 @@ const ENDLESS: LiveFigure = LiveFigure {
     figure: Embedded {
         name: "endless-live",
         text: "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[live]\n\
-               minutes = 1\n[[series]]\nlabel = \"a\"\n[[panel]]\ntitle = \"p\"\nmeasure = \"packet-ns\"\ndraw = \"bars\"\n\
+               minutes = 1\n[[series]]\nlabel = \"a\"\n[[panel]]\ntitle = \"p\"\nmeasure = \"packet-ns\"\ndraw = \
+               \"bars\"\n\
                y = { label = \"ns\" }\n",
     },
     measure: |_, _| {
@@ -68,8 +69,10 @@ fn figure(arguments: &[&str]) -> Child {
 
 fn scenario(directory: &Path, name: &str, requests: u64) -> String {
     let text = format!(
-        "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[rpc]\ncores = 4\n\
-         service = \"exp\"\nlatency = 0\nload = 0.5\nrequests = {requests}\npolicy = \"jsq\"\n[[series]]\nlabel = \"JSQ\"\n\
+        "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[rpc]\ncores = \
+         4\n\
+         service = \"exp\"\nlatency = 0\nload = 0.5\nrequests = {requests}\npolicy = \"jsq\"\n[[series]]\nlabel = \
+         \"JSQ\"\n\
          [[panel]]\ntitle = \"mean\"\nmeasure = \"mean\"\ndraw = \"bars\"\ny = {{ label = \"mean\" }}\n"
     );
     let path = directory.join(format!("{name}.toml"));

@@ -74,7 +74,8 @@ fn balanced_cores_serve_more_near_saturation() {
     }
 }
 
-/// An arrival log through this simulation and through `model`'s replay, which the demo uses: two ways of counting, one fleet.
+/// An arrival log through this simulation and through `model`'s replay, which the demo uses: two ways of counting, one
+/// fleet.
 #[test]
 fn arrival_logs_agree_with_the_replay() {
     let directory = tempfile::tempdir().unwrap();

@@ -31,8 +31,8 @@ fn figure_2a_broken_connections() {
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| outcomes[method].broken_pct);
     // Published: almost 1 %.
     assert!((0.7..1.2).contains(&beamer.median), "{beamer:?}");
-    // 1 - E[exp(-rate x duration)] over the mix: of all updates a connection lives through, any one breaks it (hash), or one
-    // in 468 does (consistent hash).
+    // 1 - E[exp(-rate x duration)] over the mix: of all updates a connection lives through, any one breaks it (hash),
+    // or one in 468 does (consistent hash).
     assert!((49.0..54.0).contains(&hash.median), "{hash:?}");
     assert!((5.0..7.0).contains(&ring.median), "{ring:?}");
     assert_eq!(cheetah, SeedSummary { median: 0.0, mean: 0.0, low: 0.0, high: 0.0 });

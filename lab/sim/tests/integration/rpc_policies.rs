@@ -107,7 +107,8 @@ fn means(policy: &str, service: &str, load: f64) -> [f64; 2] {
 
 #[test]
 fn cores_that_cannot_change_hands_are_two_servers() {
-    // All cores are reserved: 8 for each service. 90 % short requests of 1, 10 % long ones of 9; both bring 0.5 of 16 cores.
+    // All cores are reserved: 8 for each service. 90 % short requests of 1, 10 % long ones of 9; both bring 0.5 of 16
+    // cores.
     let both = means("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
     let alone = simulated("jbsq:4", 8, "fixed", 0.5).all.mean;
     assert!((both[0] / alone - 1.0).abs() < 0.01, "{both:?}, alone {alone}");

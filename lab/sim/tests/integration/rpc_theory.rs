@@ -1,11 +1,11 @@
-//! Queues whose exact solutions are known: the theory must lie in the confidence interval of what is simulated, and that
-//! interval must be narrow enough to exclude a wrong model.
+//! Queues whose exact solutions are known: the theory must lie in the confidence interval of what is simulated, and
+//! that interval must be narrow enough to exclude a wrong model.
 
 use coreward_sim::par_map_ordered;
 use coreward_sim::rpc::{Config, Outcome, Policy, Service, run};
 
-/// The 99.95 % quantile of Student's t with 9 degrees of freedom: ten seeds, 99.9 % confidence, so that all of the two dozen
-/// comparisons below hold by 97 %.
+/// The 99.95 % quantile of Student's t with 9 degrees of freedom: ten seeds, 99.9 % confidence, so that all of the two
+/// dozen comparisons below hold by 97 %.
 const T_9: f64 = 4.781;
 
 fn outcomes(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<Outcome> {

@@ -96,7 +96,8 @@ impl fmt::Display for Outcome {
         }
         writeln!(
             f,
-            "  changes      {} acknowledged, {} unanswered (of which {} in force), {} invalid and {} too early rejected, \
+            "  changes      {} acknowledged, {} unanswered (of which {} in force), {} invalid and {} too early \
+             rejected, \
              {} status queries",
             writes.acknowledged,
             writes.unanswered,
@@ -119,7 +120,8 @@ impl fmt::Display for Outcome {
             let (kinds, slowest) = (longest.faults.join(", "), longest.seconds);
             writeln!(
                 f,
-                "  whole again  after {median:.1} s (median of {rounds}), {slowest:.1} s at most (at {:.0} s, after {kinds})",
+                "  whole again  after {median:.1} s (median of {rounds}), {slowest:.1} s at most (at {:.0} s, after \
+                 {kinds})",
                 longest.at
             )?;
             if let Some(waited_for) = &longest.waited_for {

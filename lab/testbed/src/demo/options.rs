@@ -10,7 +10,8 @@ use coreward_model::policy;
 use super::timeline::SECONDS_MIN;
 use crate::addresses::Family;
 
-/// The policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20) and our own: each takes a run of its own for every seed.
+/// The policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20) and our own: each takes a run of its own for every
+/// seed.
 const COMPARED: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
 
 /// Options of `coreward-lab demo`.

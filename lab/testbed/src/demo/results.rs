@@ -176,12 +176,14 @@ impl DemoResults {
             self.seconds
         ));
         lines.push(format!(
-            "Noise floor of the per-core variance: {:.3} %: what is left when each connection goes to the core where all\n\
+            "Noise floor of the per-core variance: {:.3} %: what is left when each connection goes to the core where \
+             all\n\
              that it will ever send fits best. Requests come in pieces.",
             self.noise_floor_pct
         ));
         lines.push(format!(
-            "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins after\n\
+            "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins \
+             after\n\
              {joins} s and another drains after {drains} s; {SETTLE_SECONDS} s after start and changes are left out."
         ));
         lines.push(
@@ -194,8 +196,10 @@ impl DemoResults {
         }
         lines.extend(["".to_owned(), self.live_against_simulated().to_string()]);
         lines.push(format!(
-            "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, in\n\
-             brackets their range over {DRAWS} draws of server ids, RSS key, the moments of agents' reports and whose turn is\n\
+            "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, \
+             in\n\
+             brackets their range over {DRAWS} draws of server ids, RSS key, the moments of agents' reports and whose \
+             turn is\n\
              first. A live run is one such draw: if both are the same, one of {} live medians lies outside.",
             DRAWS.div_ceil(2)
         ));

@@ -18,7 +18,8 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// A store with the keys that [`key_value::key_name`] gives the numbers below `keys`, each with a value of this length.
+    /// A store with the keys that [`key_value::key_name`] gives the numbers below `keys`, each with a value of this
+    /// length.
     pub(crate) fn with_keys(keys: u32, value_length: usize, pairs_max: usize) -> Self {
         let pair = |number: u32| {
             let value: Box<[u8]> = (0..value_length).map(|index| (number as usize + index) as u8).collect();

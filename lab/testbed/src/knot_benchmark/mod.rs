@@ -185,7 +185,8 @@ impl Printed for Comparison {
     fn remarks(&self) -> Vec<String> {
         let Self { workers, rate, signed, .. } = self;
         vec![format!(
-            "knotd with {workers} UDP workers, {rate} queries a second, {:.0} % of them signed when they are asked for. \
+            "knotd with {workers} UDP workers, {rate} queries a second, {:.0} % of them signed when they are asked \
+             for. \
              Medians over the runs (lowest to highest); latency from when a query was due.",
             signed * 100.0
         )]

@@ -1,8 +1,8 @@
 //! Broken connections while servers and load balancers come and go: Cheetah's Fig. 9 (NSDI'20, Sect. 5.3), measured
 //! with the real controller, load balancers and agents, and connections of stock kernels.
 //!
-//! Every method has a run of its own for every seed, in a testbed of its own, with the same requests at the same moments and
-//! the same changes of the pool.
+//! Every method has a run of its own for every seed, in a testbed of its own, with the same requests at the same
+//! moments and the same changes of the pool.
 //!
 //! * [`method`]: what is compared
 //! * [`timeline`]: what happens when

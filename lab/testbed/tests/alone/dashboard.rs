@@ -1,5 +1,5 @@
-//! The dashboard in a real browser (Chromium, driven by WebDriver), with a fleet at work behind it: who has no token sees
-//! nothing, who has one sees every service, server and core, and what changes is seen without a reload.
+//! The dashboard in a real browser (Chromium, driven by WebDriver), with a fleet at work behind it: who has no token
+//! sees nothing, who has one sees every service, server and core, and what changes is seen without a reload.
 //!
 //! `COREWARD_SCREENSHOT=FILE` has the page's picture written there (`make screenshot`).
 
@@ -30,7 +30,8 @@ const TRAFFIC: u64 = 90;
 /// For the picture: until lines and heat map have something to show.
 const POSE: Duration = Duration::from_secs(45);
 
-/// The browser's driver, and with it every process of the browser: a process namespace of their own ends with the first.
+/// The browser's driver, and with it every process of the browser: a process namespace of their own ends with the
+/// first.
 fn start_driver(testbed: &Testbed) -> anyhow::Result<Process> {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
@@ -124,7 +125,8 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     wait_until(&client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
     let cores = usize::from(SERVERS * CORES);
     let under = format!(
-        "document.getElementById('under').textContent.startsWith('{SERVERS} servers, {cores} cores; loads of {SERVERS}')"
+        "document.getElementById('under').textContent.startsWith('{SERVERS} servers, {cores} cores; loads of \
+         {SERVERS}')"
     );
     wait_until(&client, "the loads of every core", &under).await?;
     for expected in ["web0", "10.200.0.1:80", "crossrss-plus", "lb1", "connected"] {
@@ -161,7 +163,8 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     wait_until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
         .await?;
     // Nothing comes from anywhere else.
-    let origins = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new URL(entry.name).origin))].join();";
+    let origins = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
+                   URL(entry.name).origin))].join();";
     let origins = client.execute(origins, Vec::new()).await?;
     ensure!(origins == DASHBOARD.trim_end_matches('/'), "{origins}");
     // A viewer's cookie, which no script can read.

@@ -1,5 +1,5 @@
-//! Several controllers on etcd: leaders are killed, stopped and wake up, etcd loses its own leader. Every change that was
-//! acknowledged is in force afterwards, and no connection breaks.
+//! Several controllers on etcd: leaders are killed, stopped and wake up, etcd loses its own leader. Every change that
+//! was acknowledged is in force afterwards, and no connection breaks.
 
 use std::fs::{self, File};
 use std::path::PathBuf;

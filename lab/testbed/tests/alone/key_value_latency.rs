@@ -10,8 +10,9 @@ fn latency_starts_at_the_due_time() -> anyhow::Result<()> {
     let testbed = testbed("tkvdue")?;
     let options = ["--workers", "1", "--paced", "--service-us", "GET=2000", "--receive-buffer", "16000000"];
     let server = testbed.start_key_value_server(1, &options)?;
-    // One worker, a request every millisecond, each taking two: request i is due at i and done at 2 i (D/D/1 at twice its
-    // capacity), so latencies are spread evenly from 2 ms to 2 s. A generator that waited for answers would see 2 ms.
+    // One worker, a request every millisecond, each taking two: request i is due at i and done at 2 i (D/D/1 at twice
+    // its capacity), so latencies are spread evenly from 2 ms to 2 s. A generator that waited for answers would see 2
+    // ms.
     let load = "--rate 1000 --arrivals fixed --seconds 2 --warm-up 0 --timeout 20 --mix GET=1";
     let report = report(start_load(&testbed, load)?)?;
     assert_eq!((report["requests"].as_u64(), report["lost"].as_u64()), (Some(1999), Some(0)), "{report}");

@@ -1,4 +1,5 @@
-//! Knot DNS, as Debian has it, with `coreward dispatch` before it: every query is answered, whatever chooses the worker.
+//! Knot DNS, as Debian has it, with `coreward dispatch` before it: every query is answered, whatever chooses the
+//! worker.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! A flood of SYNs from addresses that do not answer, with SYN cookies at the servers: connections of real clients begin
-//! and last all the while.
+//! A flood of SYNs from addresses that do not answer, with SYN cookies at the servers: connections of real clients
+//! begin and last all the while.
 
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};

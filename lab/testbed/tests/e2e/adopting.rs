@@ -1,5 +1,5 @@
-//! A live pool behind another load balancer is taken over and given back: docs/deployment.md, step by step, with stock nginx and
-//! connections that live through all of it.
+//! A live pool behind another load balancer is taken over and given back: docs/deployment.md, step by step, with stock
+//! nginx and connections that live through all of it.
 
 use std::net::SocketAddrV4;
 use std::process::{Command, Stdio};

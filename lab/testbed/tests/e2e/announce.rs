@@ -1,5 +1,5 @@
-//! Load balancers that announce their VIPs by BGP (BIRD), and a router that spreads connections over them (ECMP): they are
-//! stopped, killed, cut off and taken down, and no connection breaks.
+//! Load balancers that announce their VIPs by BGP (BIRD), and a router that spreads connections over them (ECMP): they
+//! are stopped, killed, cut off and taken down, and no connection breaks.
 
 use std::fs::{self, File};
 use std::process::{Command, Stdio};
@@ -20,7 +20,8 @@ fn router_file() -> String {
     format!(
         "router id {ROUTER};\nprotocol device {{ }}\n{BFD}\
          protocol kernel {{ merge paths on; ipv4 {{ import none; export all; }}; }}\n\
-         protocol bgp lb {{\n  local {ROUTER} as 65000;\n  neighbor range 10.1.2.0/24 as 65001;\n  dynamic name \"lb\";\n  \
+         protocol bgp lb {{\n  local {ROUTER} as 65000;\n  neighbor range 10.1.2.0/24 as 65001;\n  dynamic name \
+         \"lb\";\n  \
          {SESSION}\n  ipv4 {{ import all; export none; }};\n}}\n"
     )
 }

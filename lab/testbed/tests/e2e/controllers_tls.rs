@@ -1,5 +1,5 @@
-//! Several controllers, everything by TLS: to etcd with client certificates, to people by https. What is on record, drains among
-//! it, outlives a leader that is killed, and goes from one store to the other and back.
+//! Several controllers, everything by TLS: to etcd with client certificates, to people by https. What is on record,
+//! drains among it, outlives a leader that is killed, and goes from one store to the other and back.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,8 @@ const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
 /// For a process to end, which may write to etcd first: only a safety net.
 const ENDED: Duration = Duration::from_secs(60);
 const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
-                        [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n";
+                        [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \
+                        \"10.1.1.2\"\n";
 
 /// The fields are dropped in this order: the testbed last.
 struct TestEnv {

@@ -135,8 +135,10 @@ impl TestEnv {
             .map(|kind| format!("{kind}_temp_path {place}/{kind};\n"))
             .concat();
         let text = format!(
-            "user root; daemon off; worker_processes 2; {affinity} pid {place}/pid; error_log {place}/error.log; events {{}}\n\
-             http {{ access_log off; {temporary} server {{ listen {VIP}:80 {reuseport}; listen {VIP}:81 {reuseport}; }} }}\n"
+            "user root; daemon off; worker_processes 2; {affinity} pid {place}/pid; error_log {place}/error.log; \
+             events {{}}\n\
+             http {{ access_log off; {temporary} server {{ listen {VIP}:80 {reuseport}; listen {VIP}:81 {reuseport}; \
+             }} }}\n"
         );
         let configuration = directory.join("nginx.conf");
         fs::write(&configuration, text).unwrap();
@@ -240,7 +242,8 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     fs::write(directory.join("doctor-lb2.toml"), text).unwrap();
     let pins = testbed.pin_directory().join("doctor-s1");
     let agent = format!(
-        "server = \"s1\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\nmanage_timestamps = false\n\
+        "server = \"s1\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\nmanage_timestamps = \
+         false\n\
          rss = {{ source = \"testbed\", path = \"{}\" }}\n",
         controller_address(),
         pins.display(),
@@ -358,7 +361,8 @@ fn check_server_kernel(site: &TestEnv, server: &CheckedHost) {
             &format!("ethtool -L {DEVICE} rx 2"),
         );
     }
-    let chain = "nft add table ip doctor; nft 'add chain ip doctor input { type filter hook input priority 0; policy accept; }'";
+    let chain = "nft add table ip doctor; nft 'add chain ip doctor input \
+                 { type filter hook input priority 0; policy accept; }'";
     let remove = "nft delete table ip doctor";
     let track = format!("{chain}; nft add rule ip doctor input ct state established accept");
     server.assert_detected(site, "conntrack", &track, remove);
@@ -439,10 +443,12 @@ fn check_load_balancer_addresses(site: &TestEnv, balancer: &CheckedHost) {
     balancer.assert_detected(site, "vip", &format!("ip address add {VIP}/32 dev {DEVICE}"), &delete);
     let own = load_balancer_address(2);
     let narrow = format!(
-        "ip address delete {own}/16 dev {DEVICE}; ip address add {own}/24 dev {DEVICE}; ip route add {CONTROLLER_ADDRESS} dev {DEVICE}"
+        "ip address delete {own}/16 dev {DEVICE}; ip address add {own}/24 dev {DEVICE}; ip route add \
+         {CONTROLLER_ADDRESS} dev {DEVICE}"
     );
     let wide = format!(
-        "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own}/24 dev {DEVICE}; ip address add {own}/16 dev {DEVICE}"
+        "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own}/24 dev {DEVICE}; ip address add {own}/16 dev \
+         {DEVICE}"
     );
     balancer.assert_detected(site, "segment", &narrow, &wide);
     balancer.assert_detected(

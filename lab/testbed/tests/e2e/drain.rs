@@ -1,5 +1,5 @@
-//! A server is drained as an operator does it, with nginx and clients that keep their connections: what remains is counted, nothing
-//! breaks, nothing new goes there, and a controller that is killed in between changes none of that.
+//! A server is drained as an operator does it, with nginx and clients that keep their connections: what remains is
+//! counted, nothing breaks, nothing new goes there, and a controller that is killed in between changes none of that.
 
 use std::fs::{self, File};
 use std::path::PathBuf;

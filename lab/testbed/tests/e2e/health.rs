@@ -19,7 +19,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// By the configuration below: interval x fall + timeout, and the daemon's tick.
 const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 1000 + 100);
 
-const CHECK: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\ninterval = \"200ms\"\n\
+const CHECK: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\ninterval = \
+                     \"200ms\"\n\
                      timeout = \"1s\"\nrise = 2\nfall = 3\n";
 
 struct TestEnv {

@@ -1,5 +1,5 @@
-//! Key-value server and load generator, without anything between them: what is asked for is answered, by the clock where it
-//! should be, and what is not answered is counted.
+//! Key-value server and load generator, without anything between them: what is asked for is answered, by the clock
+//! where it should be, and what is not answered is counted.
 
 use std::net::UdpSocket;
 use std::process::Command;

@@ -1,6 +1,6 @@
 //! `timestamps = "lb"`: plain Linux servers without an agent, whose way to the clients leads over the load balancer. No
-//! connection breaks while servers, keys and the load balancer itself change; a server that cannot be stamped for is named
-//! with the reason, and its connections continue, too.
+//! connection breaks while servers, keys and the load balancer itself change; a server that cannot be stamped for is
+//! named with the reason, and its connections continue, too.
 
 use std::process::Command;
 

@@ -89,7 +89,8 @@ fn waiting_for_a_connection_is_part_of_the_latency() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tloadwait")?;
     let _nginx = testbed.start_nginx(1)?;
-    // One connection, and answers that take minutes (1 MB at 4 kB/s): the first request is on its way, the others wait for it.
+    // One connection, and answers that take minutes (1 MB at 4 kB/s): the first request is on its way, the others wait
+    // for it.
     let options =
         "--transport http --path /slow --rate 50 --arrivals fixed --seconds 1 --warm-up 0 --flows 1 --timeout 1";
     let report = report(start_load(&testbed, options)?)?;

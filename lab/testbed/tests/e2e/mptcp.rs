@@ -46,7 +46,8 @@ fn join_services() -> String {
         let port = JOIN_PORT + number;
         write!(
             text,
-            "\n[[service]]\nname = \"join{number}\"\nvip = \"{VIP}:{port}\"\npolicy = \"hash\"\nservers = [\"s{number}\"]\n"
+            "\n[[service]]\nname = \"join{number}\"\nvip = \"{VIP}:{port}\"\npolicy = \"hash\"\nservers = \
+             [\"s{number}\"]\n"
         )
         .unwrap();
         text

@@ -1,5 +1,5 @@
-//! Clients without TCP timestamps: no cookie can come back, and yet no connection breaks while servers and load balancers
-//! come and go one after the other.
+//! Clients without TCP timestamps: no cookie can come back, and yet no connection breaks while servers and load
+//! balancers come and go one after the other.
 
 use std::time::Duration;
 

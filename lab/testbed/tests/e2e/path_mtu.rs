@@ -1,5 +1,5 @@
-//! A hop with a small MTU on the way to the client: its ICMP errors go to the VIP and must reach the server that sent the
-//! packet, or the connection hangs (RFC 1191; RFC 2923, Sect. 2.1).
+//! A hop with a small MTU on the way to the client: its ICMP errors go to the VIP and must reach the server that sent
+//! the packet, or the connection hangs (RFC 1191; RFC 2923, Sect. 2.1).
 
 use std::process::Command;
 

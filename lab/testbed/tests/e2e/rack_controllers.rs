@@ -1,6 +1,7 @@
-//! Rack controllers between agents and the controller, all with certificates. Connections go to the least loaded server,
-//! whichever way its reports come. A server behind a rack drains as any other. Killed racks and controllers break no
-//! connection. A rack with another one's certificate, or with reports for foreign servers, is rejected by name.
+//! Rack controllers between agents and the controller, all with certificates. Connections go to the least loaded
+//! server, whichever way its reports come. A server behind a rack drains as any other. Killed racks and controllers
+//! break no connection. A rack with another one's certificate, or with reports for foreign servers, is rejected by
+//! name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};

@@ -54,7 +54,8 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 
     let added = testbed.add_server()?;
     assert_eq!((added, testbed.server_numbers()), (3, vec![1, 2, 3]));
-    // Nothing listens there: a refusal (curl's exit code 7) comes from the host itself, silence would be a time-out (28).
+    // Nothing listens there: a refusal (curl's exit code 7) comes from the host itself, silence would be a time-out
+    // (28).
     let mut added_host = Command::new("curl");
     added_host.args(["-sS", "--max-time", "5", &format!("http://{}/", server_address(added))]);
     let refused = testbed.run(testbed.client(), added_host).unwrap_err().to_string();

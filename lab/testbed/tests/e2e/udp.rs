@@ -1,5 +1,5 @@
-//! UDP through the load balancer: by flow each socket's datagrams keep their server while servers come and go, by packet
-//! each datagram follows the policy.
+//! UDP through the load balancer: by flow each socket's datagrams keep their server while servers come and go, by
+//! packet each datagram follows the policy.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -28,7 +28,8 @@ fn start_env(instance: &str, udp: &str, policy: &str) -> TestEnv {
     TestEnv::start(options, FleetOptions { more: service(udp, policy), ..FleetOptions::default() })
 }
 
-/// On every server a thread that answers each datagram with the server's number and the datagram, until this is dropped.
+/// On every server a thread that answers each datagram with the server's number and the datagram, until this is
+/// dropped.
 struct Echoes(Arc<AtomicBool>);
 
 impl Echoes {

@@ -1,5 +1,5 @@
-//! The shipped systemd units without systemd: their command lines, users, capabilities, limits and read-only paths around the
-//! real binary, with the configuration that the documentation shows.
+//! The shipped systemd units without systemd: their command lines, users, capabilities, limits and read-only paths
+//! around the real binary, with the configuration that the documentation shows.
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,11 +16,11 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// User id of `User=`, on a machine that need not have the user.
 const USER: &str = "65534";
 
-/// Makes a root of its own from the machine's (an overlay, which is gone with the mount namespace), puts binary and files into it,
-/// makes it read-only but for what the unit leaves writable, and runs the unit's command there.
+/// Makes a root of its own from the machine's (an overlay, which is gone with the mount namespace), puts binary and
+/// files into it, makes it read-only but for what the unit leaves writable, and runs the unit's command there.
 ///
-/// Arguments: folder for the overlay, binary, folder of /etc/coreward's files, state directory or nothing, further writable path
-/// or nothing, limit of open files, user, bounding set, command.
+/// Arguments: folder for the overlay, binary, folder of /etc/coreward's files, state directory or nothing, further
+/// writable path or nothing, limit of open files, user, bounding set, command.
 const SCRIPT: &str = r#"
 set -e
 work=$1 binary=$2 files=$3 state=$4 writable=$5 open_files=$6 user=$7 bounding_set=$8
@@ -147,8 +147,8 @@ impl Drop for Pins {
 
 impl Drop for Started {
     fn drop(&mut self) {
-        // The first process of the namespace first: a change of user has taken from it that it dies with its parent. Errors mean
-        // that it has ended already.
+        // The first process of the namespace first: a change of user has taken from it that it dies with its parent.
+        // Errors mean that it has ended already.
         let id = self.child.id();
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
         for child in children.split_whitespace().filter_map(|child| child.parse().ok()) {

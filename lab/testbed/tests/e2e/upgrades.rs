@@ -43,7 +43,8 @@ impl TestEnv {
         }
     }
 
-    /// Connections from these of the client's addresses: a second run cannot bind the ports that the first one has used.
+    /// Connections from these of the client's addresses: a second run cannot bind the ports that the first one has
+    /// used.
     fn streams_from(&self, addresses: Range<u16>) -> StreamClient {
         let streams = Streams::endless(150.0);
         self.testbed.start_stream_client_at(SERVICE, addresses, &streams, None).unwrap()

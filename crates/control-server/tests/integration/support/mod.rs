@@ -18,8 +18,8 @@ use tonic::transport::{Channel, Endpoint};
 /// Limit of a wait: everything here takes milliseconds, or the seconds of a lease.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// SIGHUP reaches all controllers of a process: held by tests that send it, or that restart a controller (a reload still
-/// holds its store) or count generations.
+/// SIGHUP reaches all controllers of a process: held by tests that send it, or that restart a controller (a reload
+/// still holds its store) or count generations.
 pub static SIGHUP_REACHES_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 pub async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {

@@ -1,4 +1,5 @@
-//! A UDP service in this process: a socket per worker, in a network namespace of the calling thread, and the dispatch at it.
+//! A UDP service in this process: a socket per worker, in a network namespace of the calling thread, and the dispatch
+//! at it.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};

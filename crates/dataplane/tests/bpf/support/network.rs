@@ -17,8 +17,8 @@ pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
 /// Keeps the calling thread, and those that it will start, on one CPU, and so the packets that they send over veth.
 ///
-/// With several CPUs a segment overtakes another one now and then. If it was sent a millisecond later, Linux forgives the
-/// older one, because TSval went back by at most one tick (TCP_PAWS_WINDOW in include/net/tcp.h); but where it is
+/// With several CPUs a segment overtakes another one now and then. If it was sent a millisecond later, Linux forgives
+/// the older one, because TSval went back by at most one tick (TCP_PAWS_WINDOW in include/net/tcp.h); but where it is
 /// stamped a millisecond is 65,536 ticks (4,096 with timestamps = "lb"), and the older one counts in PAWSEstab, and is
 /// dropped.
 pub fn on_one_cpu() {

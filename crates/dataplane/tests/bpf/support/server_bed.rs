@@ -234,7 +234,8 @@ fn is_from_vip(family: Family, frame: &[u8]) -> bool {
         }
 }
 
-/// "Who has `target`?", asked by the host with that MAC address (RFC 826), which has an address of the client's network.
+/// "Who has `target`?", asked by the host with that MAC address (RFC 826), which has an address of the client's
+/// network.
 fn arp_request(asking: [u8; 6], target: Ipv4Addr) -> Vec<u8> {
     const ASKING: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);
     let ethernet = [&[0xff; 6][..], &asking, &[8, 6]].concat();

@@ -79,27 +79,32 @@ fn invalid_health_checks_are_rejected() {
     let cases = [
         (
             "check = \"htpp\"",
-            "fleet.toml:5:9: key `service.health.check`: check \"htpp\" is not known: expected \"tcp\", \"http\", \"https\", \
+            "fleet.toml:5:9: key `service.health.check`: check \"htpp\" is not known: expected \"tcp\", \"http\", \
+             \"https\", \
              \"agent\" or \"none\" (nearest: `http`)",
         ),
         (
             "path = \"/\"",
-            "fleet.toml:5:8: key `service.health.path`: check \"tcp\" has no `path`: expected it with `check` = \"http\" or \
+            "fleet.toml:5:8: key `service.health.path`: check \"tcp\" has no `path`: expected it with `check` = \
+             \"http\" or \
              \"https\" only",
         ),
         (
             "check = \"agent\"\nport = 80",
-            "fleet.toml:6:8: key `service.health.port`: check \"agent\" has no `port`: expected it with `check` = \"tcp\" or \
+            "fleet.toml:6:8: key `service.health.port`: check \"agent\" has no `port`: expected it with `check` = \
+             \"tcp\" or \
              \"http\" or \"https\" only",
         ),
         (
             "check = \"http\"\npath = \"healthz\"",
-            "fleet.toml:6:8: key `service.health.path`: path \"healthz\": expected a path that begins with a slash, without \
+            "fleet.toml:6:8: key `service.health.path`: path \"healthz\": expected a path that begins with a slash, \
+             without \
              blanks, as \"/healthz\"",
         ),
         (
             "check = \"http\"\nexpect = \"400-200\"",
-            "fleet.toml:6:10: key `service.health.expect`: \"400-200\": expected status codes from 100 to 599, as \"204\" or \
+            "fleet.toml:6:10: key `service.health.expect`: \"400-200\": expected status codes from 100 to 599, as \
+             \"204\" or \
              \"200-399\"",
         ),
         (
@@ -110,7 +115,8 @@ fn invalid_health_checks_are_rejected() {
         ("fall = 0", "fleet.toml:5:8: key `service.health.fall`: 0: expected a whole number from 1 to 100"),
         (
             "interval = \"10ms\"",
-            "fleet.toml:5:12: key `service.health.interval`: \"10ms\": expected a time with its unit, from \"100ms\" to \"1h\"",
+            "fleet.toml:5:12: key `service.health.interval`: \"10ms\": expected a time with its unit, from \"100ms\" \
+             to \"1h\"",
         ),
         (
             "jitter = 1.5",
@@ -118,7 +124,8 @@ fn invalid_health_checks_are_rejected() {
         ),
         (
             "check = \"https\"\nca = \"me\"",
-            "fleet.toml:6:6: key `service.health.ca`: no certificate in it: expected one or more certificates (\"-----BEGIN \
+            "fleet.toml:6:6: key `service.health.ca`: no certificate in it: expected one or more certificates \
+             (\"-----BEGIN \
              CERTIFICATE-----\" ...)",
         ),
         (
@@ -127,7 +134,8 @@ fn invalid_health_checks_are_rejected() {
         ),
         (
             "paths = \"/\"",
-            "fleet.toml:5:1: key `service.health.paths`: is not known: expected one of `check`, `at`, `port`, `interval`, \
+            "fleet.toml:5:1: key `service.health.paths`: is not known: expected one of `check`, `at`, `port`, \
+             `interval`, \
              `timeout`, `rise`, `fall`, `jitter`, `path`, `host`, `expect`, `ca`, `verify` (nearest: `path`)",
         ),
     ];
@@ -142,7 +150,8 @@ fn invalid_health_checks_are_rejected() {
     let udp = "protocol = \"udp\"\n[service.health]\n";
     assert_eq!(
         parse(udp).unwrap_err(),
-        "fleet.toml:5:1: key `service.health`: check \"tcp\" of a UDP service: expected `port`, a TCP port that answers \
+        "fleet.toml:5:1: key `service.health`: check \"tcp\" of a UDP service: expected `port`, a TCP port that \
+         answers \
          for it, or `check = \"agent\"`"
     );
     assert!(parse(&format!("{udp}port = 5353\n")).is_ok() && parse(&format!("{udp}check = \"agent\"\n")).is_ok());

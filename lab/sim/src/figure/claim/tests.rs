@@ -39,7 +39,8 @@ fn claim_is_judged_by_the_median() {
 fn all_points_must_be_within_the_bounds_unless_one_is_taken() {
     let ratio = |bounds: &str, take: &str| {
         judge(&format!(
-            "ratio = {{ of = {{ series = \"b\", panel = \"p\" }}, to = {{ series = \"a\", panel = \"p\" }}{take} }}\n{bounds}"
+            "ratio = {{ of = {{ series = \"b\", panel = \"p\" }}, to = {{ series = \"a\", panel = \"p\" }}{take} \
+             }}\n{bounds}"
         ))
     };
     let all = ratio("at_least = 1.6", "");

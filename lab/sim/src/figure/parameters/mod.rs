@@ -1,5 +1,5 @@
-//! The parameters of each kind of simulation, as scenario files name them. Every one may be given for the whole scenario,
-//! for a panel or for a series (the later wins), and some are swept.
+//! The parameters of each kind of simulation, as scenario files name them. Every one may be given for the whole
+//! scenario, for a panel or for a series (the later wins), and some are swept.
 
 mod lb;
 mod path;

@@ -44,7 +44,8 @@ fn valid_scenario_is_parsed_and_expanded() {
 
 #[test]
 fn run_shared_by_two_panels_is_simulated_once() {
-    let panel = "[[panel]]\ntitle = \"mean\"\nmeasure = \"mean\"\nx = { parameter = \"load\", label = \"load\", values = [0.5] }\n\
+    let panel = "[[panel]]\ntitle = \"mean\"\nmeasure = \"mean\"\nx = \
+                 { parameter = \"load\", label = \"load\", values = [0.5] }\n\
                  y = { label = \"mean\" }\n[[claim]]\nstatement = \"c\"\nvalue = { panel = \"over load\",";
     let text = RIGHT.replace("[[claim]]\nstatement = \"c\"\nvalue = {", panel);
     let plan = Scenario::parse("s.toml", &text).unwrap().expand().unwrap();

@@ -14,8 +14,8 @@ use crate::rpc::ticks::{NEVER, Tick};
 
 type RankedServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCores<PriorityCores>>;
 
-/// The NIC's monitors send hints to the cores, the core allocator there decides, and its answer goes back to the NIC; each
-/// way takes the latency of the interface. A core that changes hands first serves what it has.
+/// The NIC's monitors send hints to the cores, the core allocator there decides, and its answer goes back to the NIC;
+/// each way takes the latency of the interface. A core that changes hands first serves what it has.
 #[derive(Debug)]
 pub struct RingLeaderServer {
     server: RankedServer,

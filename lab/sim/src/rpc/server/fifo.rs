@@ -7,8 +7,8 @@ use coreward_model::dispatch::LeastTree;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// Nothing overtakes, so the end of a request is known when it is dispatched (Lindley's recursion, 1952): it starts when it
-/// arrives at the core or when the one before it ends. One event per request: its response passes the NIC.
+/// Nothing overtakes, so the end of a request is known when it is dispatched (Lindley's recursion, 1952): it starts
+/// when it arrives at the core or when the one before it ends. One event per request: its response passes the NIC.
 #[derive(Debug)]
 pub struct FifoCores {
     latency: Tick,

@@ -9,9 +9,10 @@ use crate::rpc::ticks::Tick;
 /// Every T the buckets are regrouped, so that the cores' queued work plus the buckets' expected work within the next T
 /// (by their share of all work so far) is as equal as possible.
 ///
-/// Requests that are queued stay where they are: what was delivered to a core's memory is out of the NIC's reach. Moving
-/// them, too, gives a lower tail than published: with exponential service on 12 cores at 80 % load, latency 0.275 and T of 50
-/// service times, p99 is 2.2 times JSQ's then and 2.7 times without; Turbo (HPCA'23, Sect. I and VII-E) has 2.7 for 100 us and
+/// Requests that are queued stay where they are: what was delivered to a core's memory is out of the NIC's reach.
+/// Moving them, too, gives a lower tail than published: with exponential service on 12 cores at 80 % load, latency
+/// 0.275 and T of 50 service times, p99 is 2.2 times JSQ's then and 2.7 times without; Turbo (HPCA'23, Sect. I and
+/// VII-E) has 2.7 for 100 us and
 /// 3.4 for 1 ms, which is 3.4 here.
 #[derive(Debug)]
 pub struct RebalancedServer {

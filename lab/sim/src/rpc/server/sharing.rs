@@ -7,8 +7,8 @@ use super::delay::DelayLine;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// n requests share k cores: each gets min(1, k/n) of a core, without cost (Turbo, HPCA'23, Sect. VII-F, cycles through the
-/// requests every 10 ns instead).
+/// n requests share k cores: each gets min(1, k/n) of a core, without cost (Turbo, HPCA'23, Sect. VII-F, cycles through
+/// the requests every 10 ns instead).
 ///
 /// In virtual time, which runs at the rate of service of each request, the end of a request does not depend on later
 /// arrivals (Demers, Keshav and Shenker, SIGCOMM'89), so a heap of virtual ends suffices.
@@ -30,7 +30,8 @@ pub struct ProcessorSharing {
     busy: Tick,
 }
 
-/// One tick in virtual time: 32 bits of fraction keep the rate exact to 1e-9 for any number of requests that fits memory.
+/// One tick in virtual time: 32 bits of fraction keep the rate exact to 1e-9 for any number of requests that fits
+/// memory.
 const FIXED_POINT_ONE: u128 = 1 << 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,8 +8,8 @@ use super::Request;
 use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
-/// Each core serves its queue in order of arrival. When a core has nothing to do and another has requests waiting, it takes
-/// one, and needs `cost` longer for it.
+/// Each core serves its queue in order of arrival. When a core has nothing to do and another has requests waiting, it
+/// takes one, and needs `cost` longer for it.
 #[derive(Debug)]
 pub struct StealingCores {
     cost: Tick,

@@ -52,7 +52,8 @@ pub enum CaptureError {
     LinkType(u32),
     /// Ports are not in the capture.
     #[error(
-        "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length of \
+        "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length \
+         of \
          at least {expected} bytes (64 is enough for most, 96 for nearly all)"
     )]
     SnapLength {
@@ -66,7 +67,8 @@ pub enum CaptureError {
     },
     /// Packets are not in the order of their times.
     #[error(
-        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps in \
+        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps \
+         in \
          order, or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
         before = number - 1, tolerated = TOLERATED_NS / 1_000_000
     )]

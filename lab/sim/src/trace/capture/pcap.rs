@@ -1,7 +1,8 @@
 //! The classic capture file ("PCAP Capture File Format", draft-ietf-opsawg-pcap).
 //!
-//! A loop of our own: pcap-parser's reader, which pcapng files go through, takes 31 ns to hand out a packet of 96 bytes that is in
-//! the page cache, before anything of it is parsed; this loop, parsing and looking up flows take 22 ns together.
+//! A loop of our own: pcap-parser's reader, which pcapng files go through, takes 31 ns to hand out a packet of 96 bytes
+//! that is in the page cache, before anything of it is parsed; this loop, parsing and looking up flows take 22 ns
+//! together.
 
 use std::io::{ErrorKind, Read};
 

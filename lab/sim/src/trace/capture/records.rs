@@ -7,7 +7,8 @@ use super::headers::{self, Addresses, FLAG_IPV6, LinkType, Parsed, SkipReason};
 
 const BATCH: usize = 32_768;
 
-/// Records whose ports were cut off are borne as long as there are fewer of them than this, or than of those that were taken.
+/// Records whose ports were cut off are borne as long as there are fewer of them than this, or than of those that were
+/// taken.
 const CUT_OFF_BORNE: u64 = 100;
 
 /// Why reading ends early.

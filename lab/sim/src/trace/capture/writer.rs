@@ -1,4 +1,5 @@
-//! A trace as a capture: for measuring how fast captures are read, for tests, and for looking at `campus` with other tools.
+//! A trace as a capture: for measuring how fast captures are read, for tests, and for looking at `campus` with other
+//! tools.
 
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr};
