@@ -159,7 +159,7 @@ fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, kn
 }
 
 #[test]
-#[ignore = "takes ten minutes"]
+#[ignore = "takes seven minutes"]
 fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     skip_if!(missing_testbed_rights());
     let mut site = start_env("lbtslong", Family::Ipv4, &[OWN_CLOCKS; 5]);
