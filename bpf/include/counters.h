@@ -35,6 +35,7 @@ enum lb_counter {
 	LB_COUNTER_DROP_FRAGMENTATION_NEEDED, /* the same, and an ICMP error went to the sender */
 	LB_COUNTER_DROP_NOT_BROADCAST, /* no server is known for it, and a broadcast ends at the first router */
 	LB_COUNTER_DROP_NO_ELIGIBLE_SERVER,
+	LB_COUNTER_DROP_LATE_SYN_ACK, /* a server's, after another one's: bpf/lb/lb_cookie.h */
 	LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
 	LB_COUNTER_DROP_INTERNAL,
 	LB_COUNTER_COUNT,
@@ -60,8 +61,9 @@ struct lb_counters {
 	__u64 opened;
 	/* The newest outcome (enum lb_counter), kept while `coreward capture` watches. */
 	__u64 last_outcome;
-	__u64 unused[40 - LB_COUNTER_COUNT - LB_EVENT_COUNT - 3];
 };
+
+_Static_assert(LB_COUNTER_COUNT + LB_EVENT_COUNT + 3 == 40, "struct lb_counters has whole cache lines");
 
 /*
  * One struct lb_counters per service in each row, and one struct server_traffic per server id. Counting is not atomic.

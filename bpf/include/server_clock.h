@@ -64,7 +64,7 @@ struct lb_stamped_server {
 	__u64 disagreed;
 };
 #define LB_STAMPING_AGREEING 4
-#define LB_STAMPING_MAX_STEADY 8
+#define LB_STAMPING_MAX_STEADY 64
 /* How far SYN-ACKs of one clock may lie apart: queues, and a server that is slow to send. */
 #define LB_STAMPING_TOLERANCE_MS 1000
 /* How far a TSval may run ahead of the estimate: clocks drift apart between two SYN-ACKs. */

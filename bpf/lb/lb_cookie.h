@@ -16,9 +16,9 @@
  * 2. Plain connections. A connection is stamped from its SYN-ACK on or not at all, or time would jump. A plain one is
  *    in the flow table, from its SYN-ACK or a later answer without timestamps (a client's packet proves nothing); all
  *    others are stamped. So doubts about the clock affect no open connection, and a restarted load balancer learns
- *    clocks from any answer. A later connection of the same ports stays plain while the entry exists. A SYN repeated
- *    before the client has the SYN-ACK goes to the same server (HALF_OPEN_FLOW). A connection whose entry is evicted
- *    breaks: the table should hold all connections of servers whose clocks are unknown.
+ *    clocks from any answer. A later connection of the same ports stays plain while the entry exists. A SYN goes to the
+ *    entry's server while that takes new connections, and a SYN-ACK of another server is dropped then. A connection
+ *    whose entry is evicted breaks: the table should hold all connections of servers whose clocks are unknown.
  *
  * 3. Packets to the server. The cookie names it; TSecr is restored. Packets with neither entry nor known cookie are
  *    dropped, because these servers reject broadcasts.

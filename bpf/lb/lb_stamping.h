@@ -15,14 +15,14 @@
 #include "placement.h"
 
 /*
- * Handles a repeated SYN: if its SYN-ACK was plain, the flow table has the server. Another server's SYN-ACK would
- * differ, and the flow table could be right for one only.
+ * Handles a SYN of a plain connection in the flow table: a repeated one, one that reuses the ports, or a forged one.
+ * Another server's SYN-ACK would differ, and the flow table has one server only.
  */
-static __always_inline bool decide_half_open(const struct packet *packet, struct decision *decision)
+static __always_inline bool decide_plain_syn(const struct packet *packet, struct decision *decision)
 {
 	struct flow_table_entry entry = {};
 
-	if (!find_plain_flow(decision->service, packet, &entry) || entry.before != HALF_OPEN_FLOW ||
+	if (!find_plain_flow(decision->service, packet, &entry) ||
 	    !takes_new_connections(server_at(decision->service, entry.server_id)))
 		return false;
 	decide_server(entry.server_id, LB_COUNTER_NEW_CONNECTION, decision);
@@ -70,7 +70,7 @@ static __always_inline void decide_lb_stamped(struct xdp_md *ctx, struct service
 {
 	if (!(packet->flags & TCP_SYN) || !packet->has_timestamp)
 		decide_later_lb_stamped(ctx, state, packet, decision);
-	else if (!decide_half_open(packet, decision))
+	else if (!decide_plain_syn(packet, decision))
 		decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 }
 

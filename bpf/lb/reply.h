@@ -49,6 +49,18 @@ static __always_inline __u32 lb_stamped_value(struct xdp_md *ctx, __u32 service,
 	return value ? value : 1u << LB_STAMPING_TIME_SHIFT;
 }
 
+/*
+ * Returns whether another server's SYN-ACK came before. SYNs go to the server of that one while it takes new
+ * connections, so that this one is late: its SYN came before the load balancer restarted.
+ */
+static __always_inline bool is_late_syn_ack(__u32 service, const struct packet *packet, __u32 server_id)
+{
+	struct flow_table_entry entry = {};
+
+	return packet->flags & TCP_SYN && find_plain_flow(service, packet, &entry) && entry.server_id != server_id &&
+	       takes_new_connections(server_at(service, entry.server_id));
+}
+
 /* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, essay, 2). */
 static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						   struct lb_stamped_server *server, struct answer answer)
@@ -101,6 +113,9 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 
 	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
 		return LB_COUNTER_REPLY_UNCHANGED;
+	/* The client could accept either, and the flow table has one server only. */
+	if (is_late_syn_ack(service, packet, server->server_id))
+		return LB_COUNTER_DROP_LATE_SYN_ACK;
 	answer = (struct answer){.milliseconds = bpf_ntohl(value), .now_ms = monotonic_ms()};
 	if (packet->has_timestamp && !(packet->flags & TCP_RST))
 		sample_clock(server, packet, answer);
@@ -171,7 +186,7 @@ __noinline int forward_reply(struct xdp_md *ctx)
 	else
 		outcome = stamp_reply(ctx, service.index, &packet, source_mac);
 	count_packet(ctx, service.index, outcome, 0);
-	return XDP_PASS;
+	return outcome == LB_COUNTER_DROP_LATE_SYN_ACK ? XDP_DROP : XDP_PASS;
 }
 
 #endif

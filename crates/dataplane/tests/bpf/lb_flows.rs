@@ -6,6 +6,7 @@ use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use coreward_dataplane::lb::{Options, Server};
+use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::ConnectionHash;
@@ -15,8 +16,8 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
-use crate::support::balancer::{Balancer, Identification, XDP_TX, random_table, service};
-use crate::support::{ACK, SYN, Tcp, Udp, missing_bpf_rights, skip_if};
+use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
+use crate::support::{ACK, SYN, Tcp, Udp, missing_bpf_rights, skip_if, timestamp};
 
 const WEB: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const DNS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
@@ -90,6 +91,53 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
             assert_eq!(sent(&balancer, syn), opened, "{mode:?}: and so does the SYN sent again");
         }
     }
+}
+
+/// A load balancer that lost its memory gives a repeated SYN to another server than the first one.
+#[test]
+fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
+    skip_if!(missing_bpf_rights());
+    let mut rng = seeded_rng(115, 0);
+    let by_load_balancer = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
+    let mut balancer = Balancer::with(&[(service(WEB), by_load_balancer)], Options::default(), &mut rng);
+    // Cookies of the load balancer have room for small ids.
+    let ids: Vec<_> = (1..=6).map(id).collect();
+    for (number, id) in (1..).zip(&ids) {
+        let mac = MacAddress([2, 0, 0, 0, 1, number]);
+        balancer.macs.insert((0, *id), mac);
+        balancer.lb.set_server(balancer.services[0], *id, Server { mac: Some(mac), eligible: true });
+    }
+    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    let client = client(&mut rng);
+    let sent = |balancer: &Balancer, flags| {
+        balancer.destination(&Tcp { flags, options: timestamp(7, 9), ..Tcp::new(client, WEB) }.frame())
+    };
+    let syn_ack = |balancer: &Balancer, server: MacAddress, verdict, counter| {
+        let mut frame = Tcp { flags: SYN | ACK, options: timestamp(9, 7), ..Tcp::new(WEB, client) }.frame();
+        frame[6..12].copy_from_slice(&server.0);
+        balancer.expect(&frame, verdict, 0, counter);
+    };
+    let passes = |balancer: &Balancer, server| syn_ack(balancer, server, XDP_PASS, "reply_unchanged");
+    let is_late = |balancer: &Balancer, server| syn_ack(balancer, server, XDP_DROP, "drop_late_syn_ack");
+    let opened = sent(&balancer, SYN);
+    passes(&balancer, opened);
+    let late = balancer.macs.values().copied().find(|mac| *mac != opened).unwrap();
+    is_late(&balancer, late);
+    assert_eq!(sent(&balancer, SYN), opened, "half open: repeated");
+    assert_eq!(sent(&balancer, ACK), opened, "half open");
+    is_late(&balancer, late);
+    assert_eq!(sent(&balancer, ACK), opened, "open");
+    for _ in 0..6 {
+        assert_eq!(sent(&balancer, SYN), opened, "forged, or the ports are reused");
+    }
+
+    // The ports are reused after the server began to drain.
+    let drained = balancer.macs.iter().find(|(_, mac)| **mac == opened).map(|((_, id), _)| *id).unwrap();
+    drain(&mut balancer, drained);
+    let reopened = sent(&balancer, SYN);
+    assert_ne!(reopened, opened);
+    passes(&balancer, reopened);
+    assert_eq!(sent(&balancer, ACK), reopened);
 }
 
 /// Anybody can send a SYN in a client's name.

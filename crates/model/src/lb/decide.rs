@@ -254,7 +254,7 @@ impl LoadBalancer {
         let first = packet.flags & SYN != 0;
         if self.is_lb_stamped(service_slot) {
             return match first && packet.tsecr.is_some() {
-                true => match self.half_open(service_slot, packet) {
+                true => match self.plain_server(service_slot, packet) {
                     Some(id) => self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
                     None => self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 },

@@ -152,6 +152,10 @@ impl LoadBalancer {
         let (Ok(packet), Some(mut known)) = (packet, self.lb_stamping.servers.get(&key).copied()) else {
             return Some(answered);
         };
+        if self.is_late_syn_ack(service_slot, &packet, known.server) {
+            answered.counter = intf::LB_COUNTER_DROP_LATE_SYN_ACK;
+            return Some(answered);
+        }
         let own = packet.tsecr.map(|tsecr| tsecr.own(frame));
         if let Some(own) = own.filter(|_| packet.flags & RST == 0) {
             let connection = connection_word(&self.stateful.key, &packet.tuple());
@@ -165,6 +169,14 @@ impl LoadBalancer {
         }
         self.lb_stamping.servers.insert(key, known);
         Some(answered)
+    }
+
+    /// Whether another server's SYN-ACK came before, to which SYNs go while it takes new connections.
+    fn is_late_syn_ack(&mut self, service_slot: usize, packet: &Packet, server: ServerId) -> bool {
+        let plain = self.find_flow_of(service_slot, packet).filter(|_| packet.flags & SYN != 0);
+        plain.is_some_and(|plain| {
+            plain.server != server && self.service(service_slot).takes_new_connections(plain.server)
+        })
     }
 
     /// The SYN-ACK fixes whether its connection is stamped: an unstamped one enters the flow table.
@@ -211,9 +223,9 @@ impl LoadBalancer {
         lb_stamping::stamp(&keys, &self.lb_stamping.time_key(service_slot), &tuple, known.server, milliseconds)
     }
 
-    /// Returns the server whose unstamped SYN-ACK the client may not have received, if it takes new connections.
-    pub(super) fn half_open(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
-        let server = self.find_flow_of(service_slot, packet).filter(|entry| entry.half_open)?.server;
+    /// Returns the server of the plain connection with the addresses and ports of a SYN, if it takes new connections.
+    pub(super) fn plain_server(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
+        let server = self.find_flow_of(service_slot, packet)?.server;
         self.service(service_slot).takes_new_connections(server).then_some(server)
     }
 
