@@ -25,6 +25,11 @@ impl VirtualCore {
         self.busy_until_ns
     }
 
+    /// Returns whether requests are served or wait.
+    pub(crate) fn is_busy(&self, now_ns: u64) -> bool {
+        self.busy_until_ns > now_ns
+    }
+
     /// Time served up to now (ns): all it took on, but for what lies ahead. Without gaps in between, for a core that
     /// has work is never idle.
     pub(crate) fn busy_ns(&self, now_ns: u64) -> u64 {

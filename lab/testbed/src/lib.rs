@@ -11,6 +11,7 @@
 //! * [`fleet`]: controller, load balancer and agents, started and killed
 //! * [`conformance`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
 //! * [`paced_server`]: a server with emulated cores; [`key_value`]: one that stores, and takes requests as datagrams
+//! * [`emulated_server`]: event loop and worker processes of such servers
 //! * [`load`]: replays an arrival log; [`connection_errors`]: how connections break
 //! * [`knot_benchmark`]: Knot DNS as it is, with `coreward dispatch` and without
 //! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
@@ -34,6 +35,7 @@ pub mod demo;
 pub mod dispatch_figure;
 pub mod dispatch_soak;
 pub mod doc_runner;
+mod emulated_server;
 pub mod fleet;
 pub mod http;
 pub mod instance;

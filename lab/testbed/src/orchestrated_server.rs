@@ -22,11 +22,9 @@ use coreward_runtime::worker::{Runtime, Worker};
 
 use crate::core_load_file::BusyFile;
 use crate::interrupt;
-use crate::key_value::store::Store;
+use crate::key_value::store::{MORE_PAIRS, Store};
 use core_clock::CoreClock;
 
-/// Keys that clients may add.
-const MORE_PAIRS: usize = 1_000_000;
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// A call of `yield_point` that takes longer has served another request.
 const YIELD_TIME: Duration = Duration::from_micros(1);

@@ -1,6 +1,5 @@
 //! `coreward-lab testbed key-value-server`: the master, which starts the workers.
 
-use std::fs;
 use std::net::{SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,17 +11,15 @@ use coreward_load::key_value::VALUE_MAX;
 use coreward_load::request_type::ServiceTimes;
 use nix::errno::Errno;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, fork};
+use nix::unistd::Pid;
 use serde::Serialize;
 use socket2::{Domain, Socket, Type};
 
-use super::store::Store;
+use super::store::{MORE_PAIRS, Store};
 use super::worker::{Counters, Pace, Worker, set_receive_buffer};
 use crate::core_load_file::BusyFile;
+use crate::emulated_server::fork_worker;
 use crate::interrupt;
-
-/// Further keys that clients may add to those that are there from the start.
-const MORE_PAIRS: usize = 1_000_000;
 
 /// Interval at which the master checks for ended workers and signals.
 const WORKER_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -197,9 +194,6 @@ impl<'a> Server<'a> {
     }
 
     fn run_processes(&mut self) -> anyhow::Result<()> {
-        if fs::read_dir("/proc/self/task")?.count() != 1 {
-            bail!("the key-value server must be started from a process with a single thread: it forks");
-        }
         let mut workers = Vec::new();
         for worker in 0..self.args.workers {
             // In order: the kernel numbers the sockets of a group as they were bound.
@@ -229,29 +223,14 @@ impl<'a> Server<'a> {
     fn start_process(&mut self, number: u8) -> anyhow::Result<Option<Pid>> {
         let index = usize::from(number);
         let socket = self.sockets[index].take().map_or_else(|| self.open_socket(), Ok)?;
-        let master = nix::unistd::getpid();
-        // SAFETY: there is one thread, so no lock can be held by another in the child.
-        match unsafe { fork() }.context("cannot fork a worker")? {
-            ForkResult::Parent { child } => {
-                // Without the master's copy the socket is closed when its worker ends, and leaves the group.
-                self.sockets[index] = self.args.keep_sockets.then_some(socket);
-                Ok(Some(child))
-            }
-            ForkResult::Child => {
-                let outcome = self.run_worker(number, &socket, master);
-                eprintln!("key-value server: worker {number}: {:#}", outcome.unwrap_err());
-                std::process::exit(1);
-            }
-        }
+        let pid = fork_worker("key-value server", number, || self.run_worker(number, &socket))?;
+        // Without the master's copy the socket is closed when its worker ends, and leaves the group.
+        self.sockets[index] = self.args.keep_sockets.then_some(socket);
+        Ok(Some(pid))
     }
 
-    fn run_worker(&self, number: u8, socket: &UdpSocket, master: Pid) -> anyhow::Result<std::convert::Infallible> {
+    fn run_worker(&self, number: u8, socket: &UdpSocket) -> anyhow::Result<std::convert::Infallible> {
         interrupt::leave_to_parent()?;
-        nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
-        if nix::unistd::getppid() != master {
-            bail!("the master has ended");
-        }
-        nix::sys::prctl::set_name(&std::ffi::CString::new(format!("core{number}"))?)?;
         let (counters, busy_ns) = (self.counters(number), self.busy_ns(number));
         Worker { number: number.into(), socket, store: &self.store, pace: &self.pace, counters, busy_ns }.run()
     }

@@ -7,6 +7,9 @@ use coreward_load::key_value::{self, Request, ResponseWriter, Status};
 use coreward_load::request_type::RequestType;
 use parking_lot::RwLock;
 
+/// Further keys that clients may add to those that are there from the start.
+pub(crate) const MORE_PAIRS: usize = 1_000_000;
+
 type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
 /// The store of a worker, or of all of them.

@@ -3,33 +3,23 @@
 //! A packet and an accepted connection count as a millisecond of work of the server's only emulated core, for policies
 //! that use loads.
 
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
-use std::io::{self, Read as _, Write as _};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd as _;
+use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
-use socket2::{Domain, Socket, Type};
+use anyhow::{Context as _, ensure};
 use zerocopy::FromBytes as _;
 
 use super::{PACKET_BYTES, REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::core_load_file::{BusyFile, VirtualCore};
+use crate::core_load_file::BusyFile;
+use crate::emulated_server::{Core, EventLoop, Protocol, Queue, listen};
 use crate::fleet;
 use crate::namespace::Namespace;
-use crate::process::{Process, TIMEOUT};
+use crate::process::Process;
 use crate::topology::Testbed;
-use coreward_load::event_loop::{Epoll, accept, now_ns};
 
-const BACKLOG: i32 = 4096;
 /// Cost of a packet or an accepted connection to the emulated core (ns).
 const WORK_NS: u64 = 1_000_000;
-/// Interval at which the busy times are published (ns).
-const PUBLISH_NS: u64 = 50_000_000;
 
 /// Options of `coreward-lab testbed stream-server`.
 #[derive(Debug, Clone, clap::Args)]
@@ -50,147 +40,54 @@ fn parse_server(text: &str) -> Result<(String, PathBuf), String> {
 /// Serves until killed. Fails when it cannot listen in a namespace, or a core load file cannot be made.
 pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_file_limit()?;
-    let servers: Vec<Server> = args
-        .servers
-        .iter()
-        .map(|(namespace, file)| {
-            let listener = Namespace::new(namespace.clone()).within(|| Ok(listen(args.listen)?));
-            let listener = listener.with_context(|| format!("cannot listen on {} in {namespace}", args.listen))?;
-            Ok(Server { listener, core: VirtualCore::default(), busy: BusyFile::create(file, 1)? })
-        })
-        .collect::<anyhow::Result<_>>()?;
-    for (server, (_, file)) in servers.iter().zip(&args.servers) {
-        server.busy.publish(file)?;
+    let start = |(namespace, file): &(String, PathBuf)| {
+        let listener = Namespace::new(namespace.clone()).within(|| listen(args.listen, false));
+        Ok((listener.with_context(|| namespace.clone())?, BusyFile::create(file, 1)?))
+    };
+    let servers: Vec<(TcpListener, BusyFile)> = args.servers.iter().map(start).collect::<anyhow::Result<_>>()?;
+    for ((_, busy), (_, file)) in servers.iter().zip(&args.servers) {
+        busy.publish(file)?;
     }
-    let mut serving = Serving::new(servers)?;
-    loop {
-        serving.turn()?;
-    }
+    let cores = servers.iter().map(|(listener, busy)| Core::new(listener, &busy.numbers()[0])).collect();
+    match EventLoop::new(Streams, cores)?.run()? {}
 }
 
-fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
-    socket.set_reuse_address(true)?;
-    socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    socket.set_nonblocking(true)?;
-    Ok(socket.into())
-}
-
-struct Server {
-    listener: TcpListener,
-    core: VirtualCore,
-    busy: BusyFile,
-}
-
-struct Connection {
-    server: usize,
-    stream: TcpStream,
-    /// The beginning of the request, and how much of it is there.
+/// State of a connection: its request, and how many bytes of it are there.
+#[derive(Default)]
+struct Stream {
     received: ([u8; REQUEST_BYTES], usize),
     request: Option<Request>,
     began_ns: u64,
-    sent: u32,
 }
 
-struct Serving {
-    servers: Vec<Server>,
-    epoll: Epoll,
-    /// By number; numbers are never used again, so that a late packet cannot go out on another's connection.
-    connections: HashMap<u64, Connection>,
-    next_connection: u64,
-    /// (when, connection) of the next packet of each connection that has asked.
-    due: BinaryHeap<Reverse<(u64, u64)>>,
-    next_publish_ns: u64,
-}
+struct Streams;
 
-impl Serving {
-    /// The first tokens are the listeners', by the servers' positions.
-    fn new(servers: Vec<Server>) -> anyhow::Result<Self> {
-        let epoll = Epoll::new()?;
-        for (token, server) in (0..).zip(&servers) {
-            epoll.add(server.listener.as_fd(), token, libc::EPOLLIN)?;
+impl Protocol for Streams {
+    type State = Stream;
+    const ONE_REQUEST: bool = true;
+    const ACCEPT_NS: u64 = WORK_NS;
+    const PUBLISH_NS: u64 = 50_000_000;
+
+    fn receive(&self, stream: &mut Stream, bytes: &[u8], queue: &mut Queue<'_>) -> bool {
+        let (buffer, length) = &mut stream.received;
+        let Some(room) = buffer.get_mut(*length..*length + bytes.len()) else { return false };
+        room.copy_from_slice(bytes);
+        *length += bytes.len();
+        if *length == REQUEST_BYTES {
+            let request = Request::read_from_bytes(buffer).expect("REQUEST_BYTES");
+            (stream.request, stream.began_ns) = (Some(request), queue.now_ns);
+            queue.send_at(queue.now_ns + request.due_ns(0), 0);
         }
-        let next_connection = servers.len() as u64;
-        let connections = HashMap::new();
-        Ok(Self { servers, epoll, connections, next_connection, due: BinaryHeap::new(), next_publish_ns: 0 })
+        true
     }
 
-    /// Waits for the next thing to do and does all that is due.
-    fn turn(&mut self) -> anyhow::Result<()> {
-        let next_ns = self.due.peek().map_or(u64::MAX, |Reverse((due_ns, _))| *due_ns);
-        let events: Vec<_> = self.epoll.wait(Some(next_ns.min(self.next_publish_ns)))?.collect();
-        let now_ns = now_ns();
-        for event in events {
-            match self.servers.len() as u64 {
-                listeners if event.token < listeners => self.accept_all(event.token as usize, now_ns)?,
-                _ => self.read(event.token, now_ns),
-            }
-        }
-        while let Some(Reverse((due_ns, number))) = self.due.peek().copied().filter(|Reverse((at, _))| *at <= now_ns) {
-            self.due.pop();
-            self.send(number, due_ns, now_ns);
-        }
-        if now_ns >= self.next_publish_ns {
-            self.next_publish_ns = now_ns + PUBLISH_NS;
-            for server in &self.servers {
-                // One writer; readers need no order with other memory.
-                server.busy.numbers()[0].store(server.core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
-            }
-        }
-        Ok(())
-    }
-
-    fn accept_all(&mut self, server: usize, now_ns: u64) -> anyhow::Result<()> {
-        while let Some(stream) = accept(&self.servers[server].listener).context("cannot accept")? {
-            let number = self.next_connection;
-            self.next_connection += 1;
-            self.epoll.add(stream.as_fd(), number, libc::EPOLLIN)?;
-            let received = ([0; REQUEST_BYTES], 0);
-            let connection = Connection { server, stream, received, request: None, began_ns: 0, sent: 0 };
-            self.connections.insert(number, connection);
-            self.servers[server].core.accept(now_ns, WORK_NS);
-        }
-        Ok(())
-    }
-
-    /// Reads the request; only the connection's end may follow.
-    fn read(&mut self, number: u64, now_ns: u64) {
-        let Some(connection) = self.connections.get_mut(&number) else { return };
-        let (buffer, length) = &mut connection.received;
-        let mut excess = [0; 1];
-        let room = if *length < REQUEST_BYTES { &mut buffer[*length..] } else { &mut excess[..] };
-        match connection.stream.read(room) {
-            Ok(read) if read > 0 && connection.request.is_none() => {
-                *length += read;
-                if *length == REQUEST_BYTES {
-                    let request = Request::read_from_bytes(buffer).expect("REQUEST_BYTES");
-                    connection.began_ns = now_ns;
-                    connection.request = Some(request);
-                    self.due.push(Reverse((now_ns + request.due_ns(0), number)));
-                }
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            // Ended, broken, or more than a request.
-            _ => drop(self.connections.remove(&number)),
-        }
-    }
-
-    fn send(&mut self, number: u64, due_ns: u64, now_ns: u64) {
-        let Some(connection) = self.connections.get_mut(&number) else { return };
-        let Some(request) = connection.request else { return };
-        let first = u64::from(connection.sent) * PACKET_BYTES as u64;
-        let packet: [u8; PACKET_BYTES] =
-            std::array::from_fn(|offset| content(request.seed.get(), first + offset as u64));
-        let written = connection.stream.write(&packet);
-        connection.sent += 1;
-        self.servers[connection.server].core.accept(now_ns, WORK_NS);
-        // A client that leaves a full buffer unread is given up.
-        if !matches!(written, Ok(PACKET_BYTES)) || connection.sent >= request.packets.get() {
-            self.connections.remove(&number);
-        } else {
-            let next_ns = connection.began_ns + request.due_ns(connection.sent);
-            self.due.push(Reverse((next_ns.max(due_ns), number)));
+    fn write(&self, stream: &Stream, index: u32, packet: &mut Vec<u8>, queue: &mut Queue<'_>) {
+        let request = stream.request.expect("packets are queued after the request");
+        let first = u64::from(index) * PACKET_BYTES as u64;
+        packet.extend((first..first + PACKET_BYTES as u64).map(|position| content(request.seed.get(), position)));
+        queue.work(WORK_NS);
+        if index + 1 < request.packets.get() {
+            queue.send_at(stream.began_ns + request.due_ns(index + 1), index + 1);
         }
     }
 }
@@ -222,13 +119,8 @@ impl Testbed {
             command.arg("--server").arg(format!("{}={}", self.server(*number)?.name(), file.display()));
         }
         let mut process = self.spawn(self.controller(), command)?;
-        let end = Instant::now() + *TIMEOUT;
-        while !numbers.iter().all(|number| busy(*number).exists()) {
-            if let Some(status) = process.try_wait()? {
-                bail!("the stream servers ended: {status}");
-            }
-            ensure!(Instant::now() < end, "the stream servers do not listen after {:?}", *TIMEOUT);
-            std::thread::sleep(Duration::from_millis(2));
+        for number in numbers {
+            process.wait_for_file("the process of the stream servers", &busy(number))?;
         }
         Ok(StreamServers { process })
     }

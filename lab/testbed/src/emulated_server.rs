@@ -1,0 +1,248 @@
+//! Common parts of servers with emulated cores: an event loop that serves by the clock, and worker processes.
+//!
+//! A core's queue is a virtual clock: a request that arrives at t completes at max(t, busy until) + its service time,
+//! until which the core is busy. The response is sent at that time. A late wake-up (some 50 us) delays responses but
+//! takes nothing away from the core's capacity.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::convert::Infallible;
+use std::fs;
+use std::io::{self, Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::{Context as _, ensure};
+use coreward_load::event_loop::{Epoll, accept, now_ns};
+use nix::sys::prctl::{set_name, set_pdeathsig};
+use nix::unistd::{ForkResult, Pid, fork, getpid, getppid};
+use socket2::{Domain, Socket, Type};
+
+use crate::core_load_file::VirtualCore;
+
+/// A burst of connections to one core must not overflow its accept queue (cut by net.core.somaxconn, 4096).
+const BACKLOG: i32 = 4096;
+
+/// Returns a listening socket; with `reuse_port` others may listen on the same address.
+pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<TcpListener> {
+    let open = || -> io::Result<TcpListener> {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+        socket.set_reuse_address(true)?;
+        socket.set_reuse_port(reuse_port)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        socket.set_nonblocking(true)?;
+        Ok(socket.into())
+    };
+    open().with_context(|| format!("cannot listen on {address}"))
+}
+
+/// Protocol of an emulated server.
+pub(crate) trait Protocol {
+    /// State of a connection.
+    type State: Default;
+    /// Whether the end of the client's side or of the response ends the connection.
+    const ONE_REQUEST: bool;
+    /// Service time of an accepted connection (ns).
+    const ACCEPT_NS: u64;
+    /// Oldest published busy time of a busy core (ns). Each publication costs a wake-up.
+    const PUBLISH_NS: u64;
+
+    /// Takes in bytes and queues packets of the response. Returns whether the bytes are a request or a part of one.
+    fn receive(&self, state: &mut Self::State, bytes: &[u8], queue: &mut Queue<'_>) -> bool;
+
+    /// Appends packet `id` to `packet`.
+    fn write(&self, state: &Self::State, id: u32, packet: &mut Vec<u8>, queue: &mut Queue<'_>);
+}
+
+/// A packet to be sent. The derived order is that of sending.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Packet {
+    due_ns: u64,
+    /// Orders packets that are due at the same time as they were queued.
+    sequence: u64,
+    connection: u64,
+    id: u32,
+}
+
+/// Queues of a connection: its core's, and that of packets to be sent.
+pub(crate) struct Queue<'a> {
+    pub(crate) now_ns: u64,
+    clock: &'a mut VirtualCore,
+    packets: &'a mut BinaryHeap<Reverse<Packet>>,
+    sequence: &'a mut u64,
+    connection: u64,
+    pending: &'a mut u32,
+}
+
+impl Queue<'_> {
+    /// Queues work for the core and returns when it will be done.
+    pub(crate) fn work(&mut self, service_ns: u64) -> u64 {
+        self.clock.accept(self.now_ns, service_ns)
+    }
+
+    /// Queues packet `id` of the response.
+    pub(crate) fn send_at(&mut self, due_ns: u64, id: u32) {
+        *self.sequence += 1;
+        *self.pending += 1;
+        self.packets.push(Reverse(Packet { due_ns, sequence: *self.sequence, connection: self.connection, id }));
+    }
+}
+
+/// An emulated core with its listening socket.
+pub(crate) struct Core<'a> {
+    listener: &'a TcpListener,
+    clock: VirtualCore,
+    /// Published busy time (ns).
+    busy_ns: &'a AtomicU64,
+}
+
+impl<'a> Core<'a> {
+    pub(crate) fn new(listener: &'a TcpListener, busy_ns: &'a AtomicU64) -> Self {
+        Self { listener, clock: VirtualCore::default(), busy_ns }
+    }
+}
+
+struct Connection<S> {
+    core: usize,
+    stream: TcpStream,
+    state: S,
+    /// Queued packets.
+    pending: u32,
+    /// The client sends no further bytes.
+    ended: bool,
+}
+
+/// Event loop of some cores.
+pub(crate) struct EventLoop<'a, P: Protocol> {
+    protocol: P,
+    cores: Vec<Core<'a>>,
+    epoll: Epoll,
+    /// By number; numbers are never used again, so that a late packet cannot go out on another's connection.
+    connections: HashMap<u64, Connection<P::State>>,
+    next_connection: u64,
+    packets: BinaryHeap<Reverse<Packet>>,
+    sequence: u64,
+}
+
+impl<'a, P: Protocol> EventLoop<'a, P> {
+    /// The first tokens are the listeners'.
+    pub(crate) fn new(protocol: P, cores: Vec<Core<'a>>) -> io::Result<Self> {
+        let (epoll, next_connection) = (Epoll::new()?, cores.len() as u64);
+        for (token, core) in (0..).zip(&cores) {
+            epoll.add(core.listener.as_fd(), token, libc::EPOLLIN)?;
+        }
+        let (connections, packets) = (HashMap::new(), BinaryHeap::new());
+        Ok(Self { protocol, cores, epoll, connections, next_connection, packets, sequence: 0 })
+    }
+
+    /// Serves; returns only when something broke.
+    pub(crate) fn run(mut self) -> anyhow::Result<Infallible> {
+        loop {
+            self.process_due_events()?;
+        }
+    }
+
+    /// Waits for the next event and processes all that are due.
+    fn process_due_events(&mut self) -> anyhow::Result<()> {
+        let before_ns = now_ns();
+        let packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);
+        // Readers of the busy time see it grow in the midst of a request, as that of a real core.
+        let is_busy = self.cores.iter().any(|core| core.clock.is_busy(before_ns));
+        let publish_ns = is_busy.then_some(before_ns + P::PUBLISH_NS);
+        let events: Vec<_> = self.epoll.wait([packet_ns, publish_ns].into_iter().flatten().min())?.collect();
+        let now_ns = now_ns();
+        for event in events {
+            match event.token as usize {
+                core if core < self.cores.len() => self.accept_all(core, now_ns)?,
+                _ => self.read(event.token, now_ns)?,
+            }
+        }
+        while self.packets.peek().is_some_and(|Reverse(packet)| packet.due_ns <= now_ns) {
+            let Reverse(packet) = self.packets.pop().expect("just seen");
+            self.send(&packet, now_ns);
+        }
+        for core in &self.cores {
+            // One writer; readers need no order with other memory.
+            core.busy_ns.store(core.clock.busy_ns(now_ns).to_le(), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn accept_all(&mut self, core: usize, now_ns: u64) -> anyhow::Result<()> {
+        while let Some(stream) = accept(self.cores[core].listener).context("cannot accept")? {
+            self.epoll.add(stream.as_fd(), self.next_connection, libc::EPOLLIN)?;
+            let connection = Connection { core, stream, state: P::State::default(), pending: 0, ended: false };
+            self.connections.insert(self.next_connection, connection);
+            self.next_connection += 1;
+            self.cores[core].clock.accept(now_ns, P::ACCEPT_NS);
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, number: u64, now_ns: u64) -> anyhow::Result<()> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
+        let mut buffer = [0; 4096];
+        let is_valid = match connection.stream.read(&mut buffer) {
+            Ok(0) => {
+                connection.ended = true;
+                true
+            }
+            Ok(length) => {
+                let (clock, packets) = (&mut self.cores[connection.core].clock, &mut self.packets);
+                let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
+                let mut queue = Queue { now_ns, clock, packets, sequence, connection: number, pending };
+                self.protocol.receive(&mut connection.state, &buffer[..length], &mut queue)
+            }
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+        };
+        if !is_valid || (connection.ended && (P::ONE_REQUEST || connection.pending == 0)) {
+            self.connections.remove(&number);
+        } else if connection.ended {
+            // Level-triggered: an end that stays unread would wake us until the last response is out.
+            self.epoll.remove(connection.stream.as_fd())?;
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, packet: &Packet, now_ns: u64) {
+        let number = packet.connection;
+        let Some(connection) = self.connections.get_mut(&number) else { return };
+        connection.pending -= 1;
+        let (clock, packets) = (&mut self.cores[connection.core].clock, &mut self.packets);
+        let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
+        let mut queue = Queue { now_ns, clock, packets, sequence, connection: number, pending };
+        let mut bytes = Vec::new();
+        self.protocol.write(&connection.state, packet.id, &mut bytes, &mut queue);
+        let is_written = matches!(connection.stream.write(&bytes), Ok(length) if length == bytes.len());
+        // A client that leaves a full buffer unread is given up.
+        if !is_written || (connection.pending == 0 && (P::ONE_REQUEST || connection.ended)) {
+            self.connections.remove(&number);
+        }
+    }
+}
+
+/// Forks worker `number` of a server, named `coreN`, which runs `work` and ends with its master. Fails when the process
+/// has several threads.
+pub(crate) fn fork_worker(
+    server: &str,
+    number: u8,
+    work: impl FnOnce() -> anyhow::Result<Infallible>,
+) -> anyhow::Result<Pid> {
+    let threads = fs::read_dir("/proc/self/task")?.count();
+    ensure!(threads == 1, "the {server} must be started from a process with a single thread: it forks");
+    let master = getpid();
+    // SAFETY: there is one thread, so no lock can be held by another in the child.
+    if let ForkResult::Parent { child } = unsafe { fork() }.context("cannot fork a worker")? {
+        return Ok(child);
+    }
+    let run = || {
+        set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
+        ensure!(getppid() == master, "the master has ended");
+        set_name(&std::ffi::CString::new(format!("core{number}"))?)?;
+        work()
+    };
+    eprintln!("{server}: worker {number}: {:#}", run().unwrap_err());
+    std::process::exit(1)
+}
