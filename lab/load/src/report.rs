@@ -2,14 +2,14 @@
 
 use coreward_sim::output::Printed;
 use hdrhistogram::Histogram;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::request_type::RequestType;
 use crate::results::{ClassResults, Results};
 use crate::transport::{Errors, Worker};
 
 /// Quantiles of times (us); `None` of nothing.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
     /// Median.
     pub p50: Option<f64>,
@@ -31,7 +31,7 @@ impl From<&Histogram<u64>> for Latency {
     }
 }
 
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ClassReport {
     pub class: RequestType,
     /// Due in the measured time.
@@ -47,7 +47,7 @@ pub struct ClassReport {
 }
 
 /// Responses of a worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerReport {
     #[serde(flatten)]
     pub worker: Worker,
@@ -56,7 +56,7 @@ pub struct WorkerReport {
 }
 
 /// Report of a run. Everything but `measure` and `workers` is about the load alone.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Requests due per second.
     pub offered_rps: f64,
@@ -177,4 +177,22 @@ fn row(name: String, [requests, completed, lost]: [u64; 3], latency: Latency) ->
 
 fn number(microseconds: Option<f64>) -> String {
     microseconds.map_or_else(|| "-".to_owned(), |number| format!("{number:.1}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::outstanding::Sent;
+
+    #[test]
+    fn report_is_read_as_it_was_written() {
+        let mut results = Results::new(2, 0..1_000_000_000, false).unwrap();
+        let sent = Sent { due_ns: 1_000, class: 0 };
+        results.sent(sent, 2_000);
+        results.answered(sent, 9_000, Some(Worker { server: 3, worker: 1 }));
+        results.errors.failed = 7;
+        let report = Report::new(&results, &[RequestType::GET, RequestType::scan(18).unwrap()], None);
+        let written = serde_json::to_string(&report).unwrap();
+        assert_eq!(serde_json::from_str::<Report>(&written).unwrap(), report);
+    }
 }

@@ -134,7 +134,7 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
 }
 
 /// Returns the address that is `index` above `first`.
-fn nth_address(first: IpAddr, index: u16) -> IpAddr {
+pub(crate) fn nth_address(first: IpAddr, index: u16) -> IpAddr {
     match first {
         IpAddr::V4(first) => Ipv4Addr::from_bits(first.to_bits() + u32::from(index)).into(),
         IpAddr::V6(first) => Ipv6Addr::from_bits(first.to_bits() + u128::from(index)).into(),

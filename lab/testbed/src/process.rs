@@ -7,9 +7,10 @@ use std::process::{Child, Command, ExitStatus, Output};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde::de::DeserializeOwned;
 
 use crate::namespace::Namespace;
 
@@ -88,6 +89,14 @@ impl Process {
             std::thread::sleep(Duration::from_millis(2));
         }
         Ok(())
+    }
+
+    /// Waits for its end and parses what it printed: JSON that fits into the pipe. Fails when it failed or still runs
+    /// after `limit`.
+    pub fn read_json<R: DeserializeOwned>(mut self, limit: Duration) -> anyhow::Result<R> {
+        let status = self.wait(limit)?;
+        ensure!(status.success(), "{} failed: {status}", self.name);
+        Ok(serde_json::from_reader(self.child.stdout.take().context("stdout is no pipe")?)?)
     }
 
     /// Asks it to end (SIGTERM) and waits. Fails when it still runs after `limit`.

@@ -21,8 +21,8 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
 use crate::addresses::{
     CONTROLLER_ADDRESS, DEVICE, Family, IPV6_MTU_MIN, MTU_MAX, MTU_MIN, Prefix, ROUTED_CLIENTS, ROUTER_ADDRESS,
-    SEGMENT, SERVICE, VIPS_IPV6, ipv6_address, ipv6_prefix, load_balancer_address, load_balancer_name, rack_address,
-    rack_name, server_address,
+    SEGMENT, SERVICE, VIP, VIPS_IPV6, ipv6_address, ipv6_prefix, load_balancer_address, load_balancer_name,
+    rack_address, rack_name, server_address,
 };
 use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
@@ -516,6 +516,22 @@ impl Testbed {
 
     pub(crate) fn instance_namespace(&self, role: &str) -> Namespace {
         self.instance.namespace(role)
+    }
+
+    /// Creates a testbed without load balancing: the client sends packets to the VIP to the only server. Fails as
+    /// [`Testbed::create`] does.
+    pub fn create_direct(instance: &str) -> anyhow::Result<Self> {
+        let instance = instance.to_owned();
+        let testbed = Self::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
+        testbed.route_vip_to_server_1(testbed.client())?;
+        Ok(testbed)
+    }
+
+    /// Routes packets of a host to the VIP via server 1. Fails when `ip` fails.
+    pub fn route_vip_to_server_1(&self, host: &Namespace) -> anyhow::Result<()> {
+        let mut ip = Command::new("ip");
+        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+        self.run(host, ip).map(drop)
     }
 
     /// Starts a process on a host: see [`Process::spawn`] for its end. Fails when the program cannot be started.

@@ -48,14 +48,14 @@ pub struct Answer {
 }
 
 /// Worker that answered: server (0 where there is only one) and worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Worker {
     pub server: u8,
     pub worker: u16,
 }
 
 /// Errors on the way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Errors {
     /// No listener: an ICMP error returned, or a reset.
     pub refused: u64,

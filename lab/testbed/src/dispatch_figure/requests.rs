@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_load::event_loop::now_ns;
+use coreward_load::report::Report;
 use coreward_sim::figure::axes::Metric;
 use coreward_sim::rpc::Service;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use serde::Deserialize;
 
 use super::real_time;
 use crate::addresses::SERVICE;
@@ -48,44 +48,6 @@ pub struct Requests {
     pub seconds: f64,
     /// Seed of arrivals and demands.
     pub seed: u64,
-}
-
-/// Quantiles (us); `None` of nothing.
-#[derive(Debug, Clone, Deserialize)]
-pub struct Latency {
-    /// Median.
-    pub p50: Option<f64>,
-    /// 99th percentile.
-    pub p99: Option<f64>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-pub struct Class {
-    /// Due in the measured time.
-    pub requests: u64,
-    /// Responses that came in it.
-    pub arrived: u64,
-    /// From due to answered.
-    pub latency_us: Latency,
-}
-
-/// The used part of the output of `coreward-lab load --format json`.
-#[derive(Debug, Clone, Deserialize)]
-pub struct Report {
-    /// Responses a second of the measured time.
-    pub completed_rps: f64,
-    /// Due in the measured time.
-    pub requests: u64,
-    /// Requests without an answer.
-    pub lost: u64,
-    /// Answered with an error.
-    pub failed: u64,
-    /// Latency of all classes.
-    pub latency_us: Latency,
-    /// Lateness of the generator.
-    pub lateness_us: Latency,
-    /// In the order of the mix.
-    pub classes: Vec<Class>,
 }
 
 #[derive(Debug, Clone)]
@@ -161,11 +123,7 @@ fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Durati
     let mut command = real_time(lab_command()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
-    let mut load = testbed.spawn(testbed.client(), command)?;
-    // The report fits into the pipe: it is read when it is there.
-    let status = load.wait(limit)?;
-    ensure!(status.success(), "coreward-lab load failed: {status}");
-    Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
+    testbed.spawn(testbed.client(), command)?.read_json(limit)
 }
 
 impl Measurement {

@@ -2,7 +2,6 @@
 //! in turns. `jbsrq` is `coreward orchestrate`, the other policies are `coreward dispatch`.
 
 use std::collections::HashMap;
-use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 use coreward_sim::figure::axes::Metric;
@@ -15,10 +14,9 @@ use super::dispatcher::{Dispatcher, key_value_service};
 use super::orchestrator::Orchestrator;
 use super::points::{self, found, is_same_series, key};
 use super::requests::{Measurement, Requests, allow_sockets};
-use crate::addresses::{VIP, server_address};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
-use crate::topology::{Testbed, TestbedOptions, missing_privilege};
+use crate::topology::{Testbed, missing_privilege};
 
 /// Receive buffer of a worker's socket, enough for the longest run.
 const RECEIVE_BUFFER: &str = "16000000";
@@ -112,12 +110,7 @@ impl TestEnv {
     }
 
     fn start(workers: u16, has_server: bool) -> anyhow::Result<Self> {
-        let instance = instance::unique_name("dispatchfigure")?;
-        let testbed = Testbed::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
-        // No load balancer between the two.
-        let mut ip = Command::new("ip");
-        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
-        testbed.run(testbed.client(), ip)?;
+        let testbed = Testbed::create_direct(&instance::unique_name("dispatchfigure")?)?;
         let count = workers.to_string();
         let options = ["--workers", &count, "--paced", "--receive-buffer", RECEIVE_BUFFER];
         let server = has_server.then(|| testbed.start_key_value_server(1, &options)).transpose()?;

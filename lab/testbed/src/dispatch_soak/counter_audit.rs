@@ -4,6 +4,7 @@
 //! the datagram: read by a worker, dropped at a full receive buffer, received without a listener, or queued at a killed
 //! worker. A request can be lost in no other way.
 
+use coreward_load::report::Report;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -127,10 +128,9 @@ impl Segment {
         at_once: &Reading,
         after: &Reading,
         made: &FaultCounts,
-        load: &Value,
+        load: &Report,
     ) -> Self {
         let server = |name: &str| after.server(name) - before.server(name);
-        let of_load = |name: &str| load[name].as_u64().unwrap_or(0);
         let (read, responses) = (server("UdpInDatagrams"), server("UdpOutDatagrams"));
         let refused = after.refused - before.refused;
         let began_anew = made.detachments + made.restarts > 0;
@@ -145,8 +145,8 @@ impl Segment {
             killed_in_service: read as i64 - responses as i64 - refused as i64,
             responses,
             ledger: (!began_anew).then(|| RequestLedger::new(before, after, made)),
-            load_requests: of_load("requests"),
-            load_lost: of_load("lost"),
+            load_requests: load.requests,
+            load_lost: load.lost,
             violations: Vec::new(),
         };
         at_once.describe_unfinished().into_iter().for_each(|violation| segment.violated(&violation));

@@ -18,6 +18,7 @@ use anyhow::{Context as _, ensure};
 use coreward_model::rss::seeded_rng;
 use serde::Serialize;
 
+use crate::process::TIMEOUT;
 use crate::{instance, interrupt};
 use counter_audit::{Reading, Segment};
 use fault_injector::{FaultCounts, FaultInjector};
@@ -95,7 +96,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
             std::thread::sleep(Duration::from_millis(100));
             at_once = Reading::take(&site)?;
         }
-        let report = site.load_report(load)?;
+        let report = load.read_json(*TIMEOUT)?;
         let segment = Segment::new(number, &before, &at_once, &Reading::take(&site)?, &made, &report);
         tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
         faults.add(&made);

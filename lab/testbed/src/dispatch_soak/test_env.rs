@@ -15,11 +15,11 @@ use libbpf_rs::{Link, MapCore as _, MapFlags, MapHandle};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::addresses::{SERVICE, VIP, server_address};
+use crate::addresses::SERVICE;
 use crate::fleet::{coreward_command, lab_command};
 use crate::key_value::handle::KeyValueServer;
 use crate::process::{Process, TIMEOUT};
-use crate::topology::{Testbed, TestbedOptions};
+use crate::topology::Testbed;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
 mod skeleton {
@@ -51,12 +51,7 @@ pub struct TestEnv {
 impl TestEnv {
     /// Starts everything. Fails when something cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
-        let options =
-            TestbedOptions { instance: instance.to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
-        let testbed = Testbed::create(options)?;
-        let mut ip = Command::new("ip");
-        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
-        testbed.run(testbed.client(), ip)?;
+        let testbed = Testbed::create_direct(instance)?;
         let workers = WORKERS.to_string();
         let server = ["--paced", "--restart", "--service-us", SERVICE_TIME, "--workers", &workers];
         let server =
@@ -148,13 +143,6 @@ impl TestEnv {
         command.args(["--first-port", &FIRST_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
         command.stdout(Stdio::piped());
         self.testbed.spawn(self.testbed.client(), command)
-    }
-
-    /// Waits for the end of the load; what it saw. Fails when it fails.
-    pub fn load_report(&self, mut load: Process) -> anyhow::Result<Value> {
-        let status = load.wait(*TIMEOUT)?;
-        ensure!(status.success(), "coreward-lab load: {status}");
-        Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
     }
 }
 

@@ -3,17 +3,15 @@
 
 pub mod knot;
 
-use std::process::Command;
-
 use anyhow::ensure;
+use coreward_load::report::Report;
 use coreward_sim::output::{Format, Printed};
 use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
-use crate::addresses::{VIP, server_address};
 use crate::dispatch_figure::dispatcher::Dispatcher;
-use crate::dispatch_figure::requests::{Report, allow_sockets, undisturbed};
-use crate::topology::{Testbed, TestbedOptions, missing_privilege};
+use crate::dispatch_figure::requests::{allow_sockets, undisturbed};
+use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS, PLAIN, SIGNED};
 
@@ -107,11 +105,7 @@ pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
         anyhow::bail!(missing);
     }
     allow_sockets()?;
-    let instance = instance::unique_name("stockserver")?;
-    let testbed = Testbed::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
-    let mut ip = Command::new("ip");
-    ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
-    testbed.run(testbed.client(), ip)?;
+    let testbed = Testbed::create_direct(&instance::unique_name("stockserver")?)?;
     let _knot = testbed.start_knot(1, args.workers)?;
     let mut reports: Vec<Vec<Report>> = vec![Vec::new(); args.policies.len()];
     for seed in 1..=args.runs {
@@ -140,7 +134,7 @@ fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> 
         ("--query", format!("{PLAIN},{SIGNED}")),
     ];
     let report = undisturbed(testbed, DNS, args.rate, args.seconds, seed, &options)?;
-    ensure!(report.failed == 0, "knotd answered {} queries with an error", report.failed);
+    ensure!(report.errors.failed == 0, "knotd answered {} queries with an error", report.errors.failed);
     if let Some(dispatcher) = dispatcher {
         let dispatched = dispatcher.dispatched()?;
         let sent = report.requests;

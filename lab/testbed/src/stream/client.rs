@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ use super::{REQUEST_BYTES, Request, content, raise_file_limit};
 use crate::connection_errors::{Broken, Failure};
 use crate::fleet::lab_command;
 use crate::interrupt;
-use crate::load::{Latency, new_histogram};
+use crate::load::{Latency, new_histogram, nth_address};
 use crate::process::Process;
 use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, Event, now_ns};
@@ -282,11 +282,7 @@ impl<'a> Client<'a> {
             self.args.addresses
         );
         let port = FIRST_PORT + (number * PORT_STEP % PORTS) as u16;
-        let address: IpAddr = match self.args.first_address {
-            IpAddr::V4(first) => Ipv4Addr::from_bits(first.to_bits() + address as u32).into(),
-            IpAddr::V6(first) => Ipv6Addr::from_bits(first.to_bits() + u128::from(address)).into(),
-        };
-        Ok(SocketAddr::new(address, port))
+        Ok(SocketAddr::new(nth_address(self.args.first_address, address as u16), port))
     }
 
     fn open(&mut self, seed: u32, kind: u8, now_ns: u64) -> anyhow::Result<()> {
@@ -448,6 +444,8 @@ impl StreamClient {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
     use crate::addresses::SERVICE;
 

@@ -1,13 +1,13 @@
 //! Latencies of the load generator, counted from the time at which each request was due.
 
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 
-use crate::support::load::{report, start_load, testbed};
+use crate::support::load::{report, start_load};
 
 #[test]
 fn latency_starts_at_the_due_time() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tkvdue")?;
+    let testbed = Testbed::create_direct("tkvdue")?;
     let options = ["--workers", "1", "--paced", "--service-us", "GET=2000", "--receive-buffer", "16000000"];
     let server = testbed.start_key_value_server(1, &options)?;
     // One worker, a request every millisecond, each taking two: request i is due at i and done at 2 i (D/D/1 at twice

@@ -7,7 +7,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::support::eventually;
-use crate::support::load::{report, start_load, testbed};
+use crate::support::load::{report, start_load};
 
 /// `[dispatch]` of the agent's file.
 fn dispatch(testbed: &Testbed, policy: &str) -> String {
@@ -34,7 +34,7 @@ fn eligible_workers(dispatched: &Value) -> usize {
 #[test]
 fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tdispatch")?;
+    let testbed = Testbed::create_direct("tdispatch")?;
     let server = ["--workers", "4", "--paced", "--service-us", "GET=300"];
     let server = testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", "16000000"]].concat())?;
     let more = dispatch(&testbed, "jsq");

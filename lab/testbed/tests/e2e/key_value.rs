@@ -11,12 +11,12 @@ use coreward_testbed::TIMEOUT;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::key_value::handle::KeyValueServer;
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::support::eventually;
-use crate::support::load::{report, start_load, testbed};
+use crate::support::load::{report, start_load};
 
 fn eventually_answered(server: &KeyValueServer, requests: u64) {
     let answered = || server.counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
@@ -67,7 +67,7 @@ impl Client {
 #[test]
 fn get_returns_the_stored_value() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tkvget")?;
+    let testbed = Testbed::create_direct("tkvget")?;
     let put_and_get = |shared: bool| {
         testbed.client().within(|| {
             let mut clients: Vec<Client> = (0..24).map(|_| Client::open()).collect::<anyhow::Result<_>>()?;
@@ -102,7 +102,7 @@ fn get_returns_the_stored_value() -> anyhow::Result<()> {
 #[test]
 fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tkvbad")?;
+    let testbed = Testbed::create_direct("tkvbad")?;
     // SCAN47 has no published time.
     let server = testbed.start_key_value_server(1, &["--paced", "--workers", "1"])?;
     testbed.client().within(|| {
@@ -131,7 +131,7 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
 #[test]
 fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tkvdead")?;
+    let testbed = Testbed::create_direct("tkvdead")?;
     // The master holds the socket: the kernel goes on giving the dead worker its share.
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
     let load = start_load(&testbed, "--rate 500 --seconds 8 --warm-up 0 --timeout 10 --mix GET=0.5,PUT=0.5")?;
@@ -155,7 +155,7 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
 #[test]
 fn ended_worker_is_restarted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tkvrestart")?;
+    let testbed = Testbed::create_direct("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // Its socket is there before it is.
     let other_than = |before: Option<u32>| {
@@ -189,7 +189,7 @@ fn ended_worker_is_restarted() -> anyhow::Result<()> {
 #[test]
 fn interrupted_run_reports_its_measurements() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tkvctrlc")?;
+    let testbed = Testbed::create_direct("tkvctrlc")?;
     let server = testbed.start_key_value_server(1, &[])?;
     let load = start_load(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;
     eventually_answered(&server, 1_500);

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use coreward_testbed::nginx::{LARGE_FILE, WORKER_PATH};
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::eventually;
-use crate::support::load::{report, start_load, testbed};
+use crate::support::load::{report, start_load};
 
 fn count(report: &Value, name: &str) -> u64 {
     report[name].as_u64().unwrap_or_else(|| panic!("{name}: {report}"))
@@ -16,7 +16,7 @@ fn count(report: &Value, name: &str) -> u64 {
 #[test]
 fn paced_requests_take_their_requested_time() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tloadtcp")?;
+    let testbed = Testbed::create_direct("tloadtcp")?;
     let server = testbed.start_paced_server(1)?;
     let load = "--transport tcp --rate 500 --arrivals fixed --seconds 2 --warm-up 0 --flows 16 --timeout 10";
     let mix = format!("{load} --mix GET=0.5,PUT=0.5 --multiplier 400");
@@ -34,7 +34,7 @@ fn paced_requests_take_their_requested_time() -> anyhow::Result<()> {
 #[test]
 fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tloadbroken")?;
+    let testbed = Testbed::create_direct("tloadbroken")?;
     let server = testbed.start_paced_server(1)?;
     let options = "--transport tcp --rate 400 --seconds 12 --warm-up 0 --flows 8 --timeout 1 --service exp:1000";
     let load = start_load(&testbed, options)?;
@@ -57,7 +57,7 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
 #[test]
 fn http_is_answered_by_nginx() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tloadhttp")?;
+    let testbed = Testbed::create_direct("tloadhttp")?;
     let nginx = testbed.start_nginx(1)?;
     let load = |path: &str, rate: u32| {
         start_load(
@@ -87,7 +87,7 @@ fn http_is_answered_by_nginx() -> anyhow::Result<()> {
 #[test]
 fn waiting_for_a_connection_is_part_of_the_latency() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tloadwait")?;
+    let testbed = Testbed::create_direct("tloadwait")?;
     let _nginx = testbed.start_nginx(1)?;
     // One connection, and answers that take minutes (1 MB at 4 kB/s): the first request is on its way, the others wait
     // for it.

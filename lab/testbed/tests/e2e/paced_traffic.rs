@@ -5,7 +5,6 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::Context as _;
 use coreward_model::arrivals::{Arrival, ArrivalLog, Workload};
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::lab_command;
@@ -13,7 +12,6 @@ use coreward_testbed::load::LoadReport;
 use coreward_testbed::{Process, Testbed, missing_testbed_rights, skip_if};
 
 use crate::support::eventually;
-use crate::support::load::testbed;
 
 fn start_load(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
     let path = testbed.directory().join("arrivals.txt");
@@ -24,16 +22,14 @@ fn start_load(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
     testbed.spawn(testbed.client(), command)
 }
 
-fn report(mut load: Process) -> anyhow::Result<LoadReport> {
-    let status = load.wait(Duration::from_secs(30))?;
-    assert!(status.success(), "{status}");
-    Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
+fn report(load: Process) -> anyhow::Result<LoadReport> {
+    load.read_json(Duration::from_secs(30))
 }
 
 #[test]
 fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tpaced")?;
+    let testbed = Testbed::create_direct("tpaced")?;
     let server = testbed.start_paced_server(1)?;
     let workload = Workload { duration_us: 2_000_000, cores: 2, ..Workload::default() };
     let log = workload.generate(1);
@@ -53,7 +49,7 @@ fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
 #[test]
 fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tbroken")?;
+    let testbed = Testbed::create_direct("tbroken")?;
     let log = |requests: u32| ArrivalLog {
         seed: 0,
         duration_us: 10_000_000,

@@ -19,13 +19,6 @@ fn options(instance: &str, servers: u16) -> TestbedOptions {
     TestbedOptions { instance: instance.to_owned(), servers, ..TestbedOptions::default() }
 }
 
-/// Without a load balancer: the client sends what is for the VIP to server 1.
-fn route_vip_to_server_1(testbed: &Testbed) -> anyhow::Result<()> {
-    let mut ip = Command::new("ip");
-    ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
-    testbed.run(testbed.client(), ip).map(drop)
-}
-
 fn curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
     let mut curl = Command::new("curl");
     curl.args(["-sS", "--max-time", "10"]).args(arguments).arg(format!("http://{SERVICE}{path}"));
@@ -44,7 +37,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     // Else SIGHUP comes to all when a shell ends while one process of the testbed is stopped.
     let pid = Pid::from_raw(nginx.pid() as i32);
     assert_eq!(getpgid(Some(pid))?, pid);
-    route_vip_to_server_1(&testbed)?;
+    testbed.route_vip_to_server_1(testbed.client())?;
     let large = curl(&testbed, nginx::LARGE_FILE, &[])?;
     assert_eq!(large.len(), nginx::LARGE_FILE_BYTES);
     let who = String::from_utf8(curl(&testbed, nginx::WORKER_PATH, &[])?)?;
@@ -91,7 +84,7 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(options("trss", 1))?;
     let _nginx = testbed.start_nginx(1)?;
-    route_vip_to_server_1(&testbed)?;
+    testbed.route_vip_to_server_1(testbed.client())?;
     let queues = ReceiveQueues::watch(testbed.server(1)?, DEVICE)?;
     let registers = testbed.emulated_rss(1);
 
@@ -123,9 +116,7 @@ fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
             ("ipv4/conf/all/send_redirects", "0"),
             (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
         ])?;
-        let mut ip = Command::new("ip");
-        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
-        testbed.run(load_balancer, ip)?;
+        testbed.route_vip_to_server_1(load_balancer)?;
     }
     Ok(())
 }
