@@ -5,6 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::cli::default_args;
+use crate::cpus::thread_time;
 use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
@@ -12,10 +14,9 @@ use coreward_agent::config::{self, Config, Steer};
 use coreward_agent::daemon;
 use coreward_intf as intf;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
-use nix::time::{ClockId, clock_gettime};
 
 use crate::controller::{self, Controller, Scratch};
-use crate::report::{Goal, Report, Table, goal_cells};
+use crate::report::{Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench agent`.
 #[derive(Debug, Clone, clap::Args)]
@@ -36,18 +37,14 @@ pub struct Args {
 
 impl Default for Args {
     fn default() -> Self {
-        use clap::FromArgMatches as _;
-        let command = <Self as clap::Args>::augment_args(clap::Command::new("agent"));
-        Self::from_arg_matches(&command.get_matches_from(["agent"])).expect("every option has a default")
+        default_args()
     }
 }
 
 /// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when the agent or the
 /// controller do not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench agent loads BPF programs: run it as root");
-    let args = args.clone();
-    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    namespace::measure_in_thread("agent", args, measure)
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
@@ -129,9 +126,9 @@ async fn windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec
     tokio::time::sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
     for _ in 0..args.windows {
-        let (reports, cpu, start) = (accepted_reports(controller).await?, cpu_time(), Instant::now());
+        let (reports, cpu, start) = (accepted_reports(controller).await?, thread_time(), Instant::now());
         tokio::time::sleep(Duration::from_secs(args.window_seconds)).await;
-        let (cpu, elapsed) = (cpu_time() - cpu, start.elapsed().as_secs_f64());
+        let (cpu, elapsed) = (thread_time() - cpu, start.elapsed().as_secs_f64());
         let reports = accepted_reports(controller).await? - reports;
         ensure!(reports > 0, "no report reached the controller");
         windows.push(Window {
@@ -143,21 +140,13 @@ async fn windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec
     Ok(windows)
 }
 
-/// CPU time of this thread, which does nothing but run the agent.
-fn cpu_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
-}
-
 fn report(args: &Args, windows: &[Window]) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
     let mut row = |what: &str, of: fn(&Window) -> f64, goal: Option<Goal>| {
-        let mut values: Vec<f64> = windows.iter().map(of).collect();
-        values.sort_by(f64::total_cmp);
-        let median = coreward_model::statistics::median(&values).unwrap_or(0.0);
-        let (least, most) = (values.first().copied().unwrap_or(0.0), values.last().copied().unwrap_or(0.0));
+        let summary = summarize(windows.iter().map(of));
         // One digit after the point is too little for a percentage that is to stay below 1.
-        let values = [median, least, most].map(|value| format!("{value:.2}").into());
-        table.row([what.into()].into_iter().chain(values).chain(goal_cells(goal, median)));
+        let values = summary.map(|value| format!("{value:.2}").into());
+        table.row([what.into()].into_iter().chain(values).chain(goal_cells(goal, summary[0])));
     };
     row("CPU of the agent, % of one", |window| window.cpu_pct, Some(Goal::AtMost(1.0)));
     row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us, None);

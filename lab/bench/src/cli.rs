@@ -69,6 +69,12 @@ enum Command {
     },
 }
 
+/// Returns the options of a command line without options.
+pub(crate) fn default_args<A: clap::Args>() -> A {
+    let command = A::augment_args(clap::Command::new("bench"));
+    A::from_arg_matches(&command.get_matches_from(["bench"])).expect("every option has a default")
+}
+
 /// Measures, and prints or writes reports. Fails when the machine cannot be measured or a file cannot be written.
 pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
     match &arguments.command {

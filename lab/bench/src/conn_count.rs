@@ -2,13 +2,14 @@
 //! it.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use crate::cli::default_args;
+use crate::cpus::thread_time;
 use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::sockets::counts::connections_of;
 use coreward_model::statistics::median;
-use nix::time::{ClockId, clock_gettime};
 
 use crate::report::{Report, Table};
 
@@ -25,9 +26,7 @@ pub struct Args {
 
 impl Default for Args {
     fn default() -> Self {
-        use clap::FromArgMatches as _;
-        let command = <Self as clap::Args>::augment_args(clap::Command::new("counting"));
-        Self::from_arg_matches(&command.get_matches_from(["counting"])).expect("every option has a default")
+        default_args()
     }
 }
 
@@ -42,9 +41,7 @@ const BACKLOG: i32 = 1 << 20;
 /// Measures, in a thread of its own: the namespace is the thread's. Fails without root, or when sockets are not
 /// available.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench counting makes a network namespace: run it as root");
-    let args = args.clone();
-    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    namespace::measure_in_thread("counting", args, measure)
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
@@ -114,10 +111,10 @@ impl Server {
     fn rounds(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
         let (mut times, mut cpu_times) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
-            let (start, cpu) = (Instant::now(), cpu_time());
+            let (start, cpu) = (Instant::now(), thread_time());
             let counted = connections_of(services)?;
             times.push(start.elapsed().as_secs_f64() * 1e3);
-            cpu_times.push((cpu_time() - cpu).as_secs_f64() * 1e3);
+            cpu_times.push((thread_time() - cpu).as_secs_f64() * 1e3);
             ensure!(counted[0] == self.open, "{} connections were counted: expected {}", counted[0], self.open);
         }
         Ok((median(&times).unwrap_or(0.0), median(&cpu_times).unwrap_or(0.0)))
@@ -126,8 +123,4 @@ impl Server {
 
 fn tcp_socket() -> std::io::Result<socket2::Socket> {
     socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)
-}
-
-fn cpu_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
 }

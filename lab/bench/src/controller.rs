@@ -4,8 +4,6 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -25,8 +23,9 @@ use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::certificates::Certificates;
-use crate::fake_agent::{fake_agent, name};
-use crate::report::{Goal, Report, Table, goal_cells};
+use crate::cli::default_args;
+use crate::fake_agent::{self, name};
+use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench controller`.
 #[derive(Debug, Clone, clap::Args)]
@@ -59,9 +58,7 @@ pub struct Args {
 
 impl Default for Args {
     fn default() -> Self {
-        use clap::FromArgMatches as _;
-        let command = <Self as clap::Args>::augment_args(clap::Command::new("controller"));
-        Self::from_arg_matches(&command.get_matches_from(["controller"])).expect("every option has a default")
+        default_args()
     }
 }
 
@@ -260,17 +257,8 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     for balancer in 0..args.load_balancers {
         tables.push(tokio::spawn(take_tables(subscribe(controller, balancer).await?)));
     }
-    let mut clients = Vec::new();
-    for agent in 0..args.agents {
-        clients.push(controller.connect_as(Role::Agent, &name(agent)).await?);
-    }
-    let sent = Arc::new(AtomicU64::new(0));
-    let (start, interval) = (Instant::now(), Duration::from_millis(args.report_interval_ms));
-    for (agent, client) in (0..).zip(clients) {
-        // Spread evenly over the interval, as agents that know nothing of each other are.
-        let phase = interval * agent / args.agents;
-        tokio::spawn(fake_agent(client, agent, args.cores, start + phase, interval, sent.clone()));
-    }
+    let interval = Duration::from_millis(args.report_interval_ms);
+    fake_agent::start_all(controller, args.agents, args.cores, interval).await?;
     // The first reports bring RSS keys and tables.
     sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
@@ -292,7 +280,6 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
         measured.table_jitter_ms.extend(gaps.map(f64::abs));
         measured.table_bytes = bytes;
     }
-    measured.table_jitter_ms.sort_by(f64::total_cmp);
     Ok(measured)
 }
 
@@ -356,25 +343,16 @@ pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> 
 fn report(args: &Args, measured: &Measured) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
     let mut row = |what: &str, of: fn(&Window) -> f64, goal: Option<Goal>| {
-        let mut values: Vec<f64> = measured.windows.iter().map(of).collect();
-        values.sort_by(f64::total_cmp);
-        let median = coreward_model::statistics::median(&values).unwrap_or(0.0);
-        let (least, most) = (values.first().copied().unwrap_or(0.0), values.last().copied().unwrap_or(0.0));
-        let [goal, verdict] = goal_cells(goal, median);
-        table.row([what.into(), median.into(), least.into(), most.into(), goal, verdict]);
+        let summary = summarize(measured.windows.iter().map(of));
+        table.row([what.into()].into_iter().chain(summary.map(Cell::Number)).chain(goal_cells(goal, summary[0])));
     };
     let half_a_cpu = Some(Goal::AtMost(50.0));
     row("CPU of the controller, % of one", |window| window.user_pct + window.system_pct, half_a_cpu);
     row("  of it in the kernel (TCP), %", |window| window.system_pct, None);
     row("CPU per report (its share of tables included), us", |window| window.per_report_us, None);
     row("reports taken per second", |window| window.reports_per_second, None);
-    let jitter = &measured.table_jitter_ms;
-    let at = |part: f64| jitter.get(((jitter.len() as f64 * part) as usize).min(jitter.len().saturating_sub(1)));
-    let (median, most) = (at(0.5).copied().unwrap_or(0.0), at(1.0).copied().unwrap_or(0.0));
-    let least = at(0.0).copied().unwrap_or(0.0);
-    let [goal, verdict] = goal_cells(None, median);
     let name = "tables early or late at the load balancers, ms";
-    table.row([name.into(), median.into(), least.into(), most.into(), goal, verdict]);
+    table.summary(name, measured.table_jitter_ms.iter().copied(), goal_cells(None, 0.0));
     Report {
         name: "controller",
         title: "The controller",

@@ -63,14 +63,12 @@ const CASES: [Case; 5] = [
 
 /// Measures, in a thread of its own: the namespace is the thread's. Fails without root, or on one CPU.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench cpu-load loads BPF programs: run it as root");
     let cpus = std::thread::available_parallelism()?.get();
     ensure!(
         cpus > RECEIVER,
         "coreward-lab bench cpu-load: one CPU sends, another receives: expected 2 CPUs, this has {cpus}"
     );
-    let args = args.clone();
-    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    namespace::measure_in_thread("cpu-load", args, measure)
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {

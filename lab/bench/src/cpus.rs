@@ -1,11 +1,19 @@
 //! Threads and their CPUs.
 
+use std::time::Duration;
+
 use anyhow::Context as _;
 use nix::sched::{CpuSet, sched_setaffinity};
+use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 
 /// The calling thread, for [`bind`].
 pub const THIS_THREAD: Pid = Pid::from_raw(0);
+
+/// Returns the CPU time of this thread.
+pub fn thread_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
+}
 
 /// Binds a thread, and what it starts from then on, to one CPU. Fails when there is no such CPU, or it may not run
 /// there.

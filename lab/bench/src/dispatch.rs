@@ -57,9 +57,7 @@ fn goal_of(policy: &str, workers: usize) -> Option<Goal> {
 
 /// Measures, in a thread of its own: the namespace is the thread's. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench dispatch loads BPF programs: run it as root");
-    let args = args.clone();
-    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    namespace::measure_in_thread("dispatch", args, measure)
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {

@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use coreward_intf::{SERVER_COUNTER_NAMES, STEER_COUNTER_NAMES};
 use coreward_model::rss::{IndirectionTable, seeded_rng, uniform_below};
 use coreward_rpc::v1::control_client::ControlClient;
+use coreward_tls::Role;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message;
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -16,12 +17,35 @@ use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
+use crate::controller::Controller;
+
 pub(crate) fn name(agent: u32) -> String {
     format!("s{agent}")
 }
 
+/// Connects `agents` agents, which report in turn over the interval from now on. Returns the count of their reports.
+/// Fails when one cannot connect.
+pub(crate) async fn start_all(
+    controller: &mut Controller,
+    agents: u32,
+    cores: u16,
+    interval: Duration,
+) -> anyhow::Result<Arc<AtomicU64>> {
+    let mut clients = Vec::new();
+    for agent in 0..agents {
+        clients.push(controller.connect_as(Role::Agent, &name(agent)).await?);
+    }
+    let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
+    for (agent, client) in (0..).zip(clients) {
+        // Spread evenly over the interval, as independent agents are.
+        let phase = interval * agent / agents;
+        tokio::spawn(fake_agent(client, agent, cores, start + phase, interval, sent.clone()));
+    }
+    Ok(sent)
+}
+
 /// One agent, until the controller ends. `sent`: reports of all agents.
-pub(crate) async fn fake_agent(
+async fn fake_agent(
     mut client: ControlClient<Channel>,
     agent: u32,
     cores: u16,

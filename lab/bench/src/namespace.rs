@@ -5,9 +5,22 @@ use std::process::Command;
 use anyhow::{Context as _, ensure};
 use nix::sched::{CloneFlags, unshare};
 
+use crate::report::Report;
+
 /// From now on this thread is in a network namespace of its own, which goes with it. Fails without root.
 pub fn enter_new() -> anyhow::Result<()> {
     unshare(CloneFlags::CLONE_NEWNET).context("a network namespace")
+}
+
+/// Measures in a thread of its own, which may enter a namespace or be bound to a CPU. Fails without root.
+pub fn measure_in_thread<A: Clone + Send + 'static>(
+    bench: &str,
+    args: &A,
+    measure: fn(&A) -> anyhow::Result<Report>,
+) -> anyhow::Result<Report> {
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench {bench}: run it as root");
+    let args = args.clone();
+    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// Runs a shell script where /sys shows this thread's network namespace, and returns its output. Fails when /sys cannot

@@ -25,7 +25,7 @@ use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::cpus::{THIS_THREAD, bind};
-use crate::report::{Cell, Goal, Report, Table, goal_cells};
+use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench orchestrate`.
 #[derive(Debug, Clone, clap::Args)]
@@ -61,7 +61,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     // The fastest round is the one with the fewest interruptions by other processes.
     let mut add = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
         let millions = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
-        let (middle, [cell, least, most, each]) = rate_cells(&millions, 1e3)?;
+        let (middle, [cell, least, most, each]) = rate_cells(&millions, 1e3);
         let [goal, verdict] = goal_cells(Some(Goal::AtLeast(goal)), middle);
         rates.row([name.into(), cell, least, most, each, goal, verdict]);
         Ok(())
@@ -137,18 +137,16 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     for ((name, _), times) in servers.iter().zip(&times) {
         let rates: Vec<f64> = times.iter().map(|times| 1e6 / times.server).collect();
         let delivery = median(&times.iter().map(|times| times.delivery).collect::<Vec<_>>()).context("a round")?;
-        let (_, [middle, least, most, each]) = rate_cells(&rates, 1e6)?;
+        let (_, [middle, least, most, each]) = rate_cells(&rates, 1e6);
         table.row([(*name).into(), middle, least, most, each, delivery.into()]);
     }
     Ok(table)
 }
 
 /// Returns the median of rates, and the cells of median, least, most, and ns each: `unit_ns` divided by the median.
-fn rate_cells(rates: &[f64], unit_ns: f64) -> anyhow::Result<(f64, [Cell; 4])> {
-    let middle = median(rates).context("a round")?;
-    let least = rates.iter().copied().fold(f64::INFINITY, f64::min);
-    let most = rates.iter().copied().fold(0.0, f64::max);
-    Ok((middle, [middle.into(), least.into(), most.into(), (unit_ns / middle).into()]))
+fn rate_cells(rates: &[f64], unit_ns: f64) -> (f64, [Cell; 4]) {
+    let [middle, least, most] = summarize(rates.iter().copied());
+    (middle, [middle.into(), least.into(), most.into(), (unit_ns / middle).into()])
 }
 
 fn millions_per_second(operations: u64, started: Instant) -> f64 {

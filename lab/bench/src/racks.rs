@@ -8,7 +8,6 @@ use anyhow::{Context as _, ensure};
 use coreward_api::types::ReportState;
 use coreward_controller::Now;
 use coreward_fleet::clock::wall_now;
-use coreward_model::statistics::median;
 use coreward_rack::reducer::Reducer;
 use coreward_tls::Role;
 use coreward_wire::v1;
@@ -18,12 +17,12 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::controller::{self, Controller};
-use crate::fake_agent::FakeAgent;
-use crate::fake_agent::name;
+use crate::controller::Controller;
+use crate::cpus::thread_time;
+use crate::fake_agent::{FakeAgent, name};
 use crate::report::{Report, Table};
-use crate::scale::{Window, rows, window};
-use crate::test_env;
+use crate::scale::{Window, rows, windows};
+use crate::test_env::{self, ScaleArgs};
 
 /// Summaries of different loads that each rack sends in turn: making them is the racks' work, and they would share the
 /// machine with what is measured.
@@ -36,41 +35,24 @@ pub struct Args {
     /// Agents behind racks
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     agents: u32,
-    /// Cores of each server
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
-    cores: u16,
-    /// Services, each with an equal share of the servers
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    services: u32,
     /// Racks, each with an equal number of agents (+-1)
     #[arg(long, default_value_t = 250, value_parser = clap::value_parser!(u32).range(1..))]
     racks: u32,
     /// Largest number of candidates that a rack sends per bucket
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=8))]
     rack_candidates: u8,
-    /// Number of measured windows
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    windows: u32,
-    /// Length of a window (s)
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
-    window_seconds: u64,
-    /// Use plain connections, without TLS
-    #[arg(long)]
-    plain: bool,
+    #[command(flatten)]
+    scale: ScaleArgs,
 }
 
 /// Fails without root; when the controller or the load balancer does not start, or a rack cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();
-    let fleet = controller::Args {
-        agents: args.agents,
-        cores: args.cores,
-        services: args.services,
-        ..controller::Args::default()
-    };
-    let tls = !args.plain;
-    test_env::measure("racks", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
+    let (agents, scale) = (args.agents, args.scale.clone());
+    test_env::measure("racks", agents, &scale, async move |controller, interval| {
+        measure(&args, controller, interval).await
+    })
 }
 
 async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
@@ -86,10 +68,7 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
         tokio::spawn(rack.pass_up(start + interval * number / args.racks, interval, sent.clone()));
     }
     sleep(3 * DETAIL_INTERVAL).await;
-    let mut windows = Vec::new();
-    for _ in 0..args.windows {
-        windows.push(window(Duration::from_secs(args.window_seconds), controller, &sent).await?);
-    }
+    let windows = windows(&args.scale, controller, &sent).await?;
     let status = controller.status().await?;
     let behind: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(behind == args.agents as usize, "{behind} of {} agents are behind racks", args.agents);
@@ -150,20 +129,20 @@ impl Rack {
         agents.clone().for_each(|agent| reducer.begin(agent.into()));
         reducer.configure((&configuration).try_into()?);
         let mut servers: Vec<FakeAgent> =
-            agents.clone().map(|agent| FakeAgent::new(agent, args.cores, interval)).collect();
+            agents.clone().map(|agent| FakeAgent::new(agent, args.scale.cores, interval)).collect();
         let (mut rounds, mut cost_us) = (Vec::new(), 0.0);
         // The first reports are no loads yet.
         for round in 0..=ROUNDS {
             let reports: Vec<v1::Report> = servers.iter_mut().map(FakeAgent::report).collect();
             let wall = wall_now();
             let now = Now { monotonic: interval * round as u32, wall, record: wall };
-            let begun = cpu_time()?;
+            let begun = thread_time();
             for (agent, report) in agents.clone().zip(reports) {
                 let (_, outcome) = reducer.report(agent.into(), report, now);
                 outcome.context("a report of a pretended server")?;
             }
             let summaries = reducer.summaries(now);
-            cost_us = (cpu_time()? - begun).as_secs_f64() * 1e6;
+            cost_us = (thread_time() - begun).as_secs_f64() * 1e6;
             if round > 0 {
                 rounds.push(v1::RackMessage { summaries, ..Default::default() });
             }
@@ -199,21 +178,11 @@ fn report_from(agent: u32, message: agent_message::Message) -> v1::FromAgent {
     v1::FromAgent { stream: agent.into(), message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-/// CPU time of this thread.
-fn cpu_time() -> anyhow::Result<Duration> {
-    Ok(nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID)?.into())
-}
-
 fn report(args: &Args, windows: &[Window], costs_us: Vec<f64>, bytes: Vec<f64>) -> Report {
     let mut table = Table::new(&["", "median", "least", "most"]);
     rows(&mut table, "summaries", windows);
-    let mut row = |what: &str, mut values: Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        let (least, most) = (values.first().copied().unwrap_or(0.0), values.last().copied().unwrap_or(0.0));
-        table.row([what.into(), median(&values).unwrap_or(0.0).into(), least.into(), most.into()]);
-    };
-    row("a summary, bytes", bytes);
-    row("CPU of a rack for the reports and the summary of one interval, us", costs_us);
+    table.summary("a summary, bytes", bytes, []);
+    table.summary("CPU of a rack for the reports and the summary of one interval, us", costs_us, []);
     Report {
         name: "racks",
         title: "The controller behind racks",
@@ -226,11 +195,11 @@ fn report(args: &Args, windows: &[Window], costs_us: Vec<f64>, bytes: Vec<f64>) 
             args.racks,
             args.rack_candidates,
             args.agents,
-            args.cores,
-            if args.plain { "" } else { ", TLS" },
-            args.services,
-            args.windows,
-            args.window_seconds,
+            args.scale.cores,
+            if args.scale.plain { "" } else { ", TLS" },
+            args.scale.services,
+            args.scale.windows,
+            args.scale.window_seconds,
         ),
         tables: vec![table],
     }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use coreward_model::statistics::median;
 use serde_json::json;
 
 /// One number or text of a table.
@@ -51,6 +52,14 @@ impl fmt::Display for Cell {
             Cell::Count(count) => count.fmt(f),
         }
     }
+}
+
+/// Returns median, least and most of values; NaN without values.
+pub fn summarize(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    let ends = [values.first(), values.last()].map(Option::<&f64>::copied);
+    [median(&values), ends[0], ends[1]].map(|value| value.unwrap_or(f64::NAN))
 }
 
 /// Bound that a measured value should keep.
@@ -105,6 +114,11 @@ impl Table {
         let cells: Vec<Cell> = cells.into_iter().collect();
         assert_eq!(cells.len(), self.head.len(), "a row as long as the head {:?}", self.head);
         self.rows.push(cells);
+    }
+
+    /// Adds a row: a name, median, least and most of values, and further cells.
+    pub fn summary(&mut self, name: &str, values: impl IntoIterator<Item = f64>, more: impl IntoIterator<Item = Cell>) {
+        self.row([name.into()].into_iter().chain(summarize(values).map(Cell::Number)).chain(more));
     }
 
     fn json(&self) -> serde_json::Value {

@@ -4,19 +4,16 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_tls::Role;
 use tokio::time::{Instant, sleep};
 
-use crate::controller::{self, Controller};
-use crate::fake_agent::fake_agent;
-use crate::fake_agent::name;
+use crate::controller::Controller;
+use crate::fake_agent;
 use crate::report::{Report, Table};
-use crate::test_env;
+use crate::test_env::{self, ScaleArgs};
 
 /// Options of `coreward-lab bench scale`.
 #[derive(Debug, Clone, clap::Args)]
@@ -24,21 +21,8 @@ pub struct Args {
     /// Agents, each with a connection of its own
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     agents: u32,
-    /// Cores of each server
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
-    cores: u16,
-    /// Services, each with an equal share of the servers
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    services: u32,
-    /// Number of measured windows
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    windows: u32,
-    /// Length of a window (s)
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
-    window_seconds: u64,
-    /// Use plain connections, without TLS
-    #[arg(long)]
-    plain: bool,
+    #[command(flatten)]
+    scale: ScaleArgs,
 }
 
 /// After a question to the controller.
@@ -47,32 +31,17 @@ const SETTLE: Duration = Duration::from_millis(200);
 /// Fails without root; when something does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let args = args.clone();
-    let fleet = controller::Args {
-        agents: args.agents,
-        cores: args.cores,
-        services: args.services,
-        ..controller::Args::default()
-    };
-    let tls = !args.plain;
-    test_env::measure("scale", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
+    let (agents, scale) = (args.agents, args.scale.clone());
+    test_env::measure("scale", agents, &scale, async move |controller, interval| {
+        measure(&args, controller, interval).await
+    })
 }
 
 async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
-    let mut clients = Vec::new();
-    for agent in 0..args.agents {
-        clients.push(controller.connect_as(Role::Agent, &name(agent)).await?);
-    }
-    let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
-    for (agent, client) in (0..).zip(clients) {
-        let phase = interval * agent / args.agents;
-        tokio::spawn(fake_agent(client, agent, args.cores, start + phase, interval, sent.clone()));
-    }
+    let sent = fake_agent::start_all(controller, args.agents, args.scale.cores, interval).await?;
     // The first reports bring RSS keys and tables.
     sleep(Duration::from_secs(3)).await;
-    let mut windows = Vec::new();
-    for _ in 0..args.windows {
-        windows.push(window(Duration::from_secs(args.window_seconds), controller, &sent).await?);
-    }
+    let windows = windows(&args.scale, controller, &sent).await?;
     Ok(report(args, &windows))
 }
 
@@ -92,8 +61,16 @@ pub struct Window {
     sent_to_kernel: Vec<(f64, f64)>,
 }
 
-/// Observes the controller for this time. `sent`: reports sent to it so far. Fails when it does not answer.
-pub async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
+/// Observes the controller in all windows. `sent`: reports sent to it so far. Fails when it does not answer.
+pub async fn windows(args: &ScaleArgs, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Vec<Window>> {
+    let mut windows = Vec::new();
+    for _ in 0..args.windows {
+        windows.push(window(Duration::from_secs(args.window_seconds), controller, sent).await?);
+    }
+    Ok(windows)
+}
+
+async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
     let asking = controller.asking().await?;
     let accepted = async || {
         let status = asking.status(false).await?;
@@ -172,15 +149,9 @@ fn within(shares: &[(f64, f64)], seconds: f64) -> f64 {
     shares.iter().find(|(bound, _)| *bound >= seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
-/// Adds what the windows showed. `messages`: what `sent` of [`window`] counted.
+/// Adds what the windows showed. `messages`: what `sent` of [`windows`] counted.
 pub fn rows(table: &mut Table, messages: &str, windows: &[Window]) {
-    let mut row = |what: &str, of: &dyn Fn(&Window) -> f64| {
-        let mut values: Vec<f64> = windows.iter().map(of).collect();
-        values.sort_by(f64::total_cmp);
-        let median = coreward_model::statistics::median(&values).unwrap_or(f64::NAN);
-        let (least, most) = (values.first().copied().unwrap_or(f64::NAN), values.last().copied().unwrap_or(f64::NAN));
-        table.row([what.into(), median.into(), least.into(), most.into()]);
-    };
+    let mut row = |what: &str, of: &dyn Fn(&Window) -> f64| table.summary(what, windows.iter().map(of), []);
     row(&format!("{messages} sent per second"), &|window| window.sent_per_second);
     row("reports taken per second", &|window| window.taken_per_second);
     row("CPU of the controller, % of one", &|window| window.cpu_pct);
@@ -210,11 +181,11 @@ fn report(args: &Args, windows: &[Window]) -> Report {
              (SCHED_IDLE). {} windows of {} s; percentiles are interpolated in classes. To reach: 2,000 servers on one \
              CPU, 99 % of tables in the kernel within 10 ms of the report that made them due.",
             args.agents,
-            args.cores,
-            if args.plain { "" } else { ", TLS" },
-            args.services,
-            args.windows,
-            args.window_seconds,
+            args.scale.cores,
+            if args.scale.plain { "" } else { ", TLS" },
+            args.scale.services,
+            args.scale.windows,
+            args.scale.window_seconds,
         ),
         tables: vec![table],
     }

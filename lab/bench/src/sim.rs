@@ -6,12 +6,12 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
-use coreward_model::statistics::median;
 use coreward_sim::trace::Source;
 use coreward_sim::trace::capture::{ReadOptions, writer};
 use coreward_sim::{lb, rpc};
 
-use crate::report::{Cell, Goal, Report, Table, goal_cells};
+use crate::cli::default_args;
+use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench sim`.
 #[derive(Debug, Clone, clap::Args)]
@@ -29,9 +29,7 @@ pub struct Args {
 
 impl Default for Args {
     fn default() -> Self {
-        use clap::FromArgMatches as _;
-        let command = <Self as clap::Args>::augment_args(clap::Command::new("sim"));
-        Self::from_arg_matches(&command.get_matches_from(["sim"])).expect("every option has a default")
+        default_args()
     }
 }
 
@@ -73,9 +71,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 /// Median, least, most, and the goal for the median.
 fn rates(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
-    let middle = median(millions_per_second).expect("at least one round");
-    let least = millions_per_second.iter().copied().fold(f64::INFINITY, f64::min);
-    let most = millions_per_second.iter().copied().fold(0.0, f64::max);
+    let [middle, least, most] = summarize(millions_per_second.iter().copied());
     let [goal, verdict] = goal_cells(goal, middle);
     [middle.into(), least.into(), most.into(), goal, verdict]
 }

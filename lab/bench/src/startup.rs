@@ -18,6 +18,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use crate::agent::Pins;
 use crate::controller::{self, Controller, Scratch, fleet, vip};
 use crate::fake_agent;
+use crate::namespace;
 use crate::report::{Report, Table};
 use crate::test_env::{Balancer, make_network};
 
@@ -43,9 +44,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when something does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench start loads BPF programs: run it as root");
-    let args = args.clone();
-    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    namespace::measure_in_thread("start", args, measure)
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
@@ -222,12 +221,7 @@ async fn change_server(
 
 fn report(args: &Args, starts: &[Start], changes: &[Change]) -> Report {
     let mut table = Table::new(&["ms", "median", "least", "most"]);
-    let mut row = |what: &str, mut values: Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        let median = coreward_model::statistics::median(&values).unwrap_or(f64::NAN);
-        let (least, most) = (values.first().copied().unwrap_or(f64::NAN), values.last().copied().unwrap_or(f64::NAN));
-        table.row([what.into(), median.into(), least.into(), most.into()]);
-    };
+    let mut row = |what: &str, values: Vec<f64>| table.summary(what, values, []);
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
     row("from exec to the first packet forwarded", starts.iter().map(|start| ms(start.first)).collect());
     row("from exec to a packet of every service", starts.iter().map(|start| ms(start.all)).collect());

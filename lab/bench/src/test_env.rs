@@ -15,14 +15,35 @@ use crate::certificates::Certificates;
 use crate::controller::{self, Controller, Scratch};
 use crate::report::Report;
 
-/// Measures there, in a thread of its own: the namespace is the thread's. `what`: the bench's name. `tls`: whether all
-/// parts have certificates. The measure is given the controller and the report interval. Fails without root; when
-/// something does not start; the measure's own.
-pub fn measure<M>(what: &str, fleet: controller::Args, tls: bool, measure: M) -> anyhow::Result<Report>
+/// Options of measurements of a controller at its limit.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ScaleArgs {
+    /// Cores of each server
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
+    pub cores: u16,
+    /// Services, each with an equal share of the servers
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub services: u32,
+    /// Number of measured windows
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pub windows: u32,
+    /// Length of a window (s)
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
+    pub window_seconds: u64,
+    /// Use plain connections, without TLS
+    #[arg(long)]
+    pub plain: bool,
+}
+
+/// Measures there, in a thread of its own: the namespace is the thread's. `what`: the bench's name. The measure takes
+/// the controller and the report interval. Fails without root; when something does not start; the measure's own.
+pub fn measure<M>(what: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
 where
     M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report> + Send + 'static,
 {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-bench {what} loads BPF programs: run it as root");
+    let (cores, services, tls) = (args.cores, args.services, !args.plain);
+    let fleet = controller::Args { agents, cores, services, ..controller::Args::default() };
     let thread = std::thread::spawn(move || set_up(&fleet, tls, measure));
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

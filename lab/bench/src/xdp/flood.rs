@@ -22,6 +22,7 @@ use super::interleaved::{Rounds, above, median_of, quartiles};
 use super::runner::{Feed, Runner};
 use super::workload::{Case, XDP_TX};
 use crate::cpus::THIS_THREAD;
+use crate::namespace;
 use crate::report::{Goal, Report, Table, goal_cells};
 use flooder::{Flooder, Order, Sent};
 use memory::Memory;
@@ -95,8 +96,7 @@ struct Measured {
 /// Measures, in a thread of its own, which is bound to a CPU. Fails without root, with fewer than two CPUs, or when a
 /// packet is not treated as it should be.
 pub fn run(length: &Length) -> anyhow::Result<Report> {
-    let length = *length;
-    std::thread::spawn(move || measure_all(&length)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    namespace::measure_in_thread("flood", length, measure_all)
 }
 
 fn measure_all(length: &Length) -> anyhow::Result<Report> {

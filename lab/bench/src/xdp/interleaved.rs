@@ -56,22 +56,34 @@ impl<'a> Turn<'a> {
 /// Time per packet (ns), round by round.
 pub type Rounds = Vec<f64>;
 
-/// One after the other in each round, in an order that shifts by one from round to round. What each took in each round.
-/// Fails when a program does not do what is expected of it.
+/// Measures programs one after the other in each round. Returns what each took in each round. Fails when a program does
+/// not do what is expected of it.
 pub fn in_turns(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<Rounds>> {
-    let mut times = vec![Rounds::new(); turns.len()];
+    interleave(turns.len(), rounds, |position| {
+        turns[position].warm_up()?;
+        turns[position].take(packets)
+    })
+}
+
+/// Measures cases by their positions, one after the other in each round, in an order that shifts by one from round to
+/// round. Returns the results of each case by round.
+pub fn interleave<T>(
+    cases: usize,
+    rounds: u32,
+    mut measure: impl FnMut(usize) -> anyhow::Result<T>,
+) -> anyhow::Result<Vec<Vec<T>>> {
+    let mut results: Vec<Vec<T>> = (0..cases).map(|_| Vec::new()).collect();
     // The first round warms branch predictors and does not count.
     for round in 0..=rounds as usize {
-        for step in 0..turns.len() {
-            let position = (round + step) % turns.len();
-            turns[position].warm_up()?;
-            let time = turns[position].take(packets)?;
+        for step in 0..cases {
+            let position = (round + step) % cases;
+            let result = measure(position)?;
             if round > 0 {
-                times[position].push(time);
+                results[position].push(result);
             }
         }
     }
-    Ok(times)
+    Ok(results)
 }
 
 /// Difference of `rounds` from `others`, round by round.

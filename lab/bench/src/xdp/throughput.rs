@@ -16,7 +16,7 @@ use coreward_model::placement::Rule;
 
 use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES, Setup};
 use super::flood::two_cpus;
-use super::interleaved::{Rounds, median_of, quartiles_with};
+use super::interleaved::{Rounds, interleave, median_of, quartiles_with};
 use super::workload::{Case, syn};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
@@ -215,8 +215,7 @@ impl Bed {
 /// Measures, in a thread with a network namespace of its own. Fails without root, with fewer than two CPUs, or when a
 /// frame is not treated as it should be.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    let args = args.clone();
-    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    namespace::measure_in_thread("throughput", args, measure)
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
@@ -227,17 +226,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let beds: Vec<Bed> = beds.collect::<anyhow::Result<_>>()?;
     cpus::bind(THIS_THREAD, cpus[0])?;
     prefer(nix::unistd::gettid())?;
-    let mut turns: Vec<Vec<Turn>> = beds.iter().map(|_| Vec::new()).collect();
-    // The first round warms up and does not count.
-    for round in 0..=args.rounds as usize {
-        for step in 0..beds.len() {
-            let position = (round + step) % beds.len();
-            let turn = beds[position].take_turn(args.frames).with_context(|| beds[position].lane.name)?;
-            if round > 0 {
-                turns[position].push(turn);
-            }
-        }
-    }
+    let turns = interleave(beds.len(), args.rounds, |position| {
+        let bed = &beds[position];
+        bed.take_turn(args.frames).context(bed.lane.name)
+    })?;
     let measured: Vec<(Lane, Vec<Turn>)> = beds.iter().map(|bed| bed.lane).zip(turns).collect();
     Ok(report(&measured, args, cpus))
 }
