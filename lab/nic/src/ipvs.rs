@@ -112,13 +112,6 @@ for port in $ports; do
 	tcpdump -ttnner /run/test.pcap port $port 2> /dev/null | tail -n 40
 done
 ";
-const CONTROLLER: &str = "
-listen = \"10.2.0.9:7400\"
-api = \"127.0.0.1:7401\"
-store = \"/var/lib/coreward/controller.redb\"
-fleet = \"fleet.toml\"
-allow_plaintext = true
-";
 const FLEET: &str = "
 [[server]]
 name = \"s1\"
@@ -165,7 +158,7 @@ fn files() -> Vec<File> {
         ("etc/test-request", units::REQUEST),
         ("etc/test-load", units::LOAD),
         ("etc/keepalived/test.conf", KEEPALIVED),
-        ("etc/coreward/controller.toml", CONTROLLER),
+        ("etc/coreward/controller.toml", &units::controller("10.2.0.9")),
         ("etc/coreward/fleet.toml", FLEET),
         ("etc/coreward/lb.toml", LB),
     ]

@@ -78,13 +78,6 @@ ip -n s2 link set tunl0 up
 ip netns exec s2 ip fou add port 6080 gue
 ip netns exec s2 sysctl -q -w net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.tunl0.rp_filter=0
 ";
-const CONTROLLER: &str = "
-listen = \"10.2.0.9:7400\"
-api = \"127.0.0.1:7401\"
-store = \"/var/lib/coreward/controller.redb\"
-fleet = \"fleet.toml\"
-allow_plaintext = true
-";
 const FLEET: &str = "
 [[server]]
 name = \"s1\"
@@ -159,7 +152,7 @@ fn files() -> Vec<File> {
     [
         ("etc/test-network", NETWORK.to_owned()),
         ("etc/test-request", REQUEST.to_owned()),
-        ("etc/coreward/controller.toml", CONTROLLER.to_owned()),
+        ("etc/coreward/controller.toml", units::controller("10.2.0.9")),
         ("etc/coreward/fleet.toml", FLEET.to_owned()),
         ("etc/coreward/lb.toml", LB.to_owned()),
         ("etc/coreward/s1.toml", AGENT.to_owned()),

@@ -99,13 +99,6 @@ http {
 	}
 }
 ";
-const CONTROLLER: &str = "
-listen = \"10.2.0.11:7400\"
-api = \"127.0.0.1:7401\"
-store = \"/var/lib/coreward/controller.redb\"
-fleet = \"fleet.toml\"
-allow_plaintext = true
-";
 const FLEET: &str = "
 [[server]]
 name = \"s1\"
@@ -142,6 +135,14 @@ metrics = \"127.0.0.1:7440\"
 listen = \"10.2.0.11:400\"
 ";
 
+/// Returns the configuration of a controller at an address.
+pub fn controller(address: &str) -> String {
+    format!(
+        "listen = \"{address}:7400\"\napi = \"127.0.0.1:7401\"\nstore = \"/var/lib/coreward/controller.redb\"\n\
+         fleet = \"fleet.toml\"\nallow_plaintext = true\n"
+    )
+}
+
 fn files() -> Vec<File> {
     [
         ("etc/test-network", NETWORK),
@@ -149,7 +150,7 @@ fn files() -> Vec<File> {
         ("etc/test-load", LOAD),
         ("etc/test-hold", HOLD),
         ("etc/nginx/nginx.conf", NGINX),
-        ("etc/coreward/controller.toml", CONTROLLER),
+        ("etc/coreward/controller.toml", &controller("10.2.0.11")),
         ("etc/coreward/fleet.toml", FLEET),
         ("etc/coreward/rack.toml", RACK),
         ("etc/coreward/agent.toml", AGENT),

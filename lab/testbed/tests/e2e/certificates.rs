@@ -4,29 +4,17 @@
 
 use std::path::Path;
 
-use coreward_daemon::drop_capabilities;
 use coreward_metrics::table::Component;
 use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificates, issue};
-use coreward_testbed::http::Connection;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::certificate::unix_now;
 use coreward_tls::{Identity, Name, Role};
 
-use crate::support::eventually;
+use crate::support::{eventually, process_status, retained_capabilities, send_requests};
 
 fn name(name: &str) -> Name {
     name.parse().unwrap()
-}
-
-fn send_requests(testbed: &Testbed) {
-    let ask = || {
-        for _ in 0..10 {
-            Connection::open(None).unwrap().query_worker().unwrap();
-        }
-        Ok(())
-    };
-    testbed.client().within(ask).unwrap();
 }
 
 /// A daemon's log from `from` on.
@@ -41,16 +29,6 @@ fn copy_certificates(from: &Path, to: &Path) {
     }
 }
 
-fn process_status(pid: u32, field: &str) -> String {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
-}
-
-fn retained_capabilities(daemon: Component) -> String {
-    let set = drop_capabilities::retained(daemon).iter().fold(0u64, |set, capability| set | capability.bitmask());
-    format!("{set:016x}")
-}
-
 #[test]
 fn peers_authenticate_each_other() {
     skip_if!(missing_testbed_rights());
@@ -58,14 +36,14 @@ fn peers_authenticate_each_other() {
     let testbed = Testbed::create(options).unwrap();
     let _nginx = testbed.start_nginx(1).unwrap();
     let mut fleet = Fleet::start(&testbed, FleetOptions { tls: true, ..Default::default() }).unwrap();
-    send_requests(&testbed);
+    send_requests(&testbed, 10);
 
     for (name, daemon) in
         [("controller", Component::Controller), ("lb1", Component::Lb), ("agent-s1", Component::Agent)]
     {
         let pid = fleet.daemon(name).unwrap().pid();
         for set in ["CapEff:", "CapPrm:", "CapBnd:"] {
-            assert_eq!(process_status(pid, set), retained_capabilities(daemon), "{name} {set}");
+            assert_eq!(process_status(pid, set), format!("{:016x}", retained_capabilities(daemon)), "{name} {set}");
         }
         assert_eq!(process_status(pid, "NoNewPrivs:"), "1", "{name}");
     }
@@ -129,7 +107,7 @@ fn peers_authenticate_each_other() {
         eventually(*TIMEOUT, controller_says, || log(&testbed, "controller", controller).contains(controller_says));
         eventually(*TIMEOUT, agent_says, || log(&testbed, "agent-s1", agent).contains(agent_says));
     }
-    send_requests(&testbed);
+    send_requests(&testbed, 10);
     // An agent with the right certificate reconnects, after one of its own name that has expired, without a restart.
     fleet.kill("agent-s1").unwrap();
     let before = log(&testbed, "agent-s1", 0).len();
@@ -154,5 +132,5 @@ fn peers_authenticate_each_other() {
         printed.contains(words)
             && printed.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
     });
-    send_requests(&testbed);
+    send_requests(&testbed, 10);
 }

@@ -1,26 +1,16 @@
 //! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
 
-use coreward_daemon::drop_capabilities;
 use coreward_metrics::table::Component;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities};
-use coreward_testbed::http::Connection;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{effective_capabilities, eventually, eventually_in_force};
+use crate::support::{
+    capability_mask, effective_capabilities, eventually, eventually_in_force, retained_capabilities, send_requests,
+};
 
 fn capability(name: &str) -> caps::Capability {
     name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
-}
-
-fn send_requests(testbed: &Testbed, times: usize) {
-    let ask = || {
-        for _ in 0..times {
-            Connection::open(None).unwrap().query_worker().unwrap();
-        }
-        Ok(())
-    };
-    testbed.client().within(ask).unwrap();
 }
 
 #[test]
@@ -44,9 +34,9 @@ fn daemons_work_within_their_units_limits() {
         ("agent-s1", "agent", Component::Agent),
     ];
     for (name, unit, daemon) in daemons {
-        let kept = drop_capabilities::retained(daemon).iter().fold(0, |set, capability| set | capability.bitmask());
+        let kept = retained_capabilities(daemon);
         assert_eq!(effective_capabilities(fleet.daemon(name).unwrap().pid()), kept, "{name}");
-        let left = unit_capabilities(unit).unwrap().into_iter().fold(0, |set, name| set | capability(name).bitmask());
+        let left = capability_mask(unit_capabilities(unit).unwrap().into_iter().map(capability));
         assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");
     }
     // Workers' sockets are found and steered to, those of the UDP service dispatched to; nothing is complained of.

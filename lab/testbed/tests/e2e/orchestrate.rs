@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coreward_daemon::drop_capabilities;
 use coreward_load::key_value::{DATAGRAM_MAX, Request, key_name, parse_response};
 use coreward_metrics::table::Component;
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -17,7 +16,7 @@ use nix::unistd::Pid;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use serde_json::Value;
 
-use crate::support::{effective_capabilities, eventually};
+use crate::support::{effective_capabilities, eventually, retained_capabilities};
 
 /// A response takes microseconds; a worker that just died takes its request with it.
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -225,10 +224,7 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
 fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
     let setup = Setup::new()?;
     let orchestrator = setup.orchestrator()?;
-    let retained = drop_capabilities::retained(Component::Orchestrate)
-        .iter()
-        .fold(0, |set, capability| set | capability.bitmask());
-    assert_eq!(effective_capabilities(orchestrator.0.id()) & !retained, 0);
+    assert_eq!(effective_capabilities(orchestrator.0.id()) & !retained_capabilities(Component::Orchestrate), 0);
     orchestrator.end().map(drop)
 }
 

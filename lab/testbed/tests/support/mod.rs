@@ -8,6 +8,8 @@ pub mod load;
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
+use coreward_daemon::drop_capabilities;
+use coreward_metrics::table::Component;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, asking};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
@@ -193,9 +195,27 @@ pub fn assert_unbroken(client: StreamClient) -> StreamReport {
     report
 }
 
+/// Returns a field of a process in /proc.
+pub fn process_status(pid: u32, field: &str) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
+}
+
 /// Returns the effective capabilities of a process as a bit mask.
 pub fn effective_capabilities(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap();
-    u64::from_str_radix(line.trim(), 16).unwrap()
+    u64::from_str_radix(&process_status(pid, "CapEff:"), 16).unwrap()
+}
+
+/// Returns the capabilities that a daemon retains as a bit mask.
+pub fn retained_capabilities(daemon: Component) -> u64 {
+    capability_mask(drop_capabilities::retained(daemon).iter().copied())
+}
+
+pub fn capability_mask(capabilities: impl IntoIterator<Item = caps::Capability>) -> u64 {
+    capabilities.into_iter().fold(0, |mask, capability| mask | capability.bitmask())
+}
+
+/// Sends requests, each on a connection of its own.
+pub fn send_requests(testbed: &Testbed, count: usize) {
+    drop(open(testbed, count));
 }
