@@ -15,21 +15,15 @@ pub struct Assertion {
     /// Statement in the paper's words or close to them.
     pub statement: Spanned<String>,
     /// The number that the paper gives for it.
-    #[serde(default)]
     pub published: Option<f64>,
-    #[serde(default)]
     pub value: Option<Quantity>,
     /// ... or this quotient ...
-    #[serde(default)]
     pub ratio: Option<Ratio>,
     /// ... or that these series lie one above the other.
-    #[serde(default)]
     pub ascending: Option<Ascending>,
     /// The values must not be less ...
-    #[serde(default)]
     pub at_least: Option<f64>,
     /// ... and not be more.
-    #[serde(default)]
     pub at_most: Option<f64>,
 }
 
@@ -42,10 +36,8 @@ pub struct Ratio {
     /// The divisor: one value, or as many as the dividend has.
     pub to: Quantity,
     /// Judge not this quotient but how many times as large it is as that one: whether a gap grows.
-    #[serde(default)]
     pub than: Option<Box<Ratio>>,
     /// Only this of several quotients is judged.
-    #[serde(default)]
     pub take: Option<Take>,
 }
 
@@ -53,28 +45,21 @@ pub struct Ratio {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Quantity {
-    #[serde(default)]
     pub panel: Option<Spanned<String>>,
-    #[serde(default)]
     pub series: Option<Spanned<String>>,
     #[serde(default)]
     pub least_of: Vec<Spanned<String>>,
     #[serde(default)]
     pub greatest_of: Vec<Spanned<String>>,
     /// Only at this point of the horizontal axis (as shown).
-    #[serde(default)]
     pub at: Option<Spanned<f64>>,
     /// Only from here ...
-    #[serde(default)]
     pub from: Option<f64>,
     /// ... to here.
-    #[serde(default)]
     pub to: Option<f64>,
     /// Not the height, but where on the horizontal axis the curve passes this height (first time, by interpolation).
-    #[serde(default)]
     pub reaches: Option<f64>,
     /// Only this of several values is judged.
-    #[serde(default)]
     pub take: Option<Take>,
 }
 
@@ -93,16 +78,12 @@ pub enum Take {
 pub struct Ascending {
     /// Lowest first.
     pub series: Vec<Spanned<String>>,
-    #[serde(default)]
     pub panel: Option<Spanned<String>>,
     /// Only at this point.
-    #[serde(default)]
     pub at: Option<Spanned<f64>>,
     /// Only from here ...
-    #[serde(default)]
     pub from: Option<f64>,
     /// ... to here.
-    #[serde(default)]
     pub to: Option<f64>,
 }
 

@@ -33,19 +33,14 @@ pub struct Scenario {
     /// Seeds 1 to this number; every point is the median over them.
     pub seeds: Spanned<u64>,
     /// Requests at cores: parameters common to all series.
-    #[serde(default)]
     pub rpc: Option<Rpc>,
     /// Packets of a trace at servers and cores.
-    #[serde(default)]
     pub lb: Option<Lb>,
     /// Connections while the pool changes.
-    #[serde(default)]
     pub pcc: Option<Pcc>,
     /// Connections placed by a load balancer, their requests queued at cores.
-    #[serde(default)]
     pub path: Option<Path>,
     /// Measured on this machine ([`super::live`]): every series but those marked as simulated.
-    #[serde(default)]
     pub live: Option<Live>,
     /// Compared curves.
     pub series: Vec<Series>,
@@ -66,10 +61,8 @@ pub struct Live {
     /// About how long it takes, for `coreward-lab figure --list`.
     pub minutes: f64,
     /// Measured time of each point in each run, where the figure leaves that open (s).
-    #[serde(default)]
     pub seconds: Option<f64>,
     /// Simulated unit of time here, where there is one (us).
-    #[serde(default)]
     pub unit_us: Option<f64>,
 }
 
@@ -90,16 +83,12 @@ pub struct Series {
     #[serde(default)]
     pub simulated: bool,
     /// Parameters of this series that differ from the common ones; of the scenario's kind.
-    #[serde(default)]
     pub rpc: Option<Rpc>,
     /// See `rpc`.
-    #[serde(default)]
     pub lb: Option<Lb>,
     /// See `rpc`.
-    #[serde(default)]
     pub pcc: Option<Pcc>,
     /// See `rpc`.
-    #[serde(default)]
     pub path: Option<Path>,
 }
 
@@ -114,7 +103,6 @@ pub struct Panel {
     #[serde(default)]
     pub draw: Draw,
     /// Sweep; without it each series has one value.
-    #[serde(default)]
     pub x: Option<Sweep>,
     pub y: Axis,
     /// Only these series; all when left out.
@@ -124,16 +112,12 @@ pub struct Panel {
     #[serde(default)]
     pub mark: Vec<Mark>,
     /// Parameters of this panel that differ from the common ones.
-    #[serde(default)]
     pub rpc: Option<Rpc>,
     /// See `rpc`.
-    #[serde(default)]
     pub lb: Option<Lb>,
     /// See `rpc`.
-    #[serde(default)]
     pub pcc: Option<Pcc>,
     /// See `rpc`.
-    #[serde(default)]
     pub path: Option<Path>,
 }
 
@@ -177,7 +161,6 @@ pub struct Axis {
     #[serde(default)]
     pub log: bool,
     /// Drawn range; from the data when left out. Points outside stay in the tables.
-    #[serde(default)]
     pub range: Option<[f64; 2]>,
 }
 
@@ -195,7 +178,6 @@ pub struct Mark {
 #[serde(deny_unknown_fields)]
 pub struct Published {
     /// The panel's title; may be left out when there is one panel.
-    #[serde(default)]
     pub panel: Option<Spanned<String>>,
     pub series: Spanned<String>,
     /// Source of the numbers.
