@@ -12,10 +12,8 @@ use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, XDP_TX, random_table, service};
+use crate::support::balancer::{Balancer, VIP, XDP_TX, random_table, service};
 use crate::support::{ACK, RST, Tcp, aligned_timestamp, ipv4_frame, missing_bpf_rights, skip_if};
-
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
 /// The address that forged packets have.
 const FORGED: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);

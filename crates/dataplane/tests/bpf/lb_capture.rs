@@ -13,24 +13,17 @@ use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServiceAddress};
 
-use crate::support::balancer::{id, random_table, service};
-use crate::support::network::{Pair, PinDirectory, on_one_cpu};
+use crate::support::balancer::{CLIENT, VIP, id, random_table, service};
+use crate::support::network::{Pair, PinDirectory, mac_address, on_one_cpu};
 use crate::support::packet_socket::PacketSocket;
 use crate::support::tunnel::{client, vip};
 use crate::support::{self, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 81);
-const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
 const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
 
 fn keys() -> FleetKeys {
     FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
-}
-
-fn device_mac() -> [u8; 6] {
-    let mut addresses = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == "eth0");
-    addresses.find_map(|entry| entry.address?.as_link_addr()?.addr()).unwrap()
 }
 
 /// Everything captured until `count` packets are there (30 s at most).
@@ -79,7 +72,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
     pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
-    let mac = pair.server.within(device_mac);
+    let mac = pair.server.within(|| mac_address("eth0").0);
     let stateless = |vip| (service(vip), ServiceMode::default());
     let indexes = lb.set_services(&[stateless(VIP), stateless(OTHER)]).unwrap();
     lb.set_service_name(indexes[0], "web");
@@ -159,7 +152,7 @@ fn ipv6_packets_of_the_service_are_captured() {
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
     pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
-    let mac = pair.server.within(device_mac);
+    let mac = pair.server.within(|| mac_address("eth0").0);
     let (watched, other) = (vip(Family::Ipv6), SocketAddr::new(vip(Family::Ipv6).ip(), 81));
     let services = [watched, other].map(|vip| (service(vip), ServiceMode::default()));
     for index in lb.set_services(&services).unwrap() {

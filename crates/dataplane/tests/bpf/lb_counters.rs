@@ -14,10 +14,9 @@ use coreward_model::{ServerId, ServiceAddress};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 
-use crate::support::balancer::{Balancer, XDP_TX, random_table, service};
+use crate::support::balancer::{Balancer, VIP, XDP_TX, random_table, service};
 use crate::support::{SYN, Tcp, Udp, aligned_timestamp, missing_bpf_rights, skip_if};
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 2), 443);
 
 #[test]

@@ -14,18 +14,8 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_TX, random_table};
+use crate::support::balancer::{Balancer, Identification, VIP, XDP_DROP, XDP_TX, client, random_table, tuple};
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if, timestamp};
-
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-
-fn client(rng: &mut impl rand::Rng) -> (Ipv4Addr, u16) {
-    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
-}
-
-fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
-    FourTuple::ipv4(client, VIP)
-}
 
 fn syn(client: (Ipv4Addr, u16)) -> Vec<u8> {
     let options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(77, 0), &[1, 3, 3, 7]].concat();

@@ -16,15 +16,13 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
-use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
+use crate::support::balancer::{
+    Balancer, Identification, XDP_DROP, XDP_PASS, XDP_TX, client, id, random_table, service,
+};
 use crate::support::{ACK, SYN, Tcp, Udp, missing_bpf_rights, skip_if, timestamp};
 
 const WEB: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const DNS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
-
-fn client(rng: &mut impl rand::Rng) -> (Ipv4Addr, u16) {
-    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
-}
 
 fn udp(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceMode) {
     let protocol = Protocol::Udp;

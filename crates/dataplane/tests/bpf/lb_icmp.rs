@@ -11,11 +11,9 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, Identification, XDP_DROP, random_table, service};
+use crate::support::balancer::{Balancer, CLIENT, Identification, VIP, XDP_DROP, random_table, service};
 use crate::support::{self, ACK, SYN, Tcp, Udp, aligned_timestamp, ipv4_frame, missing_bpf_rights, skip_if, timestamp};
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
 /// Errors come from some router on the way.
 const ROUTER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 

@@ -1,7 +1,6 @@
 //! The load balancer's life at a device: attached, taken over while packets pass, refused, detached.
 
 use std::mem::offset_of;
-use std::net::Ipv4Addr;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,12 +18,10 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
-use crate::support::balancer::{id, random_table, service};
-use crate::support::network::{Pair, PinDirectory};
+use crate::support::balancer::{CLIENT, VIP, id, random_table, service};
+use crate::support::network::{Pair, PinDirectory, mac_address};
 use crate::support::{self, Tcp, Udp, aligned_timestamp, missing_bpf_rights, skip_if};
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
 const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
 
 fn options(pins: &PinDirectory) -> Options {
@@ -57,14 +54,6 @@ fn established(destination_mac: [u8; 6]) -> Vec<u8> {
     Tcp { destination_mac, options: aligned_timestamp(1, tsecr), ..Tcp::new(CLIENT, VIP) }.frame()
 }
 
-fn device_mac() -> [u8; 6] {
-    let addresses = nix::ifaddrs::getifaddrs().unwrap();
-    let mac = addresses
-        .filter(|entry| entry.interface_name == "eth0")
-        .find_map(|entry| entry.address?.as_link_addr()?.addr());
-    mac.unwrap()
-}
-
 fn forwarded(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
     lb.counters(index).packets[intf::LB_COUNTER_ESTABLISHED as usize]
 }
@@ -89,7 +78,7 @@ fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
 fn new_process_takes_over_while_packets_pass() {
     skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
-    let mac = pair.server.within(device_mac);
+    let mac = pair.server.within(|| mac_address("eth0").0);
     let start = || {
         let mut lb = LoadBalancer::load(options(&pins)).unwrap();
         let attachment = pair.server.within(|| lb.attach("eth0", XdpMode::Native)).unwrap();

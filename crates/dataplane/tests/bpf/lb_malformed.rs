@@ -1,22 +1,19 @@
 //! `bpf/lb/lb.bpf.c` on what is not for it, and on truncated and malformed packets of every kind: the verdict and the
 //! reason that its essay promises, and not a byte changed.
 
-use std::net::Ipv4Addr;
-
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::Rule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_PASS, XDP_TX, before, random_table};
+use crate::support::balancer::{
+    Balancer, CLIENT, Identification, VIP, XDP_DROP, XDP_PASS, XDP_TX, before, random_table,
+};
 use crate::support::{
     self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, ones_complement_sum, skip_if, tcp_offset,
     timestamp,
 };
-
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
 
 /// Offsets in a frame with an IP header of 20 bytes.
 const IP: usize = 14;

@@ -13,10 +13,10 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
-use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_TX, before, random_table, service};
+use crate::support::balancer::{
+    Balancer, Identification, VIP, XDP_DROP, XDP_TX, before, client, random_table, service, tuple,
+};
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
-
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
 fn mode(consistency: Consistency) -> ServiceMode {
     ServiceMode { consistency, ..ServiceMode::default() }
@@ -28,14 +28,6 @@ fn balancer(mode: ServiceMode, rule: Rule, rng: &mut impl rand::Rng) -> (Balance
     let table = random_table(rule, 1, 2, &ids, rng);
     balancer.install(0, &table);
     (balancer, ids, table)
-}
-
-fn client(rng: &mut impl rand::Rng) -> (Ipv4Addr, u16) {
-    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
-}
-
-fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
-    FourTuple::ipv4(client, VIP)
 }
 
 /// A packet of a connection, with aligned timestamps, or at another offset, or without.

@@ -16,10 +16,9 @@ use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, XDP_TX, id, random_table};
+use crate::support::balancer::{Balancer, VIP, XDP_TX, id, random_table};
 use crate::support::{ACK, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const SWITCHES: u64 = 1_000;
 const DECISIONS_PER_TABLE: u64 = 30;
 const AT_MOST: Duration = Duration::from_secs(240);

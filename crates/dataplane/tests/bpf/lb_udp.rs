@@ -12,7 +12,7 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
-use crate::support::balancer::{Balancer, XDP_DROP, XDP_TX, random_table, service};
+use crate::support::balancer::{Balancer, XDP_DROP, XDP_TX, client, random_table, service};
 use crate::support::{MORE, SYN, Tcp, Udp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
@@ -27,10 +27,6 @@ fn udp_service() -> ServiceAddress {
 
 fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
     FourTuple::ipv4(client, VIP)
-}
-
-fn client(rng: &mut impl rand::Rng) -> (Ipv4Addr, u16) {
-    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
 }
 
 /// A service of UDP, and one of TCP at the same port.

@@ -23,6 +23,18 @@ pub const XDP_TX: i32 = 3;
 /// [`super::Tcp`] sends to it.
 pub const OWN_MAC: MacAddress = MacAddress([0; 6]);
 
+pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+pub const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
+
+/// Returns a random client.
+pub fn client(rng: &mut impl Rng) -> (Ipv4Addr, u16) {
+    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
+}
+
+pub fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
+    FourTuple::ipv4(client, VIP)
+}
+
 pub fn id(number: u64) -> ServerId {
     ServerId::try_from(number).unwrap()
 }

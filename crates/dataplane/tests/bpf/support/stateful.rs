@@ -5,18 +5,19 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use coreward_dataplane::lb::Options;
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
+use coreward_model::ServerId;
 use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_slot, syn_tsecr};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, FleetKeys};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::Rule;
-use coreward_model::{FourTuple, ServerId};
 use rand::Rng;
+
+pub use super::balancer::{VIP, client, tuple};
 
 use super::balancer::{Balancer, OWN_MAC, XDP_TX, random_table, service};
 use super::{ACK, SYN, Tcp, aligned_timestamp, timestamp, timestamp_offset, word};
 
-pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 pub const STATEFUL: ServiceMode = ServiceMode {
     consistency: Consistency::Stateful,
     timestamps: Timestamps::Server,
@@ -26,20 +27,12 @@ pub const STATEFUL: ServiceMode = ServiceMode {
 
 pub type Client = (Ipv4Addr, u16);
 
-pub fn client(rng: &mut impl Rng) -> Client {
-    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
-}
-
 /// Returns the client of an IPv4 connection.
 pub fn ipv4_client(connection: &Connection) -> Client {
     match connection.client.ip() {
         IpAddr::V4(address) => (address, connection.client.port()),
         IpAddr::V6(address) => panic!("a connection of {address}"),
     }
-}
-
-pub fn tuple(client: Client) -> FourTuple {
-    FourTuple::ipv4(client, VIP)
 }
 
 pub fn owner(number: u64) -> OwnerNumber {
