@@ -12,7 +12,7 @@ use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{eventually, eventually_in_force, pause};
+use crate::support::{count_broken, eventually, eventually_in_force, pause};
 
 const SERVERS: u16 = 3;
 const LIMIT: Duration = Duration::from_secs(10);
@@ -104,12 +104,8 @@ impl TestEnv {
 struct Kept(Vec<(Connection, Answerer)>);
 
 impl Kept {
-    /// Number of connections that are not answered any more, or by another worker.
     fn broken(&mut self) -> usize {
-        let broken = |(connection, before): &mut (Connection, Answerer)| {
-            connection.query_worker().map_or(true, |now| now != *before)
-        };
-        self.0.iter_mut().map(broken).filter(|broken| *broken).count()
+        count_broken(&mut self.0)
     }
 
     fn servers(&self) -> std::collections::BTreeSet<u16> {

@@ -11,16 +11,10 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::certificate::unix_now;
 use coreward_tls::{Identity, Name, Role};
 
-use crate::support::{eventually, process_status, retained_capabilities, send_requests};
+use crate::support::{daemon_log, eventually, process_status, retained_capabilities, send_requests};
 
 fn name(name: &str) -> Name {
     name.parse().unwrap()
-}
-
-/// A daemon's log from `from` on.
-fn log(testbed: &Testbed, daemon: &str, from: usize) -> String {
-    let text = std::fs::read_to_string(testbed.directory().join(format!("{daemon}.log"))).unwrap();
-    text.get(from..).unwrap_or_default().to_owned()
 }
 
 fn copy_certificates(from: &Path, to: &Path) {
@@ -101,34 +95,39 @@ fn peers_authenticate_each_other() {
     let own = bundle(&testbed, Role::Agent, "s1");
     for (wrong, controller_says, agent_says) in cases {
         fleet.kill("agent-s1").unwrap();
-        let (controller, agent) = (log(&testbed, "controller", 0).len(), log(&testbed, "agent-s1", 0).len());
+        let (controller, agent) =
+            (daemon_log(&testbed, "controller", 0).len(), daemon_log(&testbed, "agent-s1", 0).len());
         copy_certificates(&wrong, &own);
         fleet.restart(&testbed, "agent-s1").unwrap();
-        eventually(*TIMEOUT, controller_says, || log(&testbed, "controller", controller).contains(controller_says));
-        eventually(*TIMEOUT, agent_says, || log(&testbed, "agent-s1", agent).contains(agent_says));
+        eventually(*TIMEOUT, controller_says, || {
+            daemon_log(&testbed, "controller", controller).contains(controller_says)
+        });
+        eventually(*TIMEOUT, agent_says, || daemon_log(&testbed, "agent-s1", agent).contains(agent_says));
     }
     send_requests(&testbed, 10);
     // An agent with the right certificate reconnects, after one of its own name that has expired, without a restart.
     fleet.kill("agent-s1").unwrap();
-    let before = log(&testbed, "agent-s1", 0).len();
+    let before = daemon_log(&testbed, "agent-s1", 0).len();
     ours(Role::Agent, "s1", "testbed", expired);
     fleet.restart(&testbed, "agent-s1").unwrap();
     // A daemon that starts while its files are written finds a key that is not the certificate's, and ends (a unit
     // restarts it).
     let expired = "the peer refuses our certificate: by the peer's clock it has expired";
-    eventually(*TIMEOUT, expired, || log(&testbed, "agent-s1", before).contains(expired));
+    eventually(*TIMEOUT, expired, || daemon_log(&testbed, "agent-s1", before).contains(expired));
     ours(Role::Agent, "s1", "testbed", good);
-    eventually(*TIMEOUT, "the agent is back", || log(&testbed, "agent-s1", before).contains("connected to controller"));
+    eventually(*TIMEOUT, "the agent is back", || {
+        daemon_log(&testbed, "agent-s1", before).contains("connected to controller")
+    });
     fleet.wait_until_ready(&testbed).unwrap();
 
     // An agent's certificate opens no stream of a load balancer, which gets all keys.
     fleet.kill("lb1").unwrap();
-    let controller = log(&testbed, "controller", 0).len();
+    let controller = daemon_log(&testbed, "controller", 0).len();
     copy_certificates(&own, &bundle(&testbed, Role::Lb, "lb1"));
     fleet.restart(&testbed, "lb1").unwrap();
     let words = "peer=agent s1 at ";
     eventually(*TIMEOUT, words, || {
-        let printed = log(&testbed, "controller", controller);
+        let printed = daemon_log(&testbed, "controller", controller);
         printed.contains(words)
             && printed.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
     });

@@ -13,7 +13,7 @@ use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if}
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, eventually, pause, time_to_log};
+use crate::support::{AT_EVERY_SERVER, assert_answered, daemon_log, eventually, open, pause, time_to_log};
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// By the configuration below: interval x fall + timeout, and the daemon's tick.
@@ -86,28 +86,6 @@ impl TestEnv {
         });
     }
 
-    fn open(&self, count: usize) -> Vec<(Connection, u16)> {
-        let open = || {
-            let request = |_| {
-                let mut connection = Connection::open(None)?;
-                let server = connection.query_worker()?.server;
-                Ok((connection, server))
-            };
-            (0..count).map(request).collect()
-        };
-        self.testbed.client().within(open).unwrap()
-    }
-
-    fn assert_answered(&self, connections: &mut [(Connection, u16)]) {
-        let ask = || {
-            for (connection, server) in connections.iter_mut() {
-                assert_eq!(connection.query_worker()?.server, *server);
-            }
-            Ok(())
-        };
-        self.testbed.client().within(ask).unwrap();
-    }
-
     /// Waits until just these get new connections: soon after the controller has it.
     fn wait_until_only_reach(&self, servers: &[u16]) {
         eventually(LIMIT, &format!("new connections go to {servers:?}"), || self.servers() == servers);
@@ -115,14 +93,15 @@ impl TestEnv {
 
     /// The servers that get new connections now.
     fn servers(&self) -> Vec<u16> {
-        let mut servers: Vec<u16> = self.open(AT_EVERY_SERVER).into_iter().map(|(_, server)| server).collect();
+        let mut servers: Vec<u16> =
+            open(&self.testbed, AT_EVERY_SERVER).into_iter().map(|(_, answerer)| answerer.server).collect();
         servers.sort_unstable();
         servers.dedup();
         servers
     }
 
     fn log(&self, load_balancer: u16) -> String {
-        fs::read_to_string(self.testbed.directory().join(format!("lb{load_balancer}.log"))).unwrap()
+        daemon_log(&self.testbed, &format!("lb{load_balancer}"), 0)
     }
 
     /// Length of both load balancers' logs.
@@ -154,7 +133,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     // `joining` for so long that a look each half second finds it.
     let mut site = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     site.wait_until_checked();
-    let mut connections = site.open(AT_EVERY_SERVER);
+    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
     site.wait_until_only_reach(&[1, 2, 3]);
 
     // It answers, but not that it is well.
@@ -163,13 +142,13 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     println!("found after {took:?}, expected within {FOUND_WITHIN:?}");
     assert!(site.state(1).1.contains("answers 404 Not Found: expected 200-399"), "{:?}", site.state(1));
     site.wait_until_only_reach(&[2, 3]);
-    site.assert_answered(&mut connections);
+    assert_answered(&mut connections);
     site.set_healthy(1, true);
     site.wait_for(1, "joining");
     site.wait_for(1, "active");
     site.wait_until_only_reach(&[1, 2, 3]);
-    site.assert_answered(&mut connections);
-    connections.retain(|(_, server)| *server != 2);
+    assert_answered(&mut connections);
+    connections.retain(|(_, answerer)| answerer.server != 2);
 
     // The machine is up, but no process listens.
     site.nginx[1] = None;
@@ -200,7 +179,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     site.wait_for(3, "active");
     site.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
     site.wait_until_checked();
-    site.assert_answered(&mut connections);
+    assert_answered(&mut connections);
 }
 
 #[test]
@@ -208,7 +187,7 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("alldown", 1, CHECK);
     site.wait_until_checked();
-    let mut connections = site.open(6);
+    let mut connections = open(&site.testbed, 6);
     (1..=3).for_each(|number| site.set_healthy(number, false));
     eventually(LIMIT, "the service fails open", || site.status()["services"][0]["failing_open"] == true);
     site.wait_until_only_reach(&[1, 2, 3]);
@@ -229,17 +208,17 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     };
     eventually(LIMIT, "first packets are dropped", || is_dropped(&site));
     eventually(LIMIT, "they are counted", || dropped(&site) > 0);
-    site.assert_answered(&mut connections);
+    assert_answered(&mut connections);
     site.set_healthy(2, true);
     eventually(LIMIT, "the one that is well gets all", || site.state(2).0 == "active");
     site.wait_until_only_reach(&[2]);
-    site.assert_answered(&mut connections);
+    assert_answered(&mut connections);
 
     // The load balancer alone does the same.
     site.fleet.kill("controller").unwrap();
     site.set_healthy(2, false);
     eventually(LIMIT, "first packets are dropped without a controller", || is_dropped(&site));
-    site.assert_answered(&mut connections);
+    assert_answered(&mut connections);
     site.set_healthy(2, true);
     wait_until_served_by(&site, &[2]);
 }
@@ -295,14 +274,14 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     wait_until_served_by(&site, &[1, 2, 3]);
     site.testbed.announce(&[1, 2]).unwrap();
 
-    let mut connections = site.open(AT_EVERY_SERVER);
+    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
     site.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
     site.nginx[1] = None;
     wait_until_served_by(&site, &[1, 3]);
     assert_masked_in_time(&site, died);
-    connections.retain(|(_, server)| *server != 2);
-    site.assert_answered(&mut connections);
+    connections.retain(|(_, answerer)| answerer.server != 2);
+    assert_answered(&mut connections);
     // All are down: none is masked, as the load balancer may be at fault.
     let before = site.log_offsets();
     (1..=3).for_each(|number| site.set_healthy(number, false));
@@ -314,7 +293,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     (1..=3).for_each(|number| site.set_healthy(number, true));
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
     wait_until_served_by(&site, &[1, 2, 3]);
-    site.assert_answered(&mut connections);
+    assert_answered(&mut connections);
 }
 
 #[test]
@@ -322,13 +301,13 @@ fn load_balancer_restarted_without_controller_continues_checks() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("restarted", 1, CHECK);
     site.wait_until_checked();
-    let mut connections = site.open(AT_EVERY_SERVER);
+    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
     site.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
     site.nginx[1] = None;
     wait_until_served_by(&site, &[1, 3]);
     assert_masked_in_time(&site, died);
-    connections.retain(|(_, server)| *server == 1);
+    connections.retain(|(_, answerer)| answerer.server == 1);
 
     site.fleet.kill("lb1").unwrap();
     site.fleet.restart(&site.testbed, "lb1").unwrap();
@@ -337,5 +316,5 @@ fn load_balancer_restarted_without_controller_continues_checks() {
     wait_until_served_by(&site, &[1, 2, 3]);
     site.nginx[2] = None;
     wait_until_served_by(&site, &[1, 2]);
-    site.assert_answered(&mut connections);
+    assert_answered(&mut connections);
 }

@@ -21,7 +21,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use coreward_tls::Role;
 use serde_json::Value;
 
-use crate::support::{assert_answered, assert_unbroken, eventually, open, pause};
+use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, open, pause};
 
 const CORES: u16 = 2;
 /// For who is none of the servers.
@@ -162,11 +162,6 @@ impl TestEnv {
     }
 
     /// A daemon's log from `from` on.
-    fn log(&self, daemon: &str, from: usize) -> String {
-        let text = fs::read_to_string(self.testbed.directory().join(format!("{daemon}.log"))).unwrap();
-        text.get(from..).unwrap_or_default().to_owned()
-    }
-
     /// A rack starts with a foreign certificate until the controller logs these words; then with its own.
     fn assert_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
         let own = bundle(&self.testbed, Role::Rack, rack);
@@ -180,9 +175,9 @@ impl TestEnv {
         self.fleet.kill(rack).unwrap();
         copy(&own, &kept);
         copy(&bundle(&self.testbed, certificate.0, certificate.1), &own);
-        let from = self.log("controller", 0).len();
+        let from = daemon_log(&self.testbed, "controller", 0).len();
         self.fleet.restart(&self.testbed, rack).unwrap();
-        eventually(*TIMEOUT, words, || self.log("controller", from).contains(words));
+        eventually(*TIMEOUT, words, || daemon_log(&self.testbed, "controller", from).contains(words));
         assert!(!self.rack_names().iter().any(|name| name == rack));
         // A rack with another name is another process.
         self.fleet.kill(rack).unwrap();
@@ -301,11 +296,11 @@ fn rack_reports_for_its_own_servers_only() {
     let mut options = site.fleet.options().clone();
     options.server_racks.insert(2, vec![1]);
     site.fleet.set_options(&site.testbed, options.clone()).unwrap();
-    let [controller, agent] = ["controller", "agent-s2"].map(|daemon| site.log(daemon, 0).len());
+    let [controller, agent] = ["controller", "agent-s2"].map(|daemon| daemon_log(&site.testbed, daemon, 0).len());
     site.fleet.restart(&site.testbed, &agent_name(2)).unwrap();
     let words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
-    eventually(*TIMEOUT, words, || site.log("controller", controller).contains(words));
-    eventually(*TIMEOUT, words, || site.log("agent-s2", agent).contains(words));
+    eventually(*TIMEOUT, words, || daemon_log(&site.testbed, "controller", controller).contains(words));
+    eventually(*TIMEOUT, words, || daemon_log(&site.testbed, "agent-s2", agent).contains(words));
     eventually(*TIMEOUT, "s2 is connected directly", || site.agent_rack("s2").is_some_and(|rack| rack.is_empty()));
     let refused = &site.fleet.status(&site.testbed).unwrap()["refused_reports"]["foreign_rack"];
     assert!(refused.as_u64().unwrap() >= 1, "{refused}");
@@ -321,11 +316,11 @@ fn rack_reports_for_its_own_servers_only() {
         pause(2_000);
         false
     });
-    let from = site.log("controller", 0).len();
+    let from = daemon_log(&site.testbed, "controller", 0).len();
     options.servers_more.insert(1, racks_key(&[]));
     site.fleet.set_options(&site.testbed, options).unwrap();
     let words = r#"may not report for server \"s1\": expected its agent itself"#;
-    eventually(*TIMEOUT, words, || site.log("controller", from).contains(words));
+    eventually(*TIMEOUT, words, || daemon_log(&site.testbed, "controller", from).contains(words));
     eventually(*TIMEOUT, "s1 is connected directly", || site.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
     site.assert_all_reach(1);
 }

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use coreward_testbed::addresses::{DEVICE, SERVICE};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
-use coreward_testbed::http::{Answerer, Connection};
+use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{assert_answered, eventually};
+use crate::support::{assert_answered, eventually, open};
 
 struct TestEnv {
     testbed: Testbed,
@@ -32,19 +32,6 @@ impl TestEnv {
         self.testbed.client().within(|| Ok(action())).unwrap()
     }
 
-    /// Opens `count` connections and asks each who answers.
-    fn open(&self, count: usize) -> Vec<(Connection, Answerer)> {
-        self.in_client(|| {
-            (0..count)
-                .map(|_| {
-                    let mut connection = Connection::open(None).unwrap();
-                    let answerer = connection.query_worker().unwrap();
-                    (connection, answerer)
-                })
-                .collect()
-        })
-    }
-
     fn explain(&self, source: SocketAddrV4) -> serde_json::Value {
         let (vip, client) = (SERVICE.to_string(), source.to_string());
         let arguments = ["explain", "--format", "json", "--vip", &vip, "--client", &client];
@@ -58,23 +45,23 @@ impl TestEnv {
 fn killed_daemons_break_no_connection_and_take_over_again() {
     skip_if!(missing_testbed_rights());
     let mut site = start_env("kill", 2, "crossrss");
-    let mut connections = site.open(20);
+    let mut connections = open(&site.testbed, 20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         site.fleet.kill(daemon).unwrap();
         assert_answered(&mut connections);
         // The pinned program also accepts new connections.
-        connections.extend(site.open(5));
+        connections.extend(open(&site.testbed, 5));
         site.fleet.restart(&site.testbed, daemon).unwrap();
         site.fleet.wait_until_ready(&site.testbed).unwrap();
         assert_answered(&mut connections);
-        connections.extend(site.open(5));
+        connections.extend(open(&site.testbed, 5));
     }
     // All at once.
     for daemon in ["agent-s1", "agent-s2", "lb1", "controller"] {
         site.fleet.kill(daemon).unwrap();
     }
     assert_answered(&mut connections);
-    connections.extend(site.open(5));
+    connections.extend(open(&site.testbed, 5));
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         site.fleet.restart(&site.testbed, daemon).unwrap();
     }
@@ -86,14 +73,14 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
 fn server_with_a_new_mac_address_is_found_again() {
     skip_if!(missing_testbed_rights());
     let site = start_env("mac", 1, "hash");
-    let mut connections = site.open(3);
+    let mut connections = open(&site.testbed, 3);
     let mut command = Command::new("ip");
     command.args(["link", "set", "dev", DEVICE, "address", "02:00:00:00:00:77"]);
     site.testbed.run(site.testbed.server(1).unwrap(), command).unwrap();
     // The kernel's own neighbour entries at the client need the server's new address only for what it sends: nothing.
     let start = Instant::now();
     assert_answered(&mut connections);
-    site.open(3);
+    open(&site.testbed, 3);
     // ARP takes seconds, and TCP sends again at growing intervals.
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
@@ -102,23 +89,27 @@ fn server_with_a_new_mac_address_is_found_again() {
 fn draining_server_keeps_connections_and_gets_no_new_ones() {
     skip_if!(missing_testbed_rights());
     let mut site = start_env("drain", 2, "rr");
-    let mut connections = site.open(20);
+    let mut connections = open(&site.testbed, 20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
     let mut pool = site.fleet.pool().clone();
     pool.insert(1, AdminState::Draining);
     site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
-    eventually(*TIMEOUT, "server 1 drains", || site.open(10).iter().all(|(_, answerer)| answerer.server == 2));
+    eventually(*TIMEOUT, "server 1 drains", || {
+        open(&site.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2)
+    });
     assert_answered(&mut connections);
     // Gone from the file altogether: what it had stays.
     pool.remove(&1);
     site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     assert_answered(&mut connections);
-    assert!(site.open(10).iter().all(|(_, answerer)| answerer.server == 2));
+    assert!(open(&site.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
     // And back.
     pool.insert(1, AdminState::Active);
     site.fleet.set_pool(&site.testbed, pool).unwrap();
-    eventually(*TIMEOUT, "server 1 is back", || site.open(10).iter().any(|(_, answerer)| answerer.server == 1));
+    eventually(*TIMEOUT, "server 1 is back", || {
+        open(&site.testbed, 10).iter().any(|(_, answerer)| answerer.server == 1)
+    });
     assert_answered(&mut connections);
 }
 
@@ -130,7 +121,7 @@ fn explain_names_the_serving_server_and_core() {
     let address = site.testbed.client_ipv4_address(0);
     // An agent looks for workers once a second.
     eventually(*TIMEOUT, "connections are steered at every server", || {
-        site.open(8);
+        open(&site.testbed, 8);
         let status = site.fleet.status(&site.testbed).unwrap();
         let steers = |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
         status["servers"].as_array().unwrap().iter().all(steers)

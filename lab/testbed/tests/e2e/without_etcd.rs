@@ -7,13 +7,12 @@ use std::time::{Duration, SystemTime};
 use coreward_etcd::local::Member;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions, asking_of};
-use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::process::Process;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, eventually, time_to_log};
+use crate::support::{AT_EVERY_SERVER, count_broken, eventually, open, time_to_log, try_open};
 
 /// By the document: interval x fall + timeout, and the daemon's tick.
 const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 1000 + 100);
@@ -112,15 +111,6 @@ impl TestEnv {
         (1..=2).map(ask).filter(|health| health["state"] != "following").count()
     }
 
-    fn open(&self, count: usize) -> anyhow::Result<Vec<(Connection, u16)>> {
-        let request = |_| {
-            let mut connection = Connection::open(None)?;
-            let server = connection.query_worker()?.server;
-            Ok((connection, server))
-        };
-        self.testbed.client().within(|| (0..count).map(request).collect())
-    }
-
     /// Ends a server; asserts that every load balancer masks it in the time that its checks take.
     fn stop_server(&mut self, number: u16) {
         let died = SystemTime::now();
@@ -137,21 +127,10 @@ impl TestEnv {
     /// Waits until new connections go to these servers and none fails.
     fn wait_until_served_by(&self, servers: &[u16]) {
         eventually(*TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
-            let Ok(opened) = self.open(AT_EVERY_SERVER) else { return false };
-            let found: std::collections::BTreeSet<u16> = opened.iter().map(|(_, server)| *server).collect();
+            let Ok(opened) = try_open(&self.testbed, AT_EVERY_SERVER) else { return false };
+            let found: std::collections::BTreeSet<u16> = opened.iter().map(|(_, answerer)| answerer.server).collect();
             found.into_iter().eq(servers.iter().copied())
         });
-    }
-
-    /// Number of connections that are not answered any more, or by another server.
-    fn broken(&self, connections: &mut [(Connection, u16)]) -> usize {
-        let ask = || {
-            let broken = |(connection, server): &mut (Connection, u16)| {
-                connection.query_worker().map_or(true, |who| who.server != *server)
-            };
-            Ok(connections.iter_mut().map(broken).filter(|broken| *broken).count())
-        };
-        self.testbed.client().within(ask).unwrap()
     }
 }
 
@@ -159,7 +138,7 @@ impl TestEnv {
 fn connections_continue_without_etcd_and_controllers() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start();
-    let mut connections = site.open(AT_EVERY_SERVER).unwrap();
+    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
     assert_eq!(site.leaders(), 1);
 
     site.kill_etcd();
@@ -167,8 +146,8 @@ fn connections_continue_without_etcd_and_controllers() {
     assert!(site.ask(&["drain", "s1"]).is_err());
     site.stop_server(2);
     site.wait_until_served_by(&[1, 3]);
-    connections.retain(|(_, server)| *server != 2);
-    assert_eq!(site.broken(&mut connections), 0, "without a leader");
+    connections.retain(|(_, answerer)| answerer.server != 2);
+    assert_eq!(count_broken(&mut connections), 0, "without a leader");
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
     site.wait_until_served_by(&[1, 2, 3]);
 
@@ -178,15 +157,15 @@ fn connections_continue_without_etcd_and_controllers() {
     site.wait_until_served_by(&[2, 3]);
     eventually(*TIMEOUT, "and undone", || site.ask(&["undrain", "s1"]).is_ok());
     site.wait_until_served_by(&[1, 2, 3]);
-    assert_eq!(site.broken(&mut connections), 0, "with etcd back");
+    assert_eq!(count_broken(&mut connections), 0, "with etcd back");
 
-    let mut connections = site.open(AT_EVERY_SERVER).unwrap();
+    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
     site.kill_etcd();
     for controller in ["controller", "controller2"] {
         site.fleet.kill(controller).unwrap();
     }
     site.stop_server(3);
     site.wait_until_served_by(&[1, 2]);
-    connections.retain(|(_, server)| *server != 3);
-    assert_eq!(site.broken(&mut connections), 0, "without controllers and etcd");
+    connections.retain(|(_, answerer)| answerer.server != 3);
+    assert_eq!(count_broken(&mut connections), 0, "without controllers and etcd");
 }

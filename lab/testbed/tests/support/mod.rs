@@ -20,12 +20,30 @@ pub type OpenConnections = Vec<(Connection, Answerer)>;
 
 /// Opens connections. Returns each with the worker that answered its first request.
 pub fn open(testbed: &Testbed, count: usize) -> OpenConnections {
+    try_open(testbed, count).unwrap()
+}
+
+pub fn try_open(testbed: &Testbed, count: usize) -> anyhow::Result<OpenConnections> {
     let open = || {
         let mut connection = Connection::open(None)?;
         let answerer = connection.query_worker()?;
         Ok((connection, answerer))
     };
-    testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
+    testbed.client().within(|| (0..count).map(|_| open()).collect())
+}
+
+/// Returns the number of connections without an answer, or with one of another worker.
+pub fn count_broken(connections: &mut [(Connection, Answerer)]) -> usize {
+    let is_broken = |(connection, first): &mut (Connection, Answerer)| {
+        connection.query_worker().map_or(true, |answerer| answerer != *first)
+    };
+    connections.iter_mut().map(is_broken).filter(|is_broken| *is_broken).count()
+}
+
+/// Returns a daemon's log from byte `from` on.
+pub fn daemon_log(testbed: &Testbed, daemon: &str, from: usize) -> String {
+    let text = std::fs::read_to_string(testbed.directory().join(format!("{daemon}.log"))).unwrap();
+    text.get(from..).unwrap_or_default().to_owned()
 }
 
 pub fn assert_answered(connections: &mut [(Connection, Answerer)]) {
