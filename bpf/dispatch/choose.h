@@ -54,7 +54,7 @@ static __always_inline __u64 rank_of(__u32 slot, __u32 class)
 }
 
 /* Returns the slot of least rank, with the rank above it. */
-static __always_inline __u64 least(__u32 class)
+static __always_inline __u64 least_loaded_slot(__u32 class)
 {
 	__u64 best[LANES] = {~0ull >> 1, ~0ull >> 1, ~0ull >> 1, ~0ull >> 1};
 	__u32 slot, slots = state.slots;
@@ -62,10 +62,10 @@ static __always_inline __u64 least(__u32 class)
 
 	/* Slots beyond `slots` are empty, and rank behind all others. */
 	for (slot = 0; slot < MAX_DISPATCH_WORKERS && slot < slots; slot += LANES) {
-		best[0] = lesser(rank_of(slot, class), best[0]);
-		best[1] = lesser(rank_of(slot + 1, class), best[1]);
-		best[2] = lesser(rank_of(slot + 2, class), best[2]);
-		best[3] = lesser(rank_of(slot + 3, class), best[3]);
+		best[0] = min_s64(rank_of(slot, class), best[0]);
+		best[1] = min_s64(rank_of(slot + 1, class), best[1]);
+		best[2] = min_s64(rank_of(slot + 2, class), best[2]);
+		best[3] = min_s64(rank_of(slot + 3, class), best[3]);
 		/* No worker has less than none: the first idle one ends the search. */
 		idle = is_less(best[0], 1 << RANK_SHIFT) | is_less(best[1], 1 << RANK_SHIFT) |
 		       is_less(best[2], 1 << RANK_SHIFT) | is_less(best[3], 1 << RANK_SHIFT);
@@ -73,13 +73,13 @@ static __always_inline __u64 least(__u32 class)
 		if (idle)
 			break;
 	}
-	return lesser(lesser(best[0], best[1]), lesser(best[2], best[3]));
+	return min_s64(min_s64(best[0], best[1]), min_s64(best[2], best[3]));
 }
 
 /* Repeats the search for the rare case that the first choice is gone, out of the common path. */
 static __noinline __u64 next_best(__u32 class)
 {
-	return least(class & (MAX_DISPATCH_CLASSES - 1));
+	return least_loaded_slot(class & (MAX_DISPATCH_CLASSES - 1));
 }
 
 /* Returns the worker in turn. */
@@ -102,7 +102,7 @@ static __always_inline __u32 choose(__u32 class, __u32 hash, bool *over_bound)
 		return by_order((__u64)hash * count >> 32);
 	if (policy == DISPATCH_POLICY_RR && count)
 		return by_order(__sync_fetch_and_add(&state.turn, 1) % count);
-	rank = least(class);
+	rank = least_loaded_slot(class);
 	if (policy == DISPATCH_POLICY_JSQ)
 		*over_bound = (rank >> RANK_SHIFT & DISPATCH_COUNT_MASK) >= state.bound[0][0];
 	if (policy == DISPATCH_POLICY_JBSRQ)

@@ -54,7 +54,7 @@
 #define ATTEMPTS 4
 
 /* Leading bytes of the kernel's struct sock, with the network namespace. */
-#define SOCK_BEGINNING 128
+#define SOCK_READ_BYTES 128
 
 /* Written before the program is loaded. */
 const volatile __u16 service_port = 0; /* network byte order */
@@ -78,7 +78,7 @@ struct {
 } sockets SEC(".maps");
 
 /* Keeps clang from removing the bound, which the verifier has lost (a spilled value). */
-static __always_inline __u32 within(__u32 place, __u32 count)
+static __always_inline __u32 bound_slot(__u32 place, __u32 count)
 {
 	place &= count - 1;
 	asm volatile("" : "+r"(place));
@@ -125,7 +125,7 @@ static __always_inline bool read_client(struct sk_reuseport_md *ctx, struct clie
 }
 
 /* Counts a dispatched request without an entry. */
-static __always_inline void untracked(__u32 slot)
+static __always_inline void count_untracked(__u32 slot)
 {
 	dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)].entry = 0;
 	count(DISPATCH_COUNTER_UNTRACKED);
@@ -147,7 +147,7 @@ static __always_inline void add(struct sk_reuseport_md *ctx, const struct client
 		(state.epoch & DISPATCH_EPOCH_MASK) << DISPATCH_EPOCH_SHIFT | (weight & DISPATCH_WEIGHT_MASK);
 	place = put(hash, entry);
 	if (place >= DISPATCH_REQUESTS) {
-		untracked(slot);
+		count_untracked(slot);
 		return;
 	}
 	queued->entry = entry;
@@ -178,7 +178,7 @@ static __always_inline __u32 select(struct sk_reuseport_md *ctx, __u32 class)
 	int attempt;
 
 	for (attempt = 0; attempt < ATTEMPTS; attempt++) {
-		chosen = within(slot, MAX_DISPATCH_WORKERS);
+		chosen = bound_slot(slot, MAX_DISPATCH_WORKERS);
 		if (!bpf_sk_select_reuseport(ctx, &workers, &slot, 0)) {
 			if (over_bound)
 				count(DISPATCH_COUNTER_OVER_BOUND);
@@ -211,7 +211,7 @@ int dispatch(struct sk_reuseport_md *ctx)
 	if (read_client(ctx, &client))
 		add(ctx, &client, slot, type);
 	else
-		untracked(slot);
+		count_untracked(slot);
 	return SK_PASS;
 }
 
@@ -261,7 +261,7 @@ static __always_inline bool has_service_address(struct bpf_sock *socket, const s
 {
 	__u32 offset = bpf_core_field_offset(struct sock, __sk_common.skc_net.net), inode = 0;
 	/* The verifier allows no arithmetic on such a pointer: the struct's beginning is copied. */
-	__u64 beginning[SOCK_BEGINNING / sizeof(__u64)];
+	__u64 beginning[SOCK_READ_BYTES / sizeof(__u64)];
 	void *net;
 
 	if ((service_address[0] | service_address[1]) &&
@@ -307,7 +307,7 @@ static __always_inline void complete(__u64 entry)
 }
 
 /* Enables a worker that answers. */
-static __always_inline void sign_of_life(__u32 slot)
+static __always_inline void record_liveness(__u32 slot)
 {
 	__u32 flags = state.outstanding[slot] & (DISPATCH_DISABLED | DISPATCH_GONE);
 
@@ -318,7 +318,7 @@ static __always_inline void sign_of_life(__u32 slot)
 	}
 }
 
-static __always_inline void answered(struct __sk_buff *skb, const struct response *response)
+static __always_inline void process_response(struct __sk_buff *skb, const struct response *response)
 {
 	__u64 mask = ~0ull << DISPATCH_TAG_SHIFT | DISPATCH_USED;
 	struct bpf_sock *socket = skb->sk;
@@ -337,7 +337,7 @@ static __always_inline void answered(struct __sk_buff *skb, const struct respons
 	if (slot) {
 		__u32 own = *slot & DISPATCH_WORKER_MASK;
 
-		sign_of_life(own);
+		record_liveness(own);
 		entry = take(hash, tag_of(hash) | (__u64)own << DISPATCH_WORKER_SHIFT,
 			     mask | (__u64)DISPATCH_WORKER_MASK << DISPATCH_WORKER_SHIFT);
 	} else if (!has_service_address(socket, response)) {
@@ -358,7 +358,7 @@ int responses(struct __sk_buff *skb)
 	struct response response;
 
 	if (read_response(skb, &response))
-		answered(skb, &response);
+		process_response(skb, &response);
 	return 1;
 }
 
@@ -378,7 +378,7 @@ int drops(__u64 *ctx)
 	if (!slot || !entry || (entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK) != *slot)
 		return 0;
 	queued->entry = 0;
-	if (__sync_val_compare_and_swap(&requests[within(queued->place, DISPATCH_REQUESTS)], entry, 0) == entry)
+	if (__sync_val_compare_and_swap(&requests[bound_slot(queued->place, DISPATCH_REQUESTS)], entry, 0) == entry)
 		__sync_fetch_and_add(&state.workers[subtract(entry)].abandoned, 1);
 	return 0;
 }

@@ -32,9 +32,9 @@
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, MAX_CHECKED_PATHS);
-	__type(key, struct checked_path);
-	__type(value, struct checked_address);
+	__uint(max_entries, MAX_NAT_ENTRIES);
+	__type(key, struct nat_entry);
+	__type(value, struct nat_address);
 } checked_paths SEC(".maps");
 
 /* The kernel's own packets have no IP options or extension headers, and neither have their answers. */
@@ -49,8 +49,8 @@ static __always_inline void *headers_of(struct __sk_buff *skb, __u32 length)
 }
 
 /* Completes `path` by the ports. Returns the address that replaces its own; NULL: none. */
-static __always_inline const struct checked_address *find_address(struct checked_path *path, const struct tcphdr *tcp,
-								  bool from_server)
+static __always_inline const struct nat_address *find_address(struct nat_entry *path, const struct tcphdr *tcp,
+							      bool from_server)
 {
 	path->port = from_server ? tcp->source : tcp->dest;
 	path->own_port = from_server ? tcp->dest : tcp->source;
@@ -62,8 +62,8 @@ static __always_inline void redirect_ipv4(struct __sk_buff *skb, bool from_serve
 	__u32 offset = ETH_HLEN + (from_server ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr));
 	const void *data = headers_of(skb, TCP_AT + sizeof(struct tcphdr));
 	const struct iphdr *ip = data + ETH_HLEN;
-	struct checked_path path = {.address.word[2] = bpf_htonl(0xffff)};
-	const struct checked_address *found;
+	struct nat_entry path = {.address.word[2] = bpf_htonl(0xffff)};
+	const struct nat_address *found;
 	__be32 from, to;
 
 	if (!data || ip->ihl != sizeof(*ip) / 4 || ip->protocol != IPPROTO_TCP)
@@ -83,9 +83,9 @@ static __always_inline void redirect_ipv6(struct __sk_buff *skb, bool from_serve
 	__u32 offset = from_server ? IPV6_AT(source) : IPV6_AT(destination);
 	const void *data = headers_of(skb, IPV6_TRANSPORT + sizeof(struct tcphdr));
 	const struct ipv6_header *ip = data + ETH_HLEN;
-	const struct checked_address *found;
-	struct checked_path path = {};
-	struct checked_address to;
+	const struct nat_address *found;
+	struct nat_entry path = {};
+	struct nat_address to;
 	__s64 difference;
 
 	if (!data || ip->next_header != IPPROTO_TCP)

@@ -32,7 +32,7 @@
  *    +----------+------+---+---------------+---------------------+
  */
 #define FLOW_TAG_SHIFT 32
-#define FLOW_BEFORE_SHIFT 16
+#define FLOW_PREVIOUS_SHIFT 16
 #define FLOW_SERVICE_SHIFT 32
 #define FLOW_UDP_SHIFT 48
 #define FLOW_HINT_SHIFT 49
@@ -55,7 +55,7 @@ struct flow_set {
 struct flow_table_entry {
 	__u16 server_id;
 	/* The server to which its server forwards unknown packets (placement_table.consistent_before), or NO_SERVER. */
-	__u16 before;
+	__u16 previous_server;
 };
 
 /* Only the first fragment of a datagram carries the ports. */
@@ -189,7 +189,7 @@ struct connection_takes_row {
 
 /* Entries of each prefix: packets add, user space subtracts. Entries taken since the map was created, by row. */
 struct connection_takes {
-	__u64 held_by_source[SOURCE_SHARDS];
+	__u64 entries_by_source[SOURCE_SHARDS];
 	struct connection_takes_row by_row[MAX_LB_COUNTER_ROWS];
 };
 

@@ -207,7 +207,7 @@ struct lb_service_directories {
  * None; source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR); the source is replaced by the OR of
  * both, the destination by their XOR (RXH_XFRM_SYM_OR_XOR, the default of mlx5).
  */
-#define RSS_INPUT_AS_IT_IS 0
+#define RSS_INPUT_UNCHANGED 0
 #define RSS_INPUT_SYMMETRIC_XOR 1
 #define RSS_INPUT_SYMMETRIC_OR_XOR 2
 #define RSS_KEY_BYTES 40
@@ -290,20 +290,20 @@ struct placement_table {
 	 * By group: its struct toeplitz_source_tables, for an IPv6 service its struct toeplitz_source_tables_ipv6, which
 	 * all tables with that key share.
 	 */
-	__u32 toeplitz_source_at[MAX_RSS_GROUPS];
+	__u32 toeplitz_source_offset[MAX_RSS_GROUPS];
 	/* __u16 by bucket: the fixed choice for connections that carry no cookie, which changes only when the pool changes. */
 	__u32 consistent_at;
 	/*
 	 * __u16 by bucket: whose the bucket was before it last changed hands, or NO_SERVER: it may still have the bucket's
 	 * older connections.
 	 */
-	__u32 consistent_before_at;
+	__u32 previous_consistent_offset;
 	/* struct candidate. */
 	__u32 candidates_at;
 	/* struct member. */
-	__u32 members_at;
+	__u32 members_offset;
 	/* __u32 by core slot: connections assigned since the core's load was last new. */
-	__u32 assigned_at;
+	__u32 assigned_offset;
 	/* Bytes of the table in all, from here on. */
 	__u32 bytes;
 };
@@ -359,9 +359,9 @@ enum limited_kind {
  * source, then one of its service, then one of the load balancer: so no source uses up a service's tokens alone.
  */
 struct broadcast_buckets {
-	__u64 by_source[BROADCAST_SHARDS];
-	__u64 by_service[MAX_SERVICES][LIMITED_KIND_SLOTS];
-	__u64 of_all[LIMITED_KIND_SLOTS];
+	__u64 per_source[BROADCAST_SHARDS];
+	__u64 per_service[MAX_SERVICES][LIMITED_KIND_SLOTS];
+	__u64 total[LIMITED_KIND_SLOTS];
 };
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
@@ -490,20 +490,20 @@ struct captured_packet {
 #define CAPTURE_ARRIVED 0xffffffffu
 
 /* An address in network order, IPv4 as in struct service_key. */
-struct checked_address {
+struct nat_address {
 	__u32 word[4];
 };
 
 /* One direction of a health check's connection (health.bpf.c): what the packets carry, in network order. */
-struct checked_path {
+struct nat_entry {
 	/* The server's own towards the server, the VIP on the way back. */
-	struct checked_address address;
+	struct nat_address address;
 	/* The server's. */
 	__u16 port;
 	/* The load balancer's. */
 	__u16 own_port;
 };
-#define MAX_CHECKED_PATHS 4096
+#define MAX_NAT_ENTRIES 4096
 
 /* CPUs that have a row of their own in per-CPU arrays. Beyond, two share a row, and a count may be lost at times. */
 #define MAX_CPUS 512

@@ -10,7 +10,7 @@
  * The less of two numbers below 2^63, without a branch: a wrong guess of the CPU costs as much as several
  * comparisons.
  */
-static __always_inline __s64 lesser(__s64 a, __s64 b)
+static __always_inline __s64 min_s64(__s64 a, __s64 b)
 {
 	__s64 difference = a - b, sign = difference >> 63;
 

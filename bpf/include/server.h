@@ -15,7 +15,7 @@ struct flow_key {
  * PAWS clamp (docs/design.md, "Idle connections"): a sent TSval that is not the server's own clock, kept until the
  * client has returned it and something newer.
  */
-struct held_timestamp {
+struct clamped_timestamp {
 	/* Time part as sent, before the time mask, and that of the client's previous TSecr. */
 	__u16 sent;
 	__u16 sent_before;
@@ -26,9 +26,9 @@ struct held_timestamp {
 	__u32 confirmed;
 };
 /* Connections that were idle for more than 32 s and have not continued yet; about 100 bytes each. */
-#define MAX_HELD_TIMESTAMPS 65536
+#define MAX_CLAMPED_TIMESTAMPS 65536
 /* Largest step of the 16-bit time part that a client takes as newer (ms). */
-#define LARGEST_STEP_MS 0x7fffu
+#define MAX_STEP_MS 0x7fffu
 /* Time by which a server's own TSval may be ahead of the clock that restores it (ms). */
 #define RESTORE_SLACK_MS 16u
 
@@ -90,10 +90,10 @@ struct connection_index {
 
 /*
  * Groups of connections that share the time of the last clamp. A server with 10,000 connections of which 1 % are idle
- * for more than LARGEST_STEP_MS clamps in 100 groups: 2.4 % of the others look for an entry of their own. 16 KiB.
+ * for more than MAX_STEP_MS clamps in 100 groups: 2.4 % of the others look for an entry of their own. 16 KiB.
  */
-#define HOLD_GROUP_BITS 12
-#define HOLD_GROUPS (1 << HOLD_GROUP_BITS)
+#define CLAMP_GROUP_BITS 12
+#define CLAMP_GROUPS (1 << CLAMP_GROUP_BITS)
 
 /* Direct-mapped by a hash of the tail: of two services in one place the last SYN-ACK's counts. Power of two. */
 #define FORWARDED_SERVICES 256
@@ -114,7 +114,7 @@ struct server_state {
 	/* `number` of a slot: this server's id in that service, and flags. */
 	struct service_directories directories;
 	/* By group of connections (clamp_group()): the newest TSval (the server's own) with a clamped one. */
-	__u32 last_hold_ms[HOLD_GROUPS];
+	__u32 last_clamp_ms[CLAMP_GROUPS];
 	/*
 	 * Tails of services whose last SYN-ACK was forwarded: their sockets are in another network namespace or machine
 	 * (DNAT, a bridge), so connections may exist without a socket here.

@@ -48,10 +48,10 @@ static __always_inline int apply_decision(struct xdp_md *ctx, const struct packe
 		count_packet(ctx, decision->service, LB_COUNTER_DROP_INTERNAL, 0);
 		return XDP_DROP;
 	}
-	if (decision->before != KEEP_IDENTIFICATION && is_ipv6(packet))
-		rewrite_flow_label(data, decision->before);
-	else if (decision->before != KEEP_IDENTIFICATION)
-		rewrite_identification(data, decision->before);
+	if (decision->previous_server != KEEP_IDENTIFICATION && is_ipv6(packet))
+		rewrite_flow_label(data, decision->previous_server);
+	else if (decision->previous_server != KEEP_IDENTIFICATION)
+		rewrite_identification(data, decision->previous_server);
 	if (decision->tsecr != KEEP_TSECR)
 		rewrite_timestamp(data, data_end, packet, packet->tsecr_offset, decision->tsecr);
 	if (decision->server_id != NO_SERVER)
@@ -66,7 +66,7 @@ static __always_inline int apply_decision(struct xdp_md *ctx, const struct packe
 		.outcome = LB_COUNTER_DROP_INTERNAL,                                                                   \
 		.service = LB_COUNTERS_NO_SERVICE,                                                                     \
 		.server_id = NO_SERVER,                                                                                \
-		.before = KEEP_IDENTIFICATION,                                                                         \
+		.previous_server = KEEP_IDENTIFICATION,                                                                \
 		.tsecr = KEEP_TSECR,                                                                                   \
 	})
 

@@ -27,9 +27,9 @@ struct token_bucket {
 };
 
 /* By reason; fixed at load time. */
-const volatile struct token_bucket broadcast_by_source[LIMITED_KIND_SLOTS];
-const volatile struct token_bucket broadcast_by_service[LIMITED_KIND_SLOTS];
-const volatile struct token_bucket broadcast_of_all[LIMITED_KIND_SLOTS];
+const volatile struct token_bucket broadcast_per_source[LIMITED_KIND_SLOTS];
+const volatile struct token_bucket broadcast_per_service[LIMITED_KIND_SLOTS];
+const volatile struct token_bucket broadcast_total[LIMITED_KIND_SLOTS];
 
 struct broadcast_buckets broadcast SEC(".bss.broadcast");
 
@@ -64,10 +64,10 @@ __noinline int take_rate_tokens(__u32 service, __u32 source, __u32 reason)
 	reason &= LIMITED_KIND_SLOTS - 1;
 	barrier_var(service);
 	service &= MAX_SERVICES - 1;
-	halvings =
-		!take_token(&broadcast.by_source[hash & (BROADCAST_SHARDS - 1)], &broadcast_by_source[reason], now, 0);
-	return take_token(&broadcast.by_service[service][reason], &broadcast_by_service[reason], now, halvings) &&
-	       take_token(&broadcast.of_all[reason], &broadcast_of_all[reason], now, halvings);
+	halvings = !take_token(&broadcast.per_source[hash & (BROADCAST_SHARDS - 1)], &broadcast_per_source[reason], now,
+			       0);
+	return take_token(&broadcast.per_service[service][reason], &broadcast_per_service[reason], now, halvings) &&
+	       take_token(&broadcast.total[reason], &broadcast_total[reason], now, halvings);
 }
 
 #endif

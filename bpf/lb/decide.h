@@ -38,7 +38,7 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, const struct se
 		if (is_stateful(service))
 			decide_first_stateful(ctx, state, packet, decision);
 		else
-			decide_by_rule(ctx, state, packet, placed_as(true), decision);
+			decide_by_rule(ctx, state, packet, placement_counter(true), decision);
 		return;
 	}
 	cookie = packet_cookie(packet);
@@ -54,7 +54,7 @@ static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct serv
 {
 	switch (service->consistency) {
 	case CONSISTENCY_NONE:
-		decide_by_rule(ctx, state, packet, placed_as(packet->flags & TCP_SYN), decision);
+		decide_by_rule(ctx, state, packet, placement_counter(packet->flags & TCP_SYN), decision);
 		break;
 	case CONSISTENCY_HASH_TABLE:
 		decide_by_hash_table(ctx, service, state, packet, decision);
@@ -95,7 +95,7 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 		decide_by_mode(ctx, &service, &lb_state.services[service.index], packet, decision);
 	/* The cookie may be a TSecr of a connection of the other load balancer, which can have any value. */
 	if (has_other_balancer(&service) && decision->server_id != NO_SERVER && !(packet->flags & TCP_SYN))
-		decision->before = other_balancer_id(&service);
+		decision->previous_server = other_balancer_id(&service);
 	return 0;
 }
 

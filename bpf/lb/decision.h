@@ -31,7 +31,7 @@ struct decision {
 	/* Server of `destination`; NO_SERVER: all servers, or a load balancer. */
 	__u32 server_id;
 	/* Previous server, for the packet's IP identification; or KEEP_IDENTIFICATION. */
-	__u32 before;
+	__u32 previous_server;
 	/* New TSecr: in a SYN SYN_TSECR_HOLDS_COOKIE or 0, else the server's own time; or KEEP_TSECR. */
 	__u32 tsecr;
 	/*
@@ -78,25 +78,25 @@ static __always_inline void decide_server(__u32 id, enum lb_counter outcome, str
 {
 	server_entry_t server = server_at(decision->service, id);
 
-	decision->outcome = server_has(server, SERVER_RESOLVED) ? outcome : LB_COUNTER_DROP_SERVER_UNRESOLVED;
+	decision->outcome = has_server_flag(server, SERVER_RESOLVED) ? outcome : LB_COUNTER_DROP_SERVER_UNRESOLVED;
 	decision->destination = server;
 	decision->server_id = id;
 }
 
 static __always_inline bool takes_new_connections(server_entry_t server)
 {
-	return server_has(server, TAKES_FIRST_PACKETS) && !server_is_down(server);
+	return has_server_flag(server, TAKES_NEW_CONNECTIONS) && !is_server_down(server);
 }
 
 /* Returns whether the packet may go to that server of its connection: a SYN only if it takes new connections. */
-static __always_inline bool may_go_to(server_entry_t server, bool syn)
+static __always_inline bool may_receive(server_entry_t server, bool syn)
 {
-	return syn ? takes_new_connections(server) : server_has(server, SERVER_KNOWN);
+	return syn ? takes_new_connections(server) : has_server_flag(server, SERVER_KNOWN);
 }
 
-static __always_inline bool server_is_known(__u32 service, __u32 id)
+static __always_inline bool is_server_known(__u32 service, __u32 id)
 {
-	return server_has(server_at(service, id), SERVER_KNOWN);
+	return has_server_flag(server_at(service, id), SERVER_KNOWN);
 }
 
 /* Broadcasts within the rates (broadcast.h). `over_rate`: the outcome above them. */
@@ -116,7 +116,7 @@ static __always_inline void decide_broadcast(enum limited_kind reason, __u32 sou
 	decision->destination = BROADCAST_MAC;
 }
 
-static __always_inline enum lb_counter placed_as(bool opens)
+static __always_inline enum lb_counter placement_counter(bool opens)
 {
 	return opens ? LB_COUNTER_NEW_CONNECTION : LB_COUNTER_PER_PACKET;
 }
@@ -129,7 +129,7 @@ static __always_inline void decide_placed(__u32 id, enum lb_counter outcome, str
 		return;
 	}
 	decide_server(id, outcome, decision);
-	decision->opens = outcome == placed_as(true);
+	decision->opens = outcome == placement_counter(true);
 }
 
 static __always_inline void decide_by_rule(struct xdp_md *ctx, struct service_state *state, const struct packet *packet,
@@ -153,11 +153,11 @@ static __always_inline struct flow_table_entry decide_by_bucket(struct xdp_md *c
 	struct flow_table_entry choice = place_consistently(ctx, state, packet);
 
 	if (choice.server_id == NO_SERVER ||
-	    !may_go_to(server_at(decision->service, choice.server_id), packet->flags & TCP_SYN)) {
+	    !may_receive(server_at(decision->service, choice.server_id), packet->flags & TCP_SYN)) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
 	} else {
 		decide_server(choice.server_id, LB_COUNTER_BUCKET_HASH, decision);
-		decision->before = choice.before;
+		decision->previous_server = choice.previous_server;
 	}
 	return choice;
 }

@@ -93,7 +93,7 @@ static __always_inline __u64 flow_age(__u64 use)
 	return age & ~negative;
 }
 
-static __always_inline __u64 flow_is_idle(__u64 use)
+static __always_inline __u64 is_flow_idle(__u64 use)
 {
 	__u64 limit = FLOW_IDLE_TCP - (use >> FLOW_UDP_SHIFT & 1) * (FLOW_IDLE_TCP - FLOW_IDLE_UDP);
 
@@ -117,13 +117,13 @@ static __always_inline bool find_flow_by_hash(__u64 hash, struct flow_table_entr
 		if (flow >> FLOW_TAG_SHIFT != tag)
 			continue;
 		use = *(volatile __u64 *)&set->use[i];
-		if (flow_is_idle(use))
+		if (is_flow_idle(use))
 			return false;
 		/* Another CPU may have replaced the flow meanwhile. */
 		if ((__u32)use != now && *(volatile __u64 *)&set->flow[i] == flow)
 			*(volatile __u64 *)&set->use[i] = (use >> FLOW_SERVICE_SHIFT << FLOW_SERVICE_SHIFT) | now;
 		entry->server_id = flow;
-		entry->before = flow >> FLOW_BEFORE_SHIFT;
+		entry->previous_server = flow >> FLOW_PREVIOUS_SHIFT;
 		return true;
 	}
 	return false;
@@ -173,7 +173,7 @@ static __always_inline __u32 service_of_use(__u64 use)
 
 _Static_assert(FLOW_SET_ENTRIES == 1 << FLOW_POSITION_BITS, "a position fits its bits");
 
-static __always_inline bool set_is_of(const struct flow_set *set, __u32 service)
+static __always_inline bool is_set_of_service(const struct flow_set *set, __u32 service)
 {
 	__u32 others = 0;
 
@@ -191,14 +191,14 @@ static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 positio
 	__u64 flow = *(volatile __u64 *)&set->flow[position];
 	__u64 use = *(volatile __u64 *)&set->use[position];
 	__u64 of = service_of_use(use), own = alone ? 1 : is_zero(of ^ service), count = own;
-	__u64 unused = is_zero(flow >> FLOW_TAG_SHIFT) | flow_is_idle(use);
+	__u64 unused = is_zero(flow >> FLOW_TAG_SHIFT) | is_flow_idle(use);
 
 	for (__u32 i = 0; i < FLOW_SET_ENTRIES && !alone; i++)
 		count += is_zero(service_of_use(*(volatile __u64 *)&set->use[i]) ^ of);
 	return is_zero(flow >> FLOW_TAG_SHIFT ^ tag) << FLOW_RANK_SAME_SHIFT | unused << FLOW_RANK_FREE_SHIFT |
 	       (use >> FLOW_HINT_SHIFT & 1) << FLOW_RANK_HINT_SHIFT | count << FLOW_RANK_COUNT_SHIFT |
 	       own << FLOW_RANK_OWN_SHIFT |
-	       is_zero((flow >> FLOW_BEFORE_SHIFT & 0xffff) ^ HALF_OPEN_FLOW) << FLOW_RANK_HALF_OPEN_SHIFT |
+	       is_zero((flow >> FLOW_PREVIOUS_SHIFT & 0xffff) ^ HALF_OPEN_FLOW) << FLOW_RANK_HALF_OPEN_SHIFT |
 	       flow_age(use);
 }
 
@@ -244,8 +244,8 @@ __noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry,
 	      (__u64)(packet->protocol == IPPROTO_UDP) << FLOW_UDP_SHIFT | (__u64)service << FLOW_SERVICE_SHIFT |
 	      lb_state.clock;
 	for (int attempt = 0; attempt < FLOW_INSERT_ATTEMPTS; attempt++) {
-		__s64 highest = set_is_of(set, service) ? highest_rank(set, tag, service, true)
-							: highest_rank(set, tag, service, false);
+		__s64 highest = is_set_of_service(set, service) ? highest_rank(set, tag, service, true)
+								: highest_rank(set, tag, service, false);
 		__u32 position;
 		__u64 old;
 
@@ -265,13 +265,13 @@ __noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry,
 
 static __always_inline __u32 flow_entry_word(__u32 server_id, __u32 before)
 {
-	return before << FLOW_BEFORE_SHIFT | server_id;
+	return before << FLOW_PREVIOUS_SHIFT | server_id;
 }
 
 static __always_inline void insert_flow(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					struct flow_table_entry entry, __u32 hint)
 {
-	if (set_flow(service, packet, flow_entry_word(entry.server_id, entry.before), hint))
+	if (set_flow(service, packet, flow_entry_word(entry.server_id, entry.previous_server), hint))
 		count_event(ctx, service, LB_EVENT_FLOW_INSERTED);
 }
 

@@ -72,12 +72,12 @@ static __always_inline int decide_later_fragment(struct xdp_md *ctx, const struc
 	__u32 word, service, server_id;
 
 	if (!found)
-		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+		return end_of_parse(LB_COUNTER_DROP_FRAGMENT);
 	word = *found;
 	service = word & 0xffff & (MAX_SERVICES - 1);
 	server_id = word >> 16;
-	if (!server_is_known(service, server_id))
-		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+	if (!is_server_known(service, server_id))
+		return end_of_parse(LB_COUNTER_DROP_FRAGMENT);
 	decision->service = service;
 	decide_server(server_id, LB_COUNTER_FRAGMENT, decision);
 	return 0;

@@ -36,8 +36,8 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 	if (find_flow_by_hash(hash, &entry)) {
 		server_entry_t server = server_at(decision->service, entry.server_id);
 
-		known = may_go_to(server, syn);
-		if (known && !(udp && server_is_down(server))) {
+		known = may_receive(server, syn);
+		if (known && !(udp && is_server_down(server))) {
 			if (syn)
 				decide_server(entry.server_id, LB_COUNTER_NEW_CONNECTION, decision);
 			else
@@ -49,9 +49,9 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 		decide_other_balancer(service, decision);
 		return;
 	}
-	decide_by_rule(ctx, state, packet, placed_as(first), decision);
+	decide_by_rule(ctx, state, packet, placement_counter(first), decision);
 	if (decision->outcome == LB_COUNTER_NEW_CONNECTION) {
-		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
+		entry = (struct flow_table_entry){.server_id = decision->server_id, .previous_server = NO_SERVER};
 		insert_flow(ctx, decision->service, packet, entry, 0);
 	} else if (known) {
 		/* No server takes new flows: this one may still be up. */

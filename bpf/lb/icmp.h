@@ -49,7 +49,7 @@ struct icmp_error {
 /* Ports and more: the quoted payload that an error must hold. */
 #define QUOTED_BYTES 8
 
-static __always_inline bool quotes_a_packet(__u8 type)
+static __always_inline bool has_quoted_packet(__u8 type)
 {
 	return type == ICMP_DESTINATION_UNREACHABLE || type == ICMP_TIME_EXCEEDED || type == ICMP_PARAMETER_PROBLEM;
 }
@@ -64,26 +64,26 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	__u32 header_length, ports;
 
 	if (packet->transport + sizeof(error.icmp) > packet->end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
 	if (bpf_xdp_load_bytes(ctx, packet->transport, &error.icmp, sizeof(error.icmp)))
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
-	if (!quotes_a_packet(error.icmp.type))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
+	if (!has_quoted_packet(error.icmp.type))
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (packet->transport + sizeof(error) > packet->end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
 	if (bpf_xdp_load_bytes(ctx, packet->transport, &error, sizeof(error)))
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	header_length = error.quoted.ihl * 4;
 	quoted->transport = packet->transport + sizeof(error.icmp) + header_length;
 	quoted->end = packet->end;
 	if (error.quoted.version != 4 || header_length < sizeof(struct iphdr) ||
 	    quoted->transport + QUOTED_BYTES > quoted->end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
 	/* Another VIP, or a later fragment, which has no ports. */
 	if (error.quoted.saddr != packet->vip_address || error.quoted.frag_off & bpf_htons(IP_FRAGMENT_OFFSET))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (bpf_xdp_load_bytes(ctx, quoted->transport, &ports, sizeof(ports)))
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	quoted->client_address = error.quoted.daddr;
 	quoted->vip_address = error.quoted.saddr;
 	quoted->ports = ports >> 16 | ports << 16;
@@ -102,7 +102,7 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	if (quoted->transport + sizeof(struct tcphdr) >= quoted->end)
 		return 0;
 	if (bpf_xdp_load_bytes(ctx, quoted->transport + TCP_FLAGS_OFFSET - 1, &data_offset, sizeof(data_offset)))
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	header_end = quoted->transport + (data_offset >> 4) * 4;
 	if (header_end > quoted->end)
 		header_end = quoted->end;
@@ -112,7 +112,7 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	found = load_timestamp(ctx, quoted->transport + sizeof(struct tcphdr),
 			       header_end - quoted->transport - sizeof(struct tcphdr), &words);
 	if (found < 0)
-		return found == TIMESTAMP_UNREADABLE ? parse_ended(LB_COUNTER_DROP_INTERNAL) : 0;
+		return found == TIMESTAMP_UNREADABLE ? end_of_parse(LB_COUNTER_DROP_INTERNAL) : 0;
 	quoted->has_timestamp = 1;
 	quoted->tsecr = bpf_ntohl(words.value);
 	return 0;
@@ -129,7 +129,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 	if (quoted->has_timestamp && is_lb_stamped(service) && !find_flow(decision->service, quoted, &entry)) {
 		__u32 id = lb_stamped_id(ctx, quoted);
 
-		if (server_is_known(decision->service, id)) {
+		if (is_server_known(decision->service, id)) {
 			decide_server(id, LB_COUNTER_ICMP_ERROR, decision);
 			return;
 		}
@@ -140,12 +140,12 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 		if (is_index(service, cookie)) {
 			if (decide_index(ctx, service, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
 				return;
-		} else if (!(cookie & COOKIE_KIND_BIT) && server_is_known(decision->service, cookie)) {
+		} else if (!(cookie & COOKIE_KIND_BIT) && is_server_known(decision->service, cookie)) {
 			decide_server(cookie, LB_COUNTER_ICMP_ERROR, decision);
 			return;
 		}
 	}
-	if (find_flow(decision->service, quoted, &entry) && server_is_known(decision->service, entry.server_id))
+	if (find_flow(decision->service, quoted, &entry) && is_server_known(decision->service, entry.server_id))
 		decide_server(entry.server_id, LB_COUNTER_ICMP_ERROR, decision);
 	else if (has_other_balancer(service))
 		decide_other_balancer(service, decision);
@@ -163,13 +163,13 @@ static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struc
 
 	/* Errors are too short for fragments. */
 	if (packet->fragment)
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_quote(ctx, packet, &quoted);
 	if (ended)
 		return ended;
 	number = find_service_of(&quoted);
 	if (!is_service(number))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	if (quoted.protocol == IPPROTO_TCP) {
 		ended = parse_quoted_timestamp(ctx, &quoted);

@@ -38,19 +38,19 @@ static __always_inline int parse_quote_ipv6(const void *data, const void *data_e
 	__u32 length, ports;
 
 	if (data + IPV6_TRANSPORT + sizeof(struct icmp_header) > data_end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
 	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
 	if (length < sizeof(struct icmp_header))
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
 	if (!is_icmpv6_error(PACKET_U8(data, IPV6_TRANSPORT)))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (IPV6_TRANSPORT + length < ICMPV6_ERROR_LENGTH || data + ICMPV6_ERROR_LENGTH > data_end ||
 	    PACKET_U8(data, QUOTED_IPV6_OFFSET) >> 4 != 6)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
 	quoted->protocol = PACKET_U8(data, QUOTED_IPV6_FIELD_OFFSET(next_header));
 	if (!is_address_ipv6(data + QUOTED_IPV6_FIELD_OFFSET(source), data + IPV6_AT(destination)) ||
 	    (quoted->protocol != IPPROTO_TCP && quoted->protocol != IPPROTO_UDP))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	ports = PACKET_U32(data, QUOTED_IPV6_TRANSPORT);
 	quoted->family = ADDRESS_FAMILY_IPV6;
 	quoted->client_address = client_word_ipv6(data + QUOTED_IPV6_FIELD_OFFSET(destination));
@@ -80,7 +80,7 @@ static __noinline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, const struc
 		return ended;
 	number = service_of_ipv6(data + IPV6_AT(destination), quoted.ports >> 16, quoted.protocol);
 	if (!is_service(number))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	if (quoted.protocol == IPPROTO_TCP) {
 		ended = parse_quoted_timestamp(ctx, &quoted);
@@ -90,7 +90,7 @@ static __noinline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, const struc
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
 	if (data + QUOTED_IPV6_TRANSPORT > data_end)
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	if (quoted.has_timestamp)
 		quoted.cookie = cookie_of_ipv6(quoted.tsecr, data + QUOTED_IPV6_FIELD_OFFSET(destination),
 					       data + QUOTED_IPV6_FIELD_OFFSET(source), quoted.ports);

@@ -55,7 +55,7 @@ static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
 	void *data_end = (void *)(long)ctx->data_end;
 	__u32 tsecr_at = fast_path_syn_tsecr_ipv6(data, data_end), number;
 
-	if (!tsecr_at || data + FAST_PATH_IPV6_LENGTH > data_end || !sent_to_us(data))
+	if (!tsecr_at || data + FAST_PATH_IPV6_LENGTH > data_end || !is_for_own_mac(data))
 		return -1;
 	number = service_of_ipv6(data + IPV6_AT(destination), PACKET_U32(data, IPV6_TRANSPORT) >> 16, IPPROTO_TCP);
 	return is_service(number) ? forward_fast_path_decided_ipv6(ctx, number, tsecr_at) : -1;
@@ -79,7 +79,7 @@ static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, _
 	if (!connection)
 		return -1;
 	server = server_at(service, id);
-	if (!server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
+	if (!has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
 	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, ports);
@@ -94,7 +94,7 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 	__u32 ports, number, cookie;
 	server_entry_t server;
 
-	if (!is_fast_path_ipv6(data, data_end) || !sent_to_us(data))
+	if (!is_fast_path_ipv6(data, data_end) || !is_for_own_mac(data))
 		return -1;
 	ports = PACKET_U32(data, IPV6_TRANSPORT);
 	number = service_of_ipv6(data + IPV6_AT(destination), ports >> 16, IPPROTO_TCP);
@@ -110,7 +110,7 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 	if (is_index(&service, cookie))
 		return forward_fast_path_by_index_ipv6(ctx, service.index, cookie);
 	server = server_at(service.index, cookie);
-	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
+	if (cookie & COOKIE_KIND_BIT || !has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	return emit(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, ports);
 }
@@ -126,7 +126,7 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	int ended;
 
 	if (packet->fragment && tcp)
-		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+		return end_of_parse(LB_COUNTER_DROP_FRAGMENT);
 	if (is_later_fragment(packet))
 		return decide_later_fragment(ctx, packet, decision);
 	ended = parse_ports(data, data_end, tcp ? LB_COUNTER_DROP_MALFORMED_TCP : LB_COUNTER_DROP_MALFORMED_UDP,
@@ -134,10 +134,10 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	if (ended)
 		return ended;
 	if (data + IPV6_TRANSPORT > data_end)
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	number = service_of_ipv6(data + IPV6_AT(destination), packet->ports >> 16, packet->protocol);
 	if (!is_service(number))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	ended = tcp ? parse_tcp(ctx, data, data_end, packet) : parse_udp(data, data_end, packet);
 	if (ended)
@@ -146,7 +146,7 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 		data = (void *)(long)ctx->data;
 		data_end = (void *)(long)ctx->data_end;
 		if (data + IPV6_TRANSPORT > data_end)
-			return parse_ended(LB_COUNTER_DROP_INTERNAL);
+			return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 		packet->cookie = cookie_of_ipv6(packet->tsecr, data + IPV6_AT(source), data + IPV6_AT(destination),
 						packet->ports);
 	}
@@ -163,10 +163,10 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 	void *data_end = (void *)(long)ctx->data_end;
 	int ended;
 
-	if (!is_ipv6_frame(data, data_end) || !sent_to_us(data))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (!is_ipv6_frame(data, data_end) || !is_for_own_mac(data))
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (service_of_ipv6(data + IPV6_AT(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_ipv6(ctx, data, data_end, packet);
 	if (ended)
 		return ended;
@@ -174,7 +174,7 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 	if (packet->protocol == NEXT_ICMPV6 && packet->transport == IPV6_TRANSPORT)
 		return parse_and_decide_icmp_ipv6(ctx, packet, decision);
 	if (packet->protocol != IPPROTO_TCP && (!udp_in_use || packet->protocol != IPPROTO_UDP))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	return parse_and_decide_transport_ipv6(ctx, packet, decision);
 }
 

@@ -144,7 +144,7 @@ static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 	struct service service;
 	__u16 port;
 
-	if (!tsecr_at || data + FAST_PATH_LENGTH > data_end || !sent_to_us(data))
+	if (!tsecr_at || data + FAST_PATH_LENGTH > data_end || !is_for_own_mac(data))
 		return -1;
 	port = PACKET_U16(data, FAST_PATH_TCP + sizeof(port));
 	number = find_lb_service(&lb_state.directories,
@@ -172,7 +172,7 @@ static __always_inline int forward_fast_path_by_index(struct xdp_md *ctx, __u32 
 	if (!connection)
 		return -1;
 	server = server_at(service, id);
-	if (!server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
+	if (!has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
 	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, FAST_PATH_TCP));
@@ -190,7 +190,7 @@ static __always_inline int forward_fast_path_by_flow(struct xdp_md *ctx, __u32 s
 	if (!find_flow_by_hash(hash, &entry))
 		return -1;
 	server = server_at(service, entry.server_id);
-	if (!server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
+	if (!has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	return emit_fast_path(ctx, server, service, entry.server_id, LB_COUNTER_FLOW_TABLE, client_address, ports);
 }
@@ -204,7 +204,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 	struct service service;
 	__u64 server;
 
-	if (!is_fast_path_frame(data, data_end) || !sent_to_us(data))
+	if (!is_fast_path_frame(data, data_end) || !is_for_own_mac(data))
 		return -1;
 	client_address = PACKET_U32(data, IP_AT(saddr));
 	vip_address = PACKET_U32(data, IP_AT(daddr));
@@ -236,7 +236,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 		return forward_fast_path_by_index(ctx, service.index, cookie,
 						  connection_hash(service.index, client_address, ports));
 	server = server_at(service.index, cookie);
-	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED) ||
+	if (cookie & COOKIE_KIND_BIT || !has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED) ||
 	    data + ETH_HLEN > data_end)
 		return -1;
 	return emit_fast_path(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, client_address, ports);
@@ -253,13 +253,13 @@ static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packe
 	int ended;
 
 	if (packet->fragment)
-		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+		return end_of_parse(LB_COUNTER_DROP_FRAGMENT);
 	ended = parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, packet);
 	if (ended)
 		return ended;
 	number = find_service_of(packet);
 	if (!is_service(number))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	ended = parse_tcp(ctx, data, data_end, packet);
 	if (ended)
@@ -283,7 +283,7 @@ static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packe
 		return ended;
 	number = find_service_of(packet);
 	if (!is_service(number))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	ended = parse_udp(data, data_end, packet);
 	if (ended)
@@ -310,13 +310,13 @@ static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *p
 	ended = parse_ethernet(data, data_end);
 	if (ended)
 		return ended;
-	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end || !sent_to_us(data))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end || !is_for_own_mac(data))
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (!is_balanced_protocol(PACKET_U8(data, IP_AT(protocol))))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	address_tail = service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), 0, 0);
 	if (find_lb_service(&lb_state.directories, address_tail) != SERVICE_ADDRESS_ONLY)
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_ipv4(data, data_end, packet);
 	if (ended)
 		return ended;

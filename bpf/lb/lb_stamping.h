@@ -41,9 +41,9 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 	__u32 id;
 
 	if (find_plain_flow(decision->service, packet, &entry) &&
-	    may_go_to(server_at(decision->service, entry.server_id), syn)) {
+	    may_receive(server_at(decision->service, entry.server_id), syn)) {
 		decide_by_flow(entry, decision);
-		if (entry.before == HALF_OPEN_FLOW && !syn)
+		if (entry.previous_server == HALF_OPEN_FLOW && !syn)
 			open_flow(decision->service, packet, entry);
 		return;
 	}
@@ -52,11 +52,11 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 		/* The SYN-ACK stores it. */
 		if (syn && decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)
 			decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
-		decision->before = KEEP_IDENTIFICATION;
+		decision->previous_server = KEEP_IDENTIFICATION;
 		return;
 	}
 	id = lb_stamped_id(ctx, packet);
-	if (!packet->has_timestamp || !server_is_known(decision->service, id)) {
+	if (!packet->has_timestamp || !is_server_known(decision->service, id)) {
 		decision->outcome = LB_COUNTER_DROP_UNKNOWN_COOKIE;
 		return;
 	}

@@ -103,7 +103,7 @@ static __always_inline __u64 frame_bytes(const struct xdp_md *ctx)
 	return (void *)(long)ctx->data_end - (void *)(long)ctx->data;
 }
 
-static __always_inline int parse_ended(enum lb_counter outcome)
+static __always_inline int end_of_parse(enum lb_counter outcome)
 {
 	return -1 - (int)outcome;
 }
@@ -218,9 +218,9 @@ static __always_inline __u32 fast_path_syn_tsecr(const void *data, const void *d
 static __always_inline int parse_ethernet(const void *data, const void *data_end)
 {
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP))
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	return 0;
 }
 
@@ -230,13 +230,13 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 	__u32 version_ihl, header_length, ip_length;
 
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	version_ihl = PACKET_U8(data, ETH_HLEN);
 	header_length = (version_ihl & 0xf) * 4;
 	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
 	if (version_ihl >> 4 != 4 || header_length < sizeof(struct iphdr) || ip_length < header_length ||
 	    ETH_HLEN + ip_length > (__u64)(data_end - data))
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV4);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV4);
 	packet->client_address = PACKET_U32(data, IP_AT(saddr));
 	packet->vip_address = PACKET_U32(data, IP_AT(daddr));
 	packet->protocol = PACKET_U8(data, IP_AT(protocol));
@@ -258,10 +258,10 @@ static __always_inline int parse_ports(const void *data, const void *data_end, e
 				       struct packet *packet)
 {
 	if (packet->transport + sizeof(packet->ports) > packet->end)
-		return parse_ended(malformed);
+		return end_of_parse(malformed);
 	data += bounded_transport(packet);
 	if (data + sizeof(packet->ports) > data_end)
-		return parse_ended(malformed);
+		return end_of_parse(malformed);
 	packet->ports = PACKET_U32(data, 0);
 	return 0;
 }
@@ -307,9 +307,9 @@ static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32
 	packet->tsecr = 0;
 	packet->tsecr_offset = 0;
 	if (found == TIMESTAMP_MALFORMED)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
 	if (found == TIMESTAMP_UNREADABLE)
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	if (found < 0)
 		return 0;
 	packet->has_timestamp = 1;
@@ -325,14 +325,14 @@ static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data
 	__u32 header_length;
 
 	if (packet->transport + sizeof(struct tcphdr) > packet->end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
 	data += bounded_transport(packet);
 	if (data + sizeof(struct tcphdr) > data_end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
 	header_length = (PACKET_U8(data, TCP_FLAGS_OFFSET - 1) >> 4) * 4;
 	packet->flags = PACKET_U8(data, TCP_FLAGS_OFFSET);
 	if (header_length < sizeof(struct tcphdr) || packet->transport + header_length > packet->end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
 	return parse_options(ctx, packet->transport + sizeof(struct tcphdr), header_length - sizeof(struct tcphdr),
 			     packet);
 }
@@ -347,7 +347,7 @@ static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const
 	/* A client's SYN never acknowledges, ends or resets, and only SYN and RST come without ACK. */
 	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
 				    : !(packet->flags & (TCP_ACK | TCP_RST)))
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
 	return 0;
 }
 
@@ -360,13 +360,13 @@ static __always_inline int parse_udp(const void *data, const void *data_end, con
 	__u32 length;
 
 	if (packet->transport + sizeof(struct udphdr) > packet->end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
 	data += bounded_transport(packet);
 	if (data + sizeof(struct udphdr) > data_end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
 	length = bpf_ntohs(PACKET_U16(data, __builtin_offsetof(struct udphdr, len)));
 	if (length < sizeof(struct udphdr) || (!packet->fragment && packet->transport + length > packet->end))
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
 	return 0;
 }
 

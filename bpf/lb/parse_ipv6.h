@@ -56,15 +56,15 @@ static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct pa
 		if (!is_extension_header(next))
 			break;
 		if (at + sizeof(header) > packet->end || bpf_xdp_load_bytes(ctx, at, &header, sizeof(header)))
-			return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
+			return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
 		if (next == NEXT_FRAGMENT)
 			packet->fragment = fragment_of(&header);
 		at += extension_header_length(next, &header);
 		next = header.next;
 		if (at > TRANSPORT_MASK - TCP_CHECKSUM_OFFSET)
-			return parse_ended(LB_COUNTER_DROP_EXTENSION_HEADERS);
+			return end_of_parse(LB_COUNTER_DROP_EXTENSION_HEADERS);
 		if (packet->fragment && at > packet->end)
-			return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
+			return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
 		if (packet->fragment)
 			break;
 	}
@@ -79,10 +79,10 @@ static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, cons
 	__u32 length;
 
 	if (data + IPV6_TRANSPORT > data_end)
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
 	if (PACKET_U8(data, ETH_HLEN) >> 4 != 6 || IPV6_TRANSPORT + length > (__u64)(data_end - data))
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
+		return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
 	packet->family = ADDRESS_FAMILY_IPV6;
 	packet->client_address = client_word_ipv6(data + IPV6_AT(source));
 	packet->protocol = PACKET_U8(data, IPV6_AT(next_header));

@@ -59,17 +59,17 @@ static __always_inline server_entry_t server_at(__u32 service, __u32 id)
 	return *(const server_entry_t *)&servers[id & COOKIE_ID_MASK] | flags << SERVER_FLAGS_SHIFT;
 }
 
-static __always_inline bool server_has(server_entry_t server, __u32 flags)
+static __always_inline bool has_server_flag(server_entry_t server, __u32 flags)
 {
 	return (server >> SERVER_FLAGS_SHIFT & flags) == flags;
 }
 
-static __always_inline bool server_is_down(server_entry_t server)
+static __always_inline bool is_server_down(server_entry_t server)
 {
 	return server >> SERVER_FLAGS_SHIFT & (SERVER_MASKED | SERVER_DOWN);
 }
 
-#define TAKES_FIRST_PACKETS (SERVER_KNOWN | SERVER_RESOLVED | SERVER_ELIGIBLE)
+#define TAKES_NEW_CONNECTIONS (SERVER_KNOWN | SERVER_RESOLVED | SERVER_ELIGIBLE)
 
 struct placement {
 	void *memory;
@@ -81,7 +81,7 @@ static __always_inline void *memory_at(const struct placement *placement, __u32 
 	return placement->memory + (at & placement_memory_mask);
 }
 
-static __always_inline bool rule_is(const struct placement_table *table, enum placement_rule rule)
+static __always_inline bool is_rule(const struct placement_table *table, enum placement_rule rule)
 {
 	if (!(rules_in_use & 1u << rule))
 		return false;
@@ -108,7 +108,7 @@ static __always_inline __u32 draw(__u64 half, __u32 count)
 
 static __always_inline const struct member *member_at(const struct placement *placement, __u32 position)
 {
-	return memory_at(placement, placement->table->members_at + position * sizeof(struct member));
+	return memory_at(placement, placement->table->members_offset + position * sizeof(struct member));
 }
 
 /* IPv6: the client's address is read from the frame. Not inlined: its stack would count in every call of place(). */
@@ -127,7 +127,7 @@ static __always_inline __u32 table_hash(struct xdp_md *ctx, const struct placeme
 					const struct packet *packet)
 {
 	const struct placement_table *table = placement->table;
-	__u32 at = table->toeplitz_source_at[group], hash;
+	__u32 at = table->toeplitz_source_offset[group], hash;
 	const struct toeplitz_source_tables *source;
 
 	if (is_ipv6(packet)) {
@@ -151,7 +151,7 @@ static __always_inline const struct candidate *candidates_at(const struct placem
 /* Returns the assigned connections by core slot. The verifier must see that atomic operations there are aligned. */
 static __always_inline __u32 *assigned_counts(const struct placement *placement)
 {
-	return memory_at(placement, placement->table->assigned_at & ~(__u32)(sizeof(__u32) - 1));
+	return memory_at(placement, placement->table->assigned_offset & ~(__u32)(sizeof(__u32) - 1));
 }
 
 /* Group and number in the bucket, below a candidate's cost, which has 58 bits; 1.0 of load takes 20. */
@@ -170,7 +170,7 @@ static __always_inline __s64 with_candidate(__s64 least, const struct candidate 
 	if (i >= count)
 		return least;
 	cost = candidates[i].load + assigned[candidates[i].core_slot] * cost_of_one;
-	return lesser((__s64)(cost << CANDIDATE_RANK_BITS | i), least);
+	return min_s64((__s64)(cost << CANDIDATE_RANK_BITS | i), least);
 }
 
 /*
@@ -191,7 +191,7 @@ static __always_inline __s64 least_assigned_of(const struct candidate *candidate
 	odd = with_candidate(odd, candidates, 5, count, assigned, cost_of_one);
 	even = with_candidate(even, candidates, 6, count, assigned, cost_of_one);
 	odd = with_candidate(odd, candidates, 7, count, assigned, cost_of_one);
-	return lesser(odd, even);
+	return min_s64(odd, even);
 }
 
 /*
@@ -223,7 +223,7 @@ static __always_inline const struct candidate *least_candidate(struct xdp_md *ct
 						     table->assignment_cost);
 		else
 			of_group = (__u64)candidates->load << CANDIDATE_RANK_BITS;
-		least = lesser(of_group | group << CANDIDATE_NUMBER_BITS, least);
+		least = min_s64(of_group | group << CANDIDATE_NUMBER_BITS, least);
 	}
 	if (least == NO_COST)
 		return NULL;
@@ -237,27 +237,27 @@ static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *
 {
 	const struct placement_table *table = placement->table;
 
-	if (rule_is(table, PLACEMENT_RULE_TABLE)) {
+	if (is_rule(table, PLACEMENT_RULE_TABLE)) {
 		const struct candidate *candidate = least_candidate(ctx, placement, hash, packet, false);
 
 		return candidate ? candidate->server_id : NO_SERVER;
 	}
-	if (rule_is(table, PLACEMENT_RULE_LEAST_ASSIGNED)) {
+	if (is_rule(table, PLACEMENT_RULE_LEAST_ASSIGNED)) {
 		const struct candidate *candidate = least_candidate(ctx, placement, hash, packet, true);
 
 		if (!candidate)
 			return NO_SERVER;
 		/* Counted only if the server gets it. All CPUs share the counter, which the next choice reads. */
-		if (server_has(server_at(service, candidate->server_id), TAKES_FIRST_PACKETS))
+		if (has_server_flag(server_at(service, candidate->server_id), TAKES_NEW_CONNECTIONS))
 			__sync_fetch_and_add(&assigned_counts(placement)[candidate->core_slot], 1);
 		return candidate->server_id;
 	}
-	if (rule_is(table, PLACEMENT_RULE_ROUND_ROBIN)) {
+	if (is_rule(table, PLACEMENT_RULE_ROUND_ROBIN)) {
 		__u64 turn = __sync_fetch_and_add(&state->round_robin, 1);
 
 		return member_at(placement, turn % table->member_count)->server_id;
 	}
-	if (rule_is(table, PLACEMENT_RULE_POWER_OF_TWO)) {
+	if (is_rule(table, PLACEMENT_RULE_POWER_OF_TWO)) {
 		__u64 mixed = mix(hash);
 		const struct member *first = member_at(placement, draw(mixed, table->member_count));
 		const struct member *second = member_at(placement, draw(mixed >> 32, table->member_count));
@@ -271,11 +271,11 @@ static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *
  * Rules that choose again each time: a repeated SYN must find its server. A datagram is placed on its own, or its flow
  * is stored elsewhere.
  */
-static __always_inline bool choice_is_remembered(const struct placement_table *table, const struct packet *packet)
+static __always_inline bool is_choice_stored(const struct placement_table *table, const struct packet *packet)
 {
 	if (udp_in_use && packet->protocol == IPPROTO_UDP)
 		return false;
-	return rule_is(table, PLACEMENT_RULE_LEAST_ASSIGNED) || rule_is(table, PLACEMENT_RULE_ROUND_ROBIN);
+	return is_rule(table, PLACEMENT_RULE_LEAST_ASSIGNED) || is_rule(table, PLACEMENT_RULE_ROUND_ROBIN);
 }
 
 static __always_inline __u64 recent_key(const struct placement_table *table, __u32 service, __u32 hash)
@@ -317,7 +317,7 @@ __noinline int fallback(struct service_state *state, __u32 service, __u32 hash)
 		if (position >= count)
 			position = 0;
 		id = member_at(&placement, position)->server_id;
-		if (server_has(server_at(service, id), TAKES_FIRST_PACKETS))
+		if (has_server_flag(server_at(service, id), TAKES_NEW_CONNECTIONS))
 			return id;
 	}
 	return NO_SERVER;
@@ -338,20 +338,20 @@ static __always_inline int place_inlined(struct xdp_md *ctx, struct service_stat
 	hash = table_hash(ctx, &placement, 0, packet);
 	key = recent_key(table, service, hash);
 	recent = &recent_first_packets[hash & (RECENT_FIRST_PACKETS - 1)];
-	if (choice_is_remembered(table, packet)) {
+	if (is_choice_stored(table, packet)) {
 		__u64 remembered = *(volatile __u64 *)recent;
 
 		id = remembered & COOKIE_ID_MASK;
 		if ((remembered & ~(__u64)COOKIE_ID_MASK) == key &&
-		    server_has(server_at(service, id), TAKES_FIRST_PACKETS))
+		    has_server_flag(server_at(service, id), TAKES_NEW_CONNECTIONS))
 			return id;
 	}
 	id = choose(ctx, &placement, state, service, hash, packet);
 	if (id == NO_SERVER)
 		return NO_SERVER;
-	if (!server_has(server_at(service, id), TAKES_FIRST_PACKETS))
+	if (!has_server_flag(server_at(service, id), TAKES_NEW_CONNECTIONS))
 		id = fallback(state, service, hash);
-	if (choice_is_remembered(table, packet) && id != NO_SERVER)
+	if (is_choice_stored(table, packet) && id != NO_SERVER)
 		*(volatile __u64 *)recent = key | id;
 	return id;
 }
@@ -371,12 +371,12 @@ static __always_inline struct flow_table_entry place_consistently(struct xdp_md 
 	__u32 offset;
 
 	if (!table_of(state, &placement))
-		return (struct flow_table_entry){.server_id = NO_SERVER, .before = NO_SERVER};
+		return (struct flow_table_entry){.server_id = NO_SERVER, .previous_server = NO_SERVER};
 	table = placement.table;
 	offset = (table_hash(ctx, &placement, 0, packet) & (table->bucket_count - 1)) * sizeof(__u16);
 	return (struct flow_table_entry){
 		.server_id = *(const __u16 *)memory_at(&placement, table->consistent_at + offset),
-		.before = *(const __u16 *)memory_at(&placement, table->consistent_before_at + offset),
+		.previous_server = *(const __u16 *)memory_at(&placement, table->previous_consistent_offset + offset),
 	};
 }
 

@@ -62,8 +62,8 @@ static __always_inline bool is_late_syn_ack(__u32 service, const struct packet *
 }
 
 /* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, essay, 2). */
-static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-						   struct lb_stamped_server *server, struct answer answer)
+static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+						    struct lb_stamped_server *server, struct answer answer)
 {
 	struct flow_table_entry entry = {};
 	bool plain = find_plain_flow(service, packet, &entry);
@@ -76,25 +76,25 @@ static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 ser
 			return true;
 	}
 	/* Also without timestamps: the SYN may have had one, and then its server is not the bucket's. */
-	if (!plain || entry.server_id != server->server_id || entry.before != HALF_OPEN_FLOW) {
-		entry = (struct flow_table_entry){.server_id = server->server_id, .before = HALF_OPEN_FLOW};
+	if (!plain || entry.server_id != server->server_id || entry.previous_server != HALF_OPEN_FLOW) {
+		entry = (struct flow_table_entry){.server_id = server->server_id, .previous_server = HALF_OPEN_FLOW};
 		insert_flow(ctx, service, packet, entry, 0);
 	}
 	return false;
 }
 
-static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+static __always_inline bool is_reply_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					     struct lb_stamped_server *server, struct answer answer)
 {
 	struct flow_table_entry entry = {};
 
 	if (packet->flags & TCP_SYN)
-		return is_to_be_stamped_first(ctx, service, packet, server, answer);
+		return is_stamped_from_syn_ack(ctx, service, packet, server, answer);
 	if (find_plain_flow(service, packet, &entry))
 		return false;
 	if (!packet->has_timestamp) {
 		/* The table lost the connection, and the answer proves it. A reset answers any forged packet. */
-		entry = (struct flow_table_entry){.server_id = server->server_id, .before = NO_SERVER};
+		entry = (struct flow_table_entry){.server_id = server->server_id, .previous_server = NO_SERVER};
 		if (!(packet->flags & TCP_RST))
 			insert_flow(ctx, service, packet, entry, 0);
 		return false;
@@ -119,7 +119,7 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 	answer = (struct answer){.milliseconds = bpf_ntohl(value), .now_ms = monotonic_ms()};
 	if (packet->has_timestamp && !(packet->flags & TCP_RST))
 		sample_clock(server, packet, answer);
-	if (!is_to_be_stamped(ctx, service, packet, server, answer))
+	if (!is_reply_stamped(ctx, service, packet, server, answer))
 		return LB_COUNTER_REPLY_UNCHANGED;
 	stamped = lb_stamped_value(ctx, service, packet, server, answer);
 	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset, stamped);
@@ -168,7 +168,7 @@ __noinline int forward_reply(struct xdp_md *ctx)
 	__u64 source_mac;
 	__u32 number;
 
-	if (data + ETH_HLEN > data_end || !sent_to_us(data))
+	if (data + ETH_HLEN > data_end || !is_for_own_mac(data))
 		return -1;
 	if (ipv6_in_use && is_ipv6_frame(data, data_end))
 		number = parse_reply_ipv6(ctx, data, data_end, &packet);

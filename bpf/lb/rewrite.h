@@ -26,7 +26,7 @@ static __always_inline void rewrite_mac(void *data, __u64 destination)
 	PACKET_U32(data, 8) = own_shifted >> 32;
 }
 
-static __always_inline bool sent_to_us(const void *data)
+static __always_inline bool is_for_own_mac(const void *data)
 {
 	return PACKET_U64(data, 0) << 16 == lb_state.own_mac_shifted;
 }

@@ -24,7 +24,7 @@
 #include "state.h"
 #include "stats.h"
 
-static __always_inline bool came_from_owner(struct xdp_md *ctx)
+static __always_inline bool is_from_owner(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -36,7 +36,7 @@ static __always_inline bool came_from_owner(struct xdp_md *ctx)
 	for (__u32 i = 0; i < MAX_OWNERS; i++) {
 		server_entry_t owner = *(const server_entry_t *)&lb_state.owners[i];
 
-		if (server_has(owner, SERVER_RESOLVED) && (owner & SERVER_MAC_MASK) == source)
+		if (has_server_flag(owner, SERVER_RESOLVED) && (owner & SERVER_MAC_MASK) == source)
 			return true;
 	}
 	return false;
@@ -51,9 +51,9 @@ static __always_inline void decide_owner(struct xdp_md *ctx, const struct servic
 {
 	server_entry_t balancer = *(const server_entry_t *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
 
-	if (!server_has(balancer, SERVER_KNOWN)) {
+	if (!has_server_flag(balancer, SERVER_KNOWN)) {
 		decide_unknown(service, source, decision);
-	} else if (server_has(balancer, SERVER_RESOLVED) && !came_from_owner(ctx)) {
+	} else if (has_server_flag(balancer, SERVER_RESOLVED) && !is_from_owner(ctx)) {
 		decision->outcome = LB_COUNTER_TO_OWNER;
 		decision->destination = balancer;
 	} else {
@@ -81,7 +81,7 @@ static __always_inline bool decide_index(struct xdp_md *ctx, const struct servic
 	connection = find_connection(hash, cookie, decision->service, &id);
 	if (!connection)
 		count_event(ctx, decision->service, LB_EVENT_CONNECTION_UNKNOWN);
-	if (!connection || !server_is_known(decision->service, id))
+	if (!connection || !is_server_known(decision->service, id))
 		return false;
 	decide_server(id, outcome, decision);
 	*found = connection;
@@ -91,22 +91,22 @@ static __always_inline bool decide_index(struct xdp_md *ctx, const struct servic
 struct connection_takes connection_takes SEC(".bss.takes");
 
 /* Returns the count of entries of a source's prefix (24 bits, of IPv6 64). `address`: as in struct connection. */
-static __always_inline __u64 *held_by_source(const packet_u64 *address)
+static __always_inline __u64 *entries_by_source(const packet_u64 *address)
 {
 	bool ipv4 = !ipv6_in_use || (!address[0] && (__u32)address[1] == bpf_htonl(0xffff));
 	__u32 prefix = address[1] >> 32 & bpf_htonl(0xffffff00);
 	__u64 hash = connection_hash(0, ipv4 ? prefix : address_word_ipv6(&lb_state.connection_key, address[0], 0), 0);
 
-	return &connection_takes.held_by_source[hash & (SOURCE_SHARDS - 1)];
+	return &connection_takes.entries_by_source[hash & (SOURCE_SHARDS - 1)];
 }
 
 /* Returns that of a packet's source. */
-static __always_inline __u64 *held_by_client(struct xdp_md *ctx, const struct packet *packet)
+static __always_inline __u64 *entries_of_client(struct xdp_md *ctx, const struct packet *packet)
 {
 	packet_u64 address[2];
 
 	write_client_address(ctx, packet, address);
-	return held_by_source(address);
+	return entries_by_source(address);
 }
 
 /* Returns whether it may hold another one. Concurrent CPUs may exceed the limit by their number. */
@@ -118,14 +118,14 @@ static __always_inline bool may_take_connection(const __u64 *held)
 }
 
 /* Returns the reason for a new connection without an entry. `taken`: CONNECTION_TABLE_FULL and so on. */
-static __always_inline enum lb_event without_entry(int taken)
+static __always_inline enum lb_event reason_without_entry(int taken)
 {
 	if (taken == CONNECTION_SOURCE_LIMITED)
 		return LB_EVENT_CONNECTION_SOURCE_LIMITED;
 	return taken == CONNECTION_TABLE_FULL ? LB_EVENT_CONNECTION_TABLE_FULL : LB_EVENT_CONNECTION_CONTENDED;
 }
 
-static __always_inline void count_taken(void)
+static __always_inline void count_allocation(void)
 {
 	__u32 row = cpu_row();
 
@@ -141,7 +141,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 	/* Below 0: a packet came after the clock was read. */
 	__s32 idle = now - connection->last_seen;
 
-	if (!server_is_known(identity >> CONNECTION_SERVICE_SHIFT & CONNECTION_SERVICE_MASK, identity & COOKIE_ID_MASK))
+	if (!is_server_known(identity >> CONNECTION_SERVICE_SHIFT & CONNECTION_SERVICE_MASK, identity & COOKIE_ID_MASK))
 		return true;
 	if (connection->packets <= 1)
 		return idle >= (__s32)timers->half_open;
@@ -151,9 +151,9 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 }
 
 /* Takes an entry off its source's count. User space may have counted without it. */
-static __always_inline void forget_held(const packet_u64 *client_address)
+static __always_inline void uncount_entry(const packet_u64 *client_address)
 {
-	__u64 *held = held_by_source(client_address);
+	__u64 *held = entries_by_source(client_address);
 
 	if (*(volatile __u64 *)held)
 		__sync_fetch_and_add(held, -1);
@@ -190,7 +190,7 @@ static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *
 		client_address[1] = *(packet_u64 *)&connection->client_address[2];
 		if (__sync_val_compare_and_swap(&connection->identity, identity, 0) != identity)
 			continue;
-		forget_held(client_address);
+		uncount_entry(client_address);
 		connection->generation++;
 		fill_connection(ctx, connection, packet, hash & CONNECTION_TAG_MASK,
 				service << CONNECTION_SERVICE_SHIFT | server_id);
@@ -200,15 +200,15 @@ static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *
 }
 
 /* Takes an entry for a new connection, or returns the reason why not. `inlined`: without a call on the common way. */
-static __always_inline int enter_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
-					    const struct decision *decision, bool inlined)
+static __always_inline int insert_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
+					     const struct decision *decision, bool inlined)
 {
 	__u32 service = decision->service, server_id = decision->server_id;
 	int taken = inlined ? take_connection_inlined(ctx, packet, hash, service, server_id)
 			    : take_connection(ctx, packet, hash, service, server_id);
 
 	if (taken >= 0)
-		count_taken();
+		count_allocation();
 	if (taken != CONNECTION_TABLE_FULL)
 		return taken;
 	taken = reuse_connection(ctx, packet, hash, service, server_id);
@@ -237,7 +237,7 @@ static __always_inline bool decide_repeated_syn(__u64 hash, int recent, struct d
 
 /*
  * Takes an entry for a placed SYN; TSecr carries its index to the server. Without an entry TSecr becomes 0, and the
- * server stamps its id. `inlined`: as of enter_connection().
+ * server stamps its id. `inlined`: as of insert_connection().
  */
 static __always_inline void open_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, int recent,
 					    struct decision *decision, bool inlined)
@@ -249,11 +249,11 @@ static __always_inline void open_connection(struct xdp_md *ctx, const struct pac
 	decision->tsecr = packet->tsecr ? 0 : KEEP_TSECR;
 	if (decision->outcome != LB_COUNTER_NEW_CONNECTION || owner >= MAX_OWNERS)
 		return;
-	held = held_by_client(ctx, packet);
-	taken = may_take_connection(held) ? enter_connection(ctx, packet, hash, decision, inlined)
+	held = entries_of_client(ctx, packet);
+	taken = may_take_connection(held) ? insert_connection(ctx, packet, hash, decision, inlined)
 					  : CONNECTION_SOURCE_LIMITED;
 	if (taken < 0) {
-		count_event(ctx, decision->service, without_entry(taken));
+		count_event(ctx, decision->service, reason_without_entry(taken));
 		return;
 	}
 	__sync_fetch_and_add(held, 1);

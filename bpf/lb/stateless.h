@@ -17,7 +17,7 @@
 static __always_inline void decide_by_id(const struct service *service, __u32 cookie, const struct packet *packet,
 					 struct decision *decision)
 {
-	if (cookie & COOKIE_KIND_BIT || !server_is_known(decision->service, cookie)) {
+	if (cookie & COOKIE_KIND_BIT || !is_server_known(decision->service, cookie)) {
 		decide_unknown(service, packet->client_address, decision);
 		return;
 	}

@@ -95,7 +95,7 @@ static __always_inline __u32 take_tag(struct xdp_md *ctx)
 	__u64 start;
 
 	if (data + ETH_HLEN + VLAN_TAG_LENGTH > data_end || PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_8021Q) ||
-	    !sent_to_us(data))
+	    !is_for_own_mac(data))
 		return 0;
 	tag = VLAN_TAG_PRESENT | bpf_ntohs(PACKET_U16(data, ETH_HLEN));
 	start = PACKET_U64(data, 0);

@@ -34,15 +34,15 @@ static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, stru
 		decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 		if (decision->outcome != LB_COUNTER_NEW_CONNECTION)
 			return;
-		entry.before = entry.server_id;
+		entry.previous_server = entry.server_id;
 		hint = 0;
 	} else if (!found) {
 		return;
 	}
-	if (found && server_is_known(decision->service, stale))
-		entry.before = stale;
+	if (found && is_server_known(decision->service, stale))
+		entry.previous_server = stale;
 	entry.server_id = decision->server_id;
-	decision->before = entry.before;
+	decision->previous_server = entry.previous_server;
 	if (!*(volatile __u64 *)&state->has_flows)
 		*(volatile __u64 *)&state->has_flows = 1;
 	insert_flow(ctx, decision->service, packet, entry, hint);
@@ -64,9 +64,9 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 	if (!(modes_in_use & (MODES_WITH_COOKIES | 1u << CONSISTENCY_BEAMER)))
 		return;
 	found = (!by_bucket || *(volatile __u64 *)&state->has_flows) && find_flow(decision->service, packet, &entry);
-	if (found && may_go_to(server_at(decision->service, entry.server_id), syn)) {
+	if (found && may_receive(server_at(decision->service, entry.server_id), syn)) {
 		decide_by_flow(entry, decision);
-		decision->before = entry.before;
+		decision->previous_server = entry.previous_server;
 		return;
 	}
 	if (syn) {
@@ -81,7 +81,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 	if (packet->flags & TCP_RST) {
 		decide_broadcast(LIMITED_RESET, packet->client_address, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
 				 decision);
-		decision->before = NO_SERVER;
+		decision->previous_server = NO_SERVER;
 		return;
 	}
 	/*

@@ -21,9 +21,9 @@
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, MAX_HELD_TIMESTAMPS);
+	__uint(max_entries, MAX_CLAMPED_TIMESTAMPS);
 	__type(key, struct flow_key);
-	__type(value, struct held_timestamp);
+	__type(value, struct clamped_timestamp);
 } held_timestamps SEC(".maps");
 
 /* A time part to be sent, and its TSval of the server's own clock, which selects the fleet's key. */
@@ -48,7 +48,7 @@ static __always_inline __u32 clamp_group(const struct flow_key *flow)
 {
 	__u32 client = flow->client_address[1] ^ flow->client_address[3] ^ flow->client_port;
 
-	return (client * 2654435769u) >> (32 - HOLD_GROUP_BITS);
+	return (client * 2654435769u) >> (32 - CLAMP_GROUP_BITS);
 }
 
 /*
@@ -56,9 +56,9 @@ static __always_inline __u32 clamp_group(const struct flow_key *flow)
  * largest step old (and that one may have been restored to a little after now). As signed numbers: another CPU may have
  * clamped a packet of a millisecond that is not over here.
  */
-static __always_inline bool clamped_lately(__u32 group, __u32 milliseconds)
+static __always_inline bool is_recently_clamped(__u32 group, __u32 milliseconds)
 {
-	return (__s32)(milliseconds - state.last_hold_ms[group]) <= (__s32)(LARGEST_STEP_MS + RESTORE_SLACK_MS);
+	return (__s32)(milliseconds - state.last_clamp_ms[group]) <= (__s32)(MAX_STEP_MS + RESTORE_SLACK_MS);
 }
 
 /*
@@ -67,7 +67,7 @@ static __always_inline bool clamped_lately(__u32 group, __u32 milliseconds)
  */
 static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 last_tsecr, struct time_part *time)
 {
-	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow), next = {};
+	struct clamped_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow), next = {};
 	__u32 milliseconds = time->original, group = clamp_group(&segment->flow);
 	__u16 recent = last_tsecr;
 
@@ -77,20 +77,20 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 		/* Not returned so far, or the TSecr is still on its way from ingress to TCP. */
 		time->sent = held->sent;
 		time->original = held->original;
-		state.last_hold_ms[group] = milliseconds;
+		state.last_clamp_ms[group] = milliseconds;
 		count(SERVER_COUNTER_TSVAL_CLAMPED);
 		return;
 	}
 	/* From the client's value to now; more than a turn is counted as such. */
-	if ((__u16)(last_tsecr - recent) + (milliseconds - last_tsecr) < LARGEST_STEP_MS)
+	if ((__u16)(last_tsecr - recent) + (milliseconds - last_tsecr) < MAX_STEP_MS)
 		return;
-	next.sent = recent + LARGEST_STEP_MS;
+	next.sent = recent + MAX_STEP_MS;
 	next.sent_before = recent;
 	next.original = milliseconds;
 	next.original_before = last_tsecr;
 	bpf_map_update_elem(&held_timestamps, &segment->flow, &next, BPF_ANY);
 	time->sent = next.sent;
-	state.last_hold_ms[group] = milliseconds;
+	state.last_clamp_ms[group] = milliseconds;
 	count(SERVER_COUNTER_TSVAL_CLAMPED);
 }
 
@@ -98,8 +98,7 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
  * Returns the time part to send for the server's own TSval, when the client's last TSecr was restored to `last_tsecr`
  * (0: none).
  */
-static __always_inline struct time_part time_to_send(const struct segment *segment, __u32 milliseconds,
-						     __u32 last_tsecr)
+static __always_inline struct time_part select_time(const struct segment *segment, __u32 milliseconds, __u32 last_tsecr)
 {
 	struct time_part time = {.sent = milliseconds, .original = milliseconds};
 	__u32 elapsed = milliseconds - last_tsecr;
@@ -107,7 +106,7 @@ static __always_inline struct time_part time_to_send(const struct segment *segme
 
 	/* Restored values are never ahead by more than the slack: this one was forged, and changes nothing. */
 	if (last_tsecr && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
-	    (elapsed >= LARGEST_STEP_MS || clamped_lately(group, milliseconds)))
+	    (elapsed >= MAX_STEP_MS || is_recently_clamped(group, milliseconds)))
 		apply_tsval_clamp(segment, last_tsecr, &time);
 	return time;
 }
@@ -123,7 +122,7 @@ static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
 /* Restores a value that may be a clamped time part. */
 static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 now, __u32 time_bits)
 {
-	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow);
+	struct clamped_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow);
 	__u16 time = time_bits, step, behind;
 
 	if (!held)
@@ -145,7 +144,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 	behind = held->original_before - held->sent_before;
 	if (step == 0)
 		return held->original_before;
-	if (step >= behind && step < LARGEST_STEP_MS)
+	if (step >= behind && step < MAX_STEP_MS)
 		return held->original_before + (step - behind);
 	return restored_by_clock(time, now);
 }
@@ -155,7 +154,7 @@ static __always_inline __u32 restored(const struct segment *segment, __u16 time)
 {
 	__u32 now = clock_ms(), group = clamp_group(&segment->flow);
 	__u32 original =
-		clamped_lately(group, now) ? restored_by_clamp(segment, now, time) : restored_by_clock(time, now);
+		is_recently_clamped(group, now) ? restored_by_clamp(segment, now, time) : restored_by_clock(time, now);
 
 	return original ? original : -1u;
 }

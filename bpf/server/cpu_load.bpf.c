@@ -70,7 +70,7 @@ int task_switch(__u64 *arguments)
  * Interrupts nest in softirqs. `depth` changes before the account is opened and after it was read as open, so a nested
  * interrupt, which leaves `depth` as it was, leaves the account of the outer one alone.
  */
-static __always_inline int begin(void)
+static __always_inline int begin_busy(void)
 {
 	struct cpu_busy_time *time = this_cpu();
 
@@ -79,7 +79,7 @@ static __always_inline int begin(void)
 	return 0;
 }
 
-static __always_inline int end(void)
+static __always_inline int end_busy(void)
 {
 	struct cpu_busy_time *time = this_cpu();
 
@@ -92,25 +92,25 @@ static __always_inline int end(void)
 SEC("tp_btf/irq_handler_entry")
 int interrupt_begins(void *ctx __attribute__((unused)))
 {
-	return begin();
+	return begin_busy();
 }
 
 SEC("tp_btf/irq_handler_exit")
 int interrupt_ends(void *ctx __attribute__((unused)))
 {
-	return end();
+	return end_busy();
 }
 
 SEC("tp_btf/softirq_entry")
 int softirq_begins(void *ctx __attribute__((unused)))
 {
-	return begin();
+	return begin_busy();
 }
 
 SEC("tp_btf/softirq_exit")
 int softirq_ends(void *ctx __attribute__((unused)))
 {
-	return end();
+	return end_busy();
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -20,7 +20,7 @@
 #include "state.h"
 
 /* Returns whether the load balancer has written the previous server into the packet. `number`: the service's. */
-static __always_inline bool carries_server_before(__u32 number, const struct segment *segment)
+static __always_inline bool has_previous_server(__u32 number, const struct segment *segment)
 {
 	return number & SERVER_NUMBER_CHAINED ||
 	       (!(number & SERVER_NUMBER_TIMESTAMPS_OFF) && segment->timestamp == NO_TIMESTAMP);
@@ -49,7 +49,7 @@ static __noinline int forward_to_previous(struct __sk_buff *skb, const struct se
 	__u8 addresses[2 * ETH_ALEN];
 	struct server_entry *server;
 
-	if (before >= SERVER_ID_COUNT || before == own_id || connection_is_here(skb, segment))
+	if (before >= SERVER_ID_COUNT || before == own_id || has_connection(skb, segment))
 		return TC_ACT_UNSPEC;
 	server = &chained_servers[before & (SERVER_ID_COUNT - 1)];
 	/*

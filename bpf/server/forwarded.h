@@ -16,7 +16,7 @@ static __always_inline __u64 *forwarded_slot(__u64 word)
 }
 
 /* Keeps whether a SYN-ACK of the service came through this host or from it. */
-static __always_inline void note_handshake(__u64 word, bool forwarded)
+static __always_inline void record_handshake(__u64 word, bool forwarded)
 {
 	volatile __u64 *slot = forwarded_slot(word);
 

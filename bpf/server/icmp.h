@@ -29,8 +29,8 @@
 #define QUOTED_IPV6 (IPV6_TRANSPORT + ICMP_HEADER_LENGTH)
 
 /* Returns whether this host has the socket that sent the quoted packet. `length`: of the family's tuple. */
-static __always_inline bool quoted_socket_is_here(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple,
-						  __u32 length)
+static __always_inline bool has_quoted_socket(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple,
+					      __u32 length)
 {
 	struct bpf_sock *sk;
 	bool here;
@@ -90,7 +90,7 @@ static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
 	__builtin_memcpy(tuple.ipv6.daddr, ip.source, sizeof(ip.source));
 	tuple.ipv6.sport = ports[1];
 	tuple.ipv6.dport = ports[0];
-	return accept_at_socket(skb, quoted_socket_is_here(skb, protocol, &tuple, sizeof(tuple.ipv6)));
+	return accept_at_socket(skb, has_quoted_socket(skb, protocol, &tuple, sizeof(tuple.ipv6)));
 }
 
 /*
@@ -126,7 +126,7 @@ static __noinline int accept_icmp_error(struct __sk_buff *skb)
 	tuple.ipv4.daddr = quoted.saddr;
 	tuple.ipv4.sport = ports[1];
 	tuple.ipv4.dport = ports[0];
-	return accept_at_socket(skb, quoted_socket_is_here(skb, quoted.protocol, &tuple, sizeof(tuple.ipv4)));
+	return accept_at_socket(skb, has_quoted_socket(skb, quoted.protocol, &tuple, sizeof(tuple.ipv4)));
 }
 
 #endif

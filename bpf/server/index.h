@@ -72,7 +72,7 @@ static __always_inline struct connection_index *index_of_socket(const struct flo
  * Returns the index with which to stamp the server's own TSval `milliseconds`, or NO_CONNECTION_INDEX. An index that
  * was given up still stamps its earlier TSvals, so that none steps back.
  */
-static __always_inline __u32 index_to_send(const struct segment *segment, struct tcp_sock *socket, __u32 milliseconds)
+static __always_inline __u32 select_index(const struct segment *segment, struct tcp_sock *socket, __u32 milliseconds)
 {
 	struct connection_index *kept = NULL;
 	__u16 *half_open;

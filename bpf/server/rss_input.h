@@ -20,7 +20,7 @@ static __always_inline void transform_rss_input(__u32 transform, __u8 *input, __
 {
 	__u32 address = (length - RSS_INPUT_PORT_BYTES) / 2, i;
 
-	if (transform == RSS_INPUT_AS_IT_IS)
+	if (transform == RSS_INPUT_UNCHANGED)
 		return;
 #pragma unroll
 	for (i = 0; i < length / 2; i++) {

@@ -51,7 +51,7 @@ struct segment {
 
 #define NO_TIMESTAMP 0u
 
-enum located {
+enum segment_location {
 	LOCATED_TCP,
 	LOCATED_OTHER,
 	LOCATED_MALFORMED,
@@ -83,8 +83,8 @@ static __always_inline void take_tcp_header(struct __sk_buff *skb, const struct 
 }
 
 /* Finds the TCP header of a whole IPv4 packet. locate_timestamp() parses its options. */
-static __always_inline enum located locate_ipv4(struct __sk_buff *skb, struct segment *segment,
-						enum segment_direction direction)
+static __always_inline enum segment_location locate_ipv4(struct __sk_buff *skb, struct segment *segment,
+							 enum segment_direction direction)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
 	const struct iphdr *ip = data + ETH_HLEN;
@@ -130,8 +130,8 @@ static __always_inline __u32 tcp_offset_ipv6(struct __sk_buff *skb, __u32 next)
 }
 
 /* Finds the TCP header of a whole IPv6 packet. Not inlined: IPv4 keeps the registers. */
-static __noinline enum located locate_ipv6(struct __sk_buff *skb, struct segment *segment,
-					   enum segment_direction direction)
+static __noinline enum segment_location locate_ipv6(struct __sk_buff *skb, struct segment *segment,
+						    enum segment_direction direction)
 {
 	struct ipv6_header ip;
 	struct tcphdr tcp;
@@ -160,7 +160,7 @@ static __always_inline void take_timestamp(struct segment *segment, __u32 offset
 }
 
 /* Finds the timestamp option of a segment of locate_pulled(), on a packet that may have been pulled since. */
-static __always_inline enum located locate_timestamp(struct __sk_buff *skb, struct segment *segment)
+static __always_inline enum segment_location locate_timestamp(struct __sk_buff *skb, struct segment *segment)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
 	const struct tcphdr *tcp = data + (segment->tcp_offset & TCP_OFFSET_MASK);
@@ -205,29 +205,29 @@ static __always_inline int pull_headers(struct __sk_buff *skb)
 }
 
 /* Finds the TCP header, and pulls headers that are not linear. A packet that cannot be pulled passes. */
-static __always_inline enum located locate_pulled(struct __sk_buff *skb, struct segment *segment,
-						  enum segment_direction direction)
+static __always_inline enum segment_location locate_pulled(struct __sk_buff *skb, struct segment *segment,
+							   enum segment_direction direction)
 {
-	enum located located;
+	enum segment_location segment_location;
 
 	if (skb->protocol == bpf_htons(ETH_P_IPV6))
 		return locate_ipv6(skb, segment, direction);
 	if (skb->protocol != bpf_htons(ETH_P_IP))
 		return LOCATED_OTHER;
-	located = locate_ipv4(skb, segment, direction);
-	if (located == LOCATED_BEYOND_LINEAR)
-		located = pull_headers(skb) ? LOCATED_OTHER : locate_ipv4(skb, segment, direction);
-	return located;
+	segment_location = locate_ipv4(skb, segment, direction);
+	if (segment_location == LOCATED_BEYOND_LINEAR)
+		segment_location = pull_headers(skb) ? LOCATED_OTHER : locate_ipv4(skb, segment, direction);
+	return segment_location;
 }
 
 /* Calls locate_timestamp(), and pulls headers that are not linear. */
-static __always_inline enum located locate_timestamp_pulled(struct __sk_buff *skb, struct segment *segment)
+static __always_inline enum segment_location locate_timestamp_pulled(struct __sk_buff *skb, struct segment *segment)
 {
-	enum located located = locate_timestamp(skb, segment);
+	enum segment_location segment_location = locate_timestamp(skb, segment);
 
-	if (located == LOCATED_BEYOND_LINEAR && !pull_headers(skb))
-		located = locate_timestamp(skb, segment);
-	return located;
+	if (segment_location == LOCATED_BEYOND_LINEAR && !pull_headers(skb))
+		segment_location = locate_timestamp(skb, segment);
+	return segment_location;
 }
 
 /* Replaces one 32-bit word of the timestamp option and updates the checksum: both, or the packet is dropped. */

@@ -178,7 +178,7 @@ static __always_inline __u32 cookie_to_send(const struct segment *segment, __u32
 					    __u32 milliseconds, bool forwarded)
 {
 	if (number & SERVER_NUMBER_STATEFUL && !forwarded) {
-		__u32 index = index_to_send(segment, socket, milliseconds);
+		__u32 index = select_index(segment, socket, milliseconds);
 
 		if (index != NO_CONNECTION_INDEX)
 			return COOKIE_KIND_BIT | (index & COOKIE_ID_MASK);
@@ -205,7 +205,7 @@ int server_egress(struct __sk_buff *skb)
 	if (number >= SERVICE_ADDRESS_ONLY)
 		return TC_ACT_UNSPEC;
 	if (segment.syn)
-		note_handshake(word, forwarded);
+		record_handshake(word, forwarded);
 	if (segment.syn && number & SERVER_NUMBER_ENCAPSULATED && clamp_mss(skb, &segment, number) != TC_ACT_UNSPEC)
 		return TC_ACT_SHOT;
 	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
@@ -241,7 +241,7 @@ int server_egress(struct __sk_buff *skb)
 			count(SERVER_COUNTER_EGRESS_FORWARDED);
 	}
 	count(SERVER_COUNTER_STAMPED);
-	time = time_to_send(&segment, milliseconds, last_tsecr);
+	time = select_time(&segment, milliseconds, last_tsecr);
 	cookie = cookie_to_send(&segment, number, socket, time.original, forwarded);
 	return rewrite(skb, &segment, segment.timestamp, segment.value, bpf_htonl(stamp(&segment, cookie, time)));
 }
@@ -249,8 +249,8 @@ int server_egress(struct __sk_buff *skb)
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
 /* Returns whether a TSecr with `cookie` (kind, and id or index) was stamped by this host. */
-static __always_inline bool stamped_here(struct __sk_buff *skb, const struct segment *segment, __u32 number,
-					 __u32 cookie)
+static __always_inline bool is_stamped_here(struct __sk_buff *skb, const struct segment *segment, __u32 number,
+					    __u32 cookie)
 {
 	if (cookie & COOKIE_KIND_BIT)
 		return number & SERVER_NUMBER_STATEFUL && may_be_stamped(skb, segment);
@@ -265,7 +265,7 @@ static __always_inline int restore(struct __sk_buff *skb, const struct segment *
 	__u32 cookie = reveal(hash, tsecr & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
 	__u64 time_hash;
 
-	if (!stamped_here(skb, segment, number, cookie)) {
+	if (!is_stamped_here(skb, segment, number, cookie)) {
 		count(SERVER_COUNTER_INGRESS_OTHER_COOKIE);
 		return TC_ACT_UNSPEC;
 	}
@@ -287,7 +287,7 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 		count(SERVER_COUNTER_DROP_MALFORMED_TCP);
 		return TC_ACT_SHOT;
 	}
-	if (!segment->syn && !is_broadcast && carries_server_before(number, segment) && !is_forwarded_service(word)) {
+	if (!segment->syn && !is_broadcast && has_previous_server(number, segment) && !is_forwarded_service(word)) {
 		verdict = forward_to_previous(skb, segment, number & SERVER_NUMBER_ID_MASK);
 		if (verdict != TC_ACT_UNSPEC)
 			return verdict;
@@ -324,7 +324,7 @@ int server_ingress(struct __sk_buff *skb)
 	if (number >= SERVICE_ADDRESS_ONLY || skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
 	if (is_broadcast) {
-		if (!socket_is_here(skb, &segment)) {
+		if (!has_socket(skb, &segment)) {
 			count(SERVER_COUNTER_BROADCAST_IGNORED);
 			return TC_ACT_SHOT;
 		}

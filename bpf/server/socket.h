@@ -78,7 +78,7 @@ static __always_inline struct bpf_sock *find_socket(struct __sk_buff *skb, const
  * Returns whether this host has a socket of exactly that 4-tuple: established, requested or in TIME-WAIT; not a
  * listening one.
  */
-static __noinline bool socket_is_here(struct __sk_buff *skb, const struct segment *segment)
+static __noinline bool has_socket(struct __sk_buff *skb, const struct segment *segment)
 {
 	struct bpf_sock *sk = find_socket(skb, segment);
 	bool here;
@@ -110,8 +110,8 @@ static __always_inline bool ends_cookie_handshake(struct __sk_buff *skb, struct 
 	       !bpf_tcp_check_syncookie(listener, ipv6, sizeof(*ipv6), tcp, sizeof(*tcp));
 }
 
-/* socket_is_here(), or the segment creates one. */
-static __noinline bool connection_is_here(struct __sk_buff *skb, const struct segment *segment)
+/* has_socket(), or the segment creates one. */
+static __noinline bool has_connection(struct __sk_buff *skb, const struct segment *segment)
 {
 	struct bpf_sock *sk = find_socket(skb, segment);
 	bool here;

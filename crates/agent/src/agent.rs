@@ -112,7 +112,7 @@ impl Agent {
             pin_directory: config.pin_directory.clone(),
             sample_every_syn: false,
         })?;
-        let verb = if programs.taken_over() { "taken over" } else { "attached" };
+        let verb = if programs.is_taken_over() { "taken over" } else { "attached" };
         tracing::info!(
             event = "programs-attached",
             server = config.server,
@@ -171,7 +171,7 @@ impl Agent {
         self.config.metrics
     }
 
-    pub fn tls(&self) -> Option<&coreward_tls::Files> {
+    pub fn tls(&self) -> Option<&coreward_tls::CredentialFiles> {
         self.config.tls.as_ref()
     }
 
@@ -257,8 +257,8 @@ impl Agent {
             let switch_ms = key_activation::switch_ms(&self.programs.keys(), &new.keys, monotonic_ms());
             self.programs.set_keys(&new.keys, switch_ms);
         }
-        if old.is_none_or(|old| old.servers_before != new.servers_before) {
-            self.daisy_chain.set(&new.servers_before, &mut self.programs)?;
+        if old.is_none_or(|old| old.previous_servers != new.previous_servers) {
+            self.daisy_chain.set(&new.previous_servers, &mut self.programs)?;
         }
         if old.is_none_or(|old| old.services != new.services || old.address != new.address) {
             if self.config.manage_timestamps && is_stamped(new) {
@@ -289,9 +289,9 @@ impl Agent {
         }
         self.cpu_of_queue = queues::cpus(&self.nic, self.rss.receive_queues());
         self.load.refresh(&self.cpu_of_queue);
-        self.keep_times_near();
+        self.refresh_times();
         self.daisy_chain.apply_changes(&mut self.programs);
-        let not_in_force = self.judge_rss();
+        let describe_pending = self.judge_rss();
         self.warnings.clear();
         if let Some(configuration) = self.configuration.as_ref().filter(|configuration| is_stamped(configuration)) {
             self.warnings.extend(timestamps::warning(stamps_new_connections(configuration)));
@@ -305,7 +305,7 @@ impl Agent {
         let forwarded = services.filter(|service| self.programs.is_forwarded(&service.address));
         self.warnings.extend(forwarded.filter_map(unstamped_syn_acks::limitation));
         self.warnings.extend(self.rss.problem().map(str::to_owned));
-        self.warnings.extend(not_in_force);
+        self.warnings.extend(describe_pending);
         self.warnings.extend(self.connection_counter.warning());
         self.warnings.extend(self.load.warnings());
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
@@ -318,7 +318,7 @@ impl Agent {
     }
 
     /// 32-bit times are compared by their difference, so they must not grow old.
-    fn keep_times_near(&mut self) {
+    fn refresh_times(&mut self) {
         let (keys, switch_ms) = self.programs.keys();
         let renewed = key_activation::renewed(switch_ms, monotonic_ms());
         if renewed != switch_ms {
@@ -433,14 +433,14 @@ impl Agent {
         let counters = self.programs.counters();
         let warnings = self.all_warnings(more_warnings);
         let details = sent.needs_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
-            counters: [named(&counters, &self.steering), self.decapsulator.counters()].concat(),
+            counters: [counters_by_name(&counters, &self.steering), self.decapsulator.counters()].concat(),
             warnings,
-            dispatch: self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default(),
+            dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
             connections: self.connection_counter.newest(),
             refused: self.refused.clone(),
         });
         let report = Report {
-            sent: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
+            sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
             time_to_live: (self.report_interval() * INTERVALS_TO_LIVE).max(MIN_TIME_TO_LIVE),
             readings: CoreReadings { sequence: self.sequence, measured_ns, busy_ns: self.readings.clone() },
             open_connections: connections::open(),
@@ -523,7 +523,7 @@ fn stall_counters(programs: &ServerPrograms) -> Counts {
     }
 }
 
-fn named(counters: &[u64; server::COUNTERS], steering: &Steering) -> Vec<(String, u64)> {
+fn counters_by_name(counters: &[u64; server::COUNTERS], steering: &Steering) -> Vec<(String, u64)> {
     let server = server::COUNTER_NAMES.into_iter().zip(*counters);
     // Sums over all services. A name that both programs use would be added up.
     let mut named: HashMap<&str, u64> = HashMap::new();

@@ -33,7 +33,7 @@ config_struct! {
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
-        pub tls: Option<coreward_tls::Files>,
+        pub tls: Option<coreward_tls::CredentialFiles>,
         /// Dispatch of requests to the workers of UDP services.
         pub dispatch: Option<coreward_dispatch::config::Config>,
     }

@@ -16,19 +16,19 @@ const INTERVAL: Duration = Duration::from_secs(5);
 /// The same while a drain is waited for.
 const INTERVAL_DRAINING: Duration = Duration::from_secs(1);
 /// Pause as a multiple of the last count's duration: counting takes at most a twentieth of one CPU.
-const REST: u32 = 20;
+const PAUSE_FACTOR: u32 = 20;
 
 /// The newest count, and the next one.
 #[derive(Default)]
 pub struct ConnectionCounter {
     newest: Option<CountResult>,
-    under_way: Option<JoinHandle<anyhow::Result<CountResult>>>,
+    running: Option<JoinHandle<anyhow::Result<CountResult>>>,
     problem: Option<String>,
     last: Option<(Instant, Duration)>,
 }
 
 struct CountResult {
-    began: Instant,
+    started_at: Instant,
     took: Duration,
     configuration_generation: u64,
     services: BTreeMap<String, u32>,
@@ -37,19 +37,19 @@ struct CountResult {
 impl ConnectionCounter {
     /// Takes a finished count, and begins the next one when it is due.
     pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
-        if let Some(ended) = self.under_way.take_if(|thread| thread.is_finished()) {
+        if let Some(ended) = self.running.take_if(|thread| thread.is_finished()) {
             let outcome = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
             self.take(outcome);
         }
         let Some(configuration) = configuration else { return };
-        if self.under_way.is_none() && self.is_due(configuration.draining) {
+        if self.running.is_none() && self.is_due(configuration.draining) {
             self.begin(configuration);
         }
     }
 
     fn is_due(&self, draining: bool) -> bool {
         let interval = if draining { INTERVAL_DRAINING } else { INTERVAL };
-        self.last.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * REST))
+        self.last.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * PAUSE_FACTOR))
     }
 
     fn begin(&mut self, configuration: &AgentConfiguration) {
@@ -61,10 +61,10 @@ impl ConnectionCounter {
             of_tcp.map(|service| (service.name.clone(), service.address.socket)).unzip();
         let count = move || {
             let services = names.into_iter().zip(connections_of(&addresses)?).collect();
-            Ok(CountResult { began, took: began.elapsed(), configuration_generation, services })
+            Ok(CountResult { started_at: began, took: began.elapsed(), configuration_generation, services })
         };
         match std::thread::Builder::new().name("counting".to_owned()).spawn(count) {
-            Ok(thread) => self.under_way = Some(thread),
+            Ok(thread) => self.running = Some(thread),
             Err(error) => self.take(Err(error.into())),
         }
     }
@@ -89,7 +89,7 @@ impl ConnectionCounter {
 
     pub fn newest(&self) -> Option<CountedConnections> {
         self.newest.as_ref().map(|counted| CountedConnections {
-            age: counted.began.elapsed(),
+            elapsed: counted.started_at.elapsed(),
             configuration_generation: counted.configuration_generation,
             services: counted.services.clone(),
         })

@@ -37,7 +37,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         let hangup = signal(SignalKind::hangup())?;
         let scrapes = Scrapes::listen(agent.metrics_address())?;
         let tasks = BackgroundTasks {
-            maintenance: every(POLL_INTERVAL),
+            maintenance: start_interval(POLL_INTERVAL),
             reload: Some((hangup, config_file.to_owned())),
             scrapes,
         };
@@ -53,7 +53,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let connection = connection(agent)?;
-        let tasks = BackgroundTasks { maintenance: every(POLL_INTERVAL), reload: None, scrapes: Scrapes::default() };
+        let tasks =
+            BackgroundTasks { maintenance: start_interval(POLL_INTERVAL), reload: None, scrapes: Scrapes::default() };
         Ok(run_sessions(agent, connection, tasks).await)
     })
 }
@@ -140,7 +141,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     Agent::start(config)?.detach()
 }
 
-fn every(period: Duration) -> Interval {
+fn start_interval(period: Duration) -> Interval {
     let mut interval = tokio::time::interval_at(Instant::now() + period, period);
     // Values are absolute: one of two due reports is enough.
     interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -175,7 +176,7 @@ async fn run_session(
     let mut updates = connection.accept_stream(begun)?;
     agent.begin_stream();
     tracing::info!(event = "controller-connected", controller = %connection.controller(), "connected to controller");
-    let mut tick = every(agent.report_interval());
+    let mut tick = start_interval(agent.report_interval());
     let mut sent = ReportState::default();
     loop {
         tokio::select! {
@@ -207,12 +208,12 @@ async fn run_session(
                     None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this agent"),
                 }
                 if tick.period() != agent.report_interval() {
-                    tick = every(agent.report_interval());
+                    tick = start_interval(agent.report_interval());
                 }
             }
             _ = tick.tick() => {
                 let Some(report) = agent.report(&sent, &connection.warnings()) else { continue };
-                let then = sent.after(&report);
+                let then = sent.after_report(&report);
                 // A controller that does not read misses a report; the next one is complete.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
                     sent = then;

@@ -6,12 +6,12 @@ use coreward_wire::v1;
 /// Returns the faults as text.
 pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
     if dispatcher.is_running() {
-        return dispatcher.seen().warnings;
+        return dispatcher.state().warnings;
     }
     vec!["no daemon maintains the dispatched services: restart the agent".to_owned()]
 }
 
 /// Returns the state at the last poll.
-pub fn reported(dispatcher: &Dispatcher) -> Vec<v1::DispatchedService> {
-    dispatcher.seen().services.into_iter().map(v1::DispatchedService::from).collect()
+pub fn service_reports(dispatcher: &Dispatcher) -> Vec<v1::DispatchedService> {
+    dispatcher.state().services.into_iter().map(v1::DispatchedService::from).collect()
 }

@@ -34,7 +34,7 @@ impl ReportState {
         newest.is_none_or(|newest| newest.at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
     }
 
-    pub fn after(&self, report: &v1::Report) -> Self {
+    pub fn after_report(&self, report: &v1::Report) -> Self {
         let new = || SentDetails { at: Instant::now(), warnings: report.warnings.clone() };
         let details = if report.without_details { self.details.clone() } else { Some(new()) };
         Self { rss_generation: report.rss_generation, details }
@@ -50,10 +50,10 @@ mod tests {
         let sent = ReportState::default();
         assert!(sent.needs_details(None, &[]), "nothing was sent");
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
-        let sent = sent.after(&report);
+        let sent = sent.after_report(&report);
         assert_eq!(sent.rss_generation(), 3);
         assert!(sent.needs_details(None, &report.warnings), "there is no configuration yet");
         let short = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
-        assert_eq!(sent.after(&short).details.unwrap().warnings, report.warnings);
+        assert_eq!(sent.after_report(&short).details.unwrap().warnings, report.warnings);
     }
 }

@@ -46,7 +46,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-enum Line<'a> {
+enum OutputLine<'a> {
     Nic {
         interface: &'a str,
         receive_queues: u16,
@@ -96,7 +96,7 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     set(args, &mut device)?;
     let rss = device.read()?;
     let queues = device.receive_queues();
-    let nic = Line::Nic {
+    let nic = OutputLine::Nic {
         interface: &args.interface,
         receive_queues: queues,
         key: rss.key.to_string(),
@@ -108,7 +108,8 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     }
     let mut programs = ServerPrograms::load_only(true)?;
     programs.set_rss(Some(&rss), 1);
-    let _held = tc::hold(programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
+    let _held =
+        tc::attach_until_drop(programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
     // From this line on the command sees every SYN.
     print(args.json, &nic)?;
     watch(args, &programs, &rss)
@@ -135,7 +136,7 @@ fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result
         input = search.observe(rss, &samples).or(input);
         for sample in samples {
             last = sample.sequence;
-            print(args.json, &Line::Syn(sample.into()))?;
+            print(args.json, &OutputLine::Syn(sample.into()))?;
         }
         if over || args.syns.is_some_and(|syns| last >= syns) {
             break;
@@ -148,12 +149,12 @@ fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result
     let verdict = RssVerifier::default().observe(&rss.indirection_table, matched, mismatched);
     let without_queue = count(intf::SERVER_COUNTER_RSS_UNPREDICTED);
     let input = input.filter(|_| verdict == Verdict::NotInForce).map(InputTransform::name);
-    print(args.json, &Line::End { matched, mismatched, without_queue, verdict, input })?;
+    print(args.json, &OutputLine::End { matched, mismatched, without_queue, verdict, input })?;
     Ok(verdict != Verdict::NotInForce)
 }
 
 /// Flushes, so that a test sees each SYN at once.
-fn print(json: bool, line: &Line<'_>) -> anyhow::Result<()> {
+fn print(json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
     use std::io::Write as _;
     let text = if json { serde_json::to_string(line)? } else { text(line) };
     let mut out = std::io::stdout().lock();
@@ -161,9 +162,9 @@ fn print(json: bool, line: &Line<'_>) -> anyhow::Result<()> {
     Ok(out.flush()?)
 }
 
-fn text(line: &Line<'_>) -> String {
+fn text(line: &OutputLine<'_>) -> String {
     match line {
-        Line::Nic { interface, receive_queues, key, indirection_table } => {
+        OutputLine::Nic { interface, receive_queues, key, indirection_table } => {
             let rows: Vec<String> = indirection_table
                 .chunks(16)
                 .enumerate()
@@ -178,14 +179,14 @@ fn text(line: &Line<'_>) -> String {
                 rows.join("\n")
             )
         }
-        Line::Syn(Syn { source, destination, hash, predicted_queue, actual_queue }) => {
+        OutputLine::Syn(Syn { source, destination, hash, predicted_queue, actual_queue }) => {
             let fits = if predicted_queue == actual_queue { "" } else { "  <- another one" };
             format!(
                 "{source} -> {destination}: hash {hash:#010x}, predicted queue {predicted_queue}, arrived on \
                  {actual_queue}{fits}"
             )
         }
-        Line::End { matched, mismatched, without_queue, verdict, input } => {
+        OutputLine::End { matched, mismatched, without_queue, verdict, input } => {
             let input = input.map_or(String::new(), |input| {
                 format!("; they arrive as if the NIC hashed its input {input}, which the agent finds out by itself")
             });

@@ -1,9 +1,9 @@
 //! Detection of stalled stamped connections: a device on the path may drop timestamps that run faster than a clock.
 
 /// Handshakes per verdict.
-const HANDSHAKES: u64 = 200;
+const HANDSHAKES_PER_VERDICT: u64 = 200;
 /// Fraction of connections that may stall: clients disappear all the time.
-const TOLERATED: f64 = 0.01;
+const TOLERATED_FRACTION: f64 = 0.01;
 
 /// Counters of server.bpf.c, absolute.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -20,23 +20,23 @@ pub struct Counts {
 #[derive(Debug, Default)]
 pub struct StallDetector {
     /// Counters at the beginning of the window.
-    began: Counts,
+    window_start: Counts,
     warning: Option<String>,
 }
 
 impl StallDetector {
     /// Starts after the counts of an earlier process.
     pub fn from(counts: Counts) -> Self {
-        Self { began: counts, warning: None }
+        Self { window_start: counts, warning: None }
     }
 
     /// Returns the result of the last complete window, as text for `coreward status`.
     pub fn observe(&mut self, counts: Counts) -> Option<&str> {
-        let handshakes = counts.handshakes.saturating_sub(self.began.handshakes);
-        if handshakes >= HANDSHAKES {
-            let shaking = counts.stalled_handshakes.saturating_sub(self.began.stalled_handshakes);
-            let talking = counts.stalled_connections.saturating_sub(self.began.stalled_connections);
-            self.warning = ((shaking + talking) as f64 > TOLERATED * handshakes as f64).then(|| {
+        let handshakes = counts.handshakes.saturating_sub(self.window_start.handshakes);
+        if handshakes >= HANDSHAKES_PER_VERDICT {
+            let shaking = counts.stalled_handshakes.saturating_sub(self.window_start.stalled_handshakes);
+            let talking = counts.stalled_connections.saturating_sub(self.window_start.stalled_connections);
+            self.warning = ((shaking + talking) as f64 > TOLERATED_FRACTION * handshakes as f64).then(|| {
                 format!(
                     "of {handshakes} stamped connections {shaking} got no answer to four SYN-ACKs and {talking} none \
                      to \
@@ -44,7 +44,7 @@ impl StallDetector {
                      timestamps = \"off\" shows whether), or a SYN flood"
                 )
             });
-            self.began = counts;
+            self.window_start = counts;
         }
         self.warning.as_deref()
     }

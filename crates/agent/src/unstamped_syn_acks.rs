@@ -13,22 +13,22 @@ const WARNING_DURATION: Duration = Duration::from_secs(60);
 /// Watches the counter of SYN-ACKs that could not be stamped.
 #[derive(Debug)]
 pub struct UnstampedSynAcks {
-    counted: u64,
-    grew_at: Option<Instant>,
+    last_count: u64,
+    last_increase: Option<Instant>,
 }
 
 impl UnstampedSynAcks {
     /// Starts after the counts of an earlier process.
     pub fn from(counted: u64) -> Self {
-        Self { counted, grew_at: None }
+        Self { last_count: counted, last_increase: None }
     }
 
     /// Takes the counter (absolute). Returns the fault as text for `coreward status`.
     pub fn observe(&mut self, counted: u64, now: Instant) -> Option<String> {
-        if counted > self.counted {
-            (self.counted, self.grew_at) = (counted, Some(now));
+        if counted > self.last_count {
+            (self.last_count, self.last_increase) = (counted, Some(now));
         }
-        self.grew_at.is_some_and(|at| now.duration_since(at) < WARNING_DURATION).then(|| {
+        self.last_increase.is_some_and(|at| now.duration_since(at) < WARNING_DURATION).then(|| {
             format!(
                 "{counted} SYN-ACKs came from another network namespace (a container?) whose net.ipv4.tcp_timestamps \
                  is not 2: \

@@ -44,11 +44,11 @@ pub struct Caller {
     /// Its address.
     pub address: IpAddr,
     /// Its proof: the name in a certificate, a token's role and id, or a session.
-    pub who: Arc<str>,
+    pub principal: Arc<str>,
 }
 
 impl fmt::Display for Caller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} at {}", self.who, self.address)
+        write!(f, "{} at {}", self.principal, self.address)
     }
 }

@@ -145,7 +145,7 @@ impl From<Diagnostic> for Diagnostics {
 }
 
 /// Least similarity (0 to 1, Jaro and Winkler's measure) of a suggested name.
-const ALIKE: f64 = 0.75;
+const MIN_SIMILARITY: f64 = 0.75;
 
 /// Returns the name of `known` nearest to `given`.
 pub fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
@@ -154,6 +154,7 @@ pub fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Opt
     }
     let given = given.to_lowercase();
     let likeness = |name: &str| strsim::jaro_winkler(&given, &name.to_lowercase());
-    let alike = known.into_iter().map(|name| (likeness(name), name)).filter(|(likeness, _)| *likeness >= ALIKE);
+    let alike =
+        known.into_iter().map(|name| (likeness(name), name)).filter(|(likeness, _)| *likeness >= MIN_SIMILARITY);
     alike.max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, name)| name)
 }

@@ -26,12 +26,12 @@ pub trait FromToml: Sized {
     fn schema() -> Value;
 
     /// Returns the value of a missing key.
-    fn absent() -> Option<Self> {
+    fn value_if_missing() -> Option<Self> {
         None
     }
 
     /// Returns the value after a mistake.
-    fn wrong() -> Option<Self> {
+    fn value_after_error() -> Option<Self> {
         None
     }
 }
@@ -58,7 +58,7 @@ impl<T: FromToml> FromToml for Field<T> {
         T::schema()
     }
 
-    fn absent() -> Option<Self> {
+    fn value_if_missing() -> Option<Self> {
         Some(Self { value: None, span: 0..0 })
     }
 }
@@ -78,11 +78,11 @@ impl<T: FromToml> FromToml for Option<T> {
         T::schema()
     }
 
-    fn absent() -> Option<Self> {
+    fn value_if_missing() -> Option<Self> {
         Some(None)
     }
 
-    fn wrong() -> Option<Self> {
+    fn value_after_error() -> Option<Self> {
         Some(None)
     }
 }
@@ -118,11 +118,11 @@ impl<T: FromToml> FromToml for Vec<T> {
         json!({ "type": "array", "items": T::schema() })
     }
 
-    fn absent() -> Option<Self> {
+    fn value_if_missing() -> Option<Self> {
         Some(Vec::new())
     }
 
-    fn wrong() -> Option<Self> {
+    fn value_after_error() -> Option<Self> {
         Some(Vec::new())
     }
 }
@@ -178,14 +178,14 @@ impl FromToml for PathBuf {
 /// Primitive TOML type.
 pub(crate) trait FromTomlScalar: Sized {
     /// Returns the number, or a mistake with the expectation of `T`.
-    fn written<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
+    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 }
 
 impl FromTomlScalar for f64 {
-    fn written<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let number = match value.get_ref() {
             DeValue::Float(float) => float.as_str().replace('_', "").parse().ok(),
-            DeValue::Integer(integer) => signed(integer).map(|integer| integer as f64),
+            DeValue::Integer(integer) => to_i64(integer).map(|integer| integer as f64),
             _ => None,
         };
         if number.is_none() {
@@ -197,7 +197,7 @@ impl FromTomlScalar for f64 {
 
 impl FromToml for f64 {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        Self::written::<Self>(value, reader)
+        Self::parse_number::<Self>(value, reader)
     }
 
     fn expected() -> String {
@@ -210,16 +210,16 @@ impl FromToml for f64 {
 }
 
 /// TOML's integers are signed, with 64 bits.
-fn signed(integer: &DeInteger<'_>) -> Option<i64> {
+fn to_i64(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
 
 impl FromTomlScalar for u64 {
-    fn written<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let integer = value.get_ref().as_integer().and_then(signed).and_then(|integer| u64::try_from(integer).ok());
+    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        let integer = value.get_ref().as_integer().and_then(to_i64).and_then(|integer| u64::try_from(integer).ok());
         if integer.is_none() && value.get_ref().is_integer() {
-            let written = reader.written(&value.span()).to_owned();
-            reader.mistake(value.span(), format!("{written}: expected {}", T::expected()));
+            let written = reader.text_at(&value.span()).to_owned();
+            reader.report(value.span(), format!("{written}: expected {}", T::expected()));
         } else if integer.is_none() {
             reader.wrong_type::<T>(value);
         }
@@ -229,7 +229,7 @@ impl FromTomlScalar for u64 {
 
 impl FromToml for u64 {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        Self::written::<Self>(value, reader)
+        Self::parse_number::<Self>(value, reader)
     }
 
     fn expected() -> String {
@@ -263,9 +263,9 @@ impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::Integer(integer) => {
-                let known = signed(integer).and_then(|integer| u64::try_from(integer).ok());
+                let known = to_i64(integer).and_then(|integer| u64::try_from(integer).ok());
                 let number = known.filter(|number| (MIN..=MAX).contains(number)).map(Self);
-                let written = reader.written(&value.span()).to_owned();
+                let written = reader.text_at(&value.span()).to_owned();
                 reader.ok_or_report(
                     number.ok_or_else(|| format!("{written}: expected {}", Self::expected())),
                     value.span(),

@@ -23,7 +23,7 @@ macro_rules! number {
     ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
         impl FromToml for $type {
             fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-                let written = <$written>::written::<Self>(value, reader)?;
+                let written = <$written>::parse_number::<Self>(value, reader)?;
                 reader.ok_or_report($parse(written), value.span())
             }
 

@@ -16,13 +16,13 @@ pub struct Reader<'a> {
     source: &'a Source,
     /// Keys around the present value.
     keys: Vec<String>,
-    found: Vec<Found>,
-    more: usize,
+    found: Vec<PendingDiagnostic>,
+    omitted: usize,
     syntax: Syntax,
 }
 
 /// Mistake without its line.
-struct Found {
+struct PendingDiagnostic {
     span: Span,
     /// `None`: the key at the place.
     key: Option<String>,
@@ -33,7 +33,7 @@ struct Found {
 /// Effect of syntax errors on later checks.
 #[derive(Default)]
 struct Syntax {
-    is_wrong: bool,
+    has_error: bool,
     lines: BTreeSet<usize>,
     /// From this line on tables may be wrong.
     doubtful_from: Option<usize>,
@@ -44,15 +44,15 @@ impl<'a> Reader<'a> {
         source: &'a Source,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
     ) -> Result<U, Diagnostics> {
-        let Parsed { table, errors, more } = source.toml();
-        let mut reader = Self { source, keys: Vec::new(), found: Vec::new(), more, syntax: Syntax::default() };
+        let Parsed { table, errors, omitted: more } = source.toml();
+        let mut reader = Self { source, keys: Vec::new(), found: Vec::new(), omitted: more, syntax: Syntax::default() };
         for error in &errors {
             reader.syntax_error(error);
         }
         let root = Spanned::new(table.span(), DeValue::Table(table.into_inner()));
         let read = T::read(&root, &mut reader);
         // In half a file combinations of values cannot be checked.
-        let checked = if reader.syntax.is_wrong { None } else { read.and_then(|read| check(read, &mut reader)) };
+        let checked = if reader.syntax.has_error { None } else { read.and_then(|read| check(read, &mut reader)) };
         match checked {
             Some(checked) if reader.found.is_empty() => Ok(checked),
             _ => Err(reader.diagnostics(root.get_ref())),
@@ -62,7 +62,7 @@ impl<'a> Reader<'a> {
     fn syntax_error(&mut self, error: &toml::de::Error) {
         let span = error.span().unwrap_or_default();
         let line = self.source.line(&span);
-        self.syntax.is_wrong = true;
+        self.syntax.has_error = true;
         self.syntax.lines.insert(line);
         if self.source.line_text(line).trim_start().starts_with('[') {
             self.syntax.doubtful_from = Some(self.syntax.doubtful_from.map_or(line, |first| first.min(line)));
@@ -70,29 +70,29 @@ impl<'a> Reader<'a> {
         // An empty span of the parser is a missing value, without a key to guess.
         let key = span.is_empty().then(String::new);
         let message = one_line(error.message());
-        self.found.push(Found { span, key, message, nearest: None });
+        self.found.push(PendingDiagnostic { span, key, message, nearest: None });
     }
 
     fn diagnostics(self, root: &DeValue<'_>) -> Diagnostics {
         let source = self.source;
-        let mistake = |found: Found| {
+        let mistake = |found: PendingDiagnostic| {
             let key = found.key.or_else(|| Some(key_at(root.as_table()?, &found.span))).unwrap_or_default();
             let mistake = Diagnostic::new(source.path(), source.location(&found.span), key, &found.message);
             Diagnostic { nearest: found.nearest.map(String::into), ..mistake }
         };
         let mut list: Vec<Diagnostic> = self.found.into_iter().map(mistake).collect();
         list.sort_by_key(|mistake| mistake.location);
-        Diagnostics { list, more: self.more }
+        Diagnostics { list, more: self.omitted }
     }
 
     /// Stores a mistake at a place. `message`: "found: expected ...".
-    pub fn mistake(&mut self, span: Span, message: impl Display) {
-        self.note(span, message, || None);
+    pub fn report(&mut self, span: Span, message: impl Display) {
+        self.push(span, message, || None);
     }
 
     /// Stores a mistake within the present value; the key follows from the place.
-    pub fn mistake_within(&mut self, span: Span, message: impl Display) {
-        self.check_value(|reader| reader.mistake(span, message));
+    pub fn report_within(&mut self, span: Span, message: impl Display) {
+        self.check_value(|reader| reader.report(span, message));
     }
 
     /// Runs `check` of the present value; the key of each mistake follows from its place.
@@ -111,11 +111,11 @@ impl<'a> Reader<'a> {
         given: &str,
         known: impl IntoIterator<Item = &'n str>,
     ) {
-        self.note(span, message, || nearest(given, known).map(str::to_owned));
+        self.push(span, message, || nearest(given, known).map(str::to_owned));
     }
 
-    fn note(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
-        if self.syntax.is_wrong {
+    fn push(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
+        if self.syntax.has_error {
             let line = self.source.line(&span);
             if self.syntax.lines.contains(&line) || self.syntax.doubtful_from.is_some_and(|first| first <= line) {
                 return;
@@ -123,27 +123,27 @@ impl<'a> Reader<'a> {
         }
         // There may be a million: texts are made for those that are shown.
         if self.found.len() >= DISPLAY_LIMIT {
-            self.more += 1;
+            self.omitted += 1;
             return;
         }
         // The key of the present value needs no search.
         let key = (!self.keys.is_empty()).then(|| self.keys.join("."));
-        self.found.push(Found { span, key, message: message.to_string(), nearest: nearest() });
+        self.found.push(PendingDiagnostic { span, key, message: message.to_string(), nearest: nearest() });
     }
 
     /// Returns the value, or stores the error at its place.
     pub fn ok_or_report<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
-        outcome.map_err(|message| self.mistake(span, message)).ok()
+        outcome.map_err(|message| self.report(span, message)).ok()
     }
 
     /// Stores a mistake of a value of another type than `T`'s.
     pub fn wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
-        let (kind, written) = (value.get_ref().type_str(), self.written(&value.span()));
+        let (kind, written) = (value.get_ref().type_str(), self.text_at(&value.span()));
         let found = match value.get_ref() {
             DeValue::Table(_) | DeValue::Array(_) => format!("a TOML {kind}"),
             _ => format!("{written} is a TOML {kind}"),
         };
-        self.mistake(value.span(), format!("{found}: expected {}", T::expected()));
+        self.report(value.span(), format!("{found}: expected {}", T::expected()));
         None
     }
 
@@ -153,7 +153,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns the file's text at `span`.
-    pub fn written(&self, span: &Span) -> &str {
+    pub fn text_at(&self, span: &Span) -> &str {
         self.source.text().get(span.clone()).unwrap_or_default()
     }
 
@@ -193,7 +193,7 @@ impl<'a> Reader<'a> {
     fn unknown_key(&mut self, key: &str, at: Span, known: &[&str], elsewhere: &[(&str, &str)]) {
         self.keys.push(key.to_owned());
         match elsewhere.iter().find(|(name, _)| *name == key) {
-            Some((_, expected)) => self.mistake(at, format!("is not known here: expected {expected}")),
+            Some((_, expected)) => self.report(at, format!("is not known here: expected {expected}")),
             None => {
                 let list = known.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
                 let message = format!("is not known: expected one of {list}");
@@ -216,13 +216,13 @@ impl TableReader<'_, '_> {
     pub fn key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
         reader.keys.push(key.to_owned());
         let value = match self.table.get(key) {
-            Some(value) => T::read(value, reader).or_else(|| T::wrong()),
+            Some(value) => T::read(value, reader).or_else(|| T::value_after_error()),
             None if default.is_some() => None,
             None => {
-                if T::REQUIRED && !reader.syntax.is_wrong {
-                    reader.mistake(self.span.clone(), format!("is missing: expected {}", T::expected()));
+                if T::REQUIRED && !reader.syntax.has_error {
+                    reader.report(self.span.clone(), format!("is missing: expected {}", T::expected()));
                 }
-                T::absent()
+                T::value_if_missing()
             }
         };
         reader.keys.pop();

@@ -45,17 +45,17 @@ impl<T> fmt::Debug for Secret<T> {
 const MAX_SECRET_BYTES: u64 = 65_536;
 
 /// Whether secrets of other users are rejected.
-static STRICT: AtomicBool = AtomicBool::new(false);
+static IS_STRICT: AtomicBool = AtomicBool::new(false);
 
 /// Rejects secret files of users other than this one and root, who could read and change them. For daemons; commands of
 /// root read files of daemons that run as other users.
 pub fn reject_foreign_secrets() {
-    STRICT.store(true, Ordering::Relaxed);
+    IS_STRICT.store(true, Ordering::Relaxed);
 }
 
 /// Returns the trimmed text of a secret file. Fails if others can read it; see [`reject_foreign_secrets`].
 pub fn read_secret(path: &Path) -> Result<String, String> {
-    read_secret_of(path, STRICT.load(Ordering::Relaxed))
+    read_secret_of(path, IS_STRICT.load(Ordering::Relaxed))
 }
 
 /// `strict`: whether secrets of other users are rejected.

@@ -17,7 +17,7 @@ use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 /// Limit of a file, bytes: as the API's for a fleet's document.
 const MAX_FILE_BYTES: u64 = 8 << 20;
 /// Limit of nesting, as `toml`'s.
-const DEEPEST: u32 = 80;
+const MAX_DEPTH: u32 = 80;
 
 /// Name and text of a file.
 #[derive(Debug, Clone)]
@@ -34,7 +34,7 @@ pub(crate) struct Parsed<'a> {
     /// First syntax errors.
     pub(crate) errors: Vec<toml::de::Error>,
     /// Number of further ones, at least.
-    pub(crate) more: usize,
+    pub(crate) omitted: usize,
 }
 
 /// Part of a text that is parsed first, bytes; grows by half.
@@ -122,7 +122,7 @@ impl Source {
         let source = toml_parser::Source::new(&self.text);
         let mut nothing = ();
         let mut whitespace = ValidateWhitespace::new(&mut nothing, source);
-        let mut guard = RecursionGuard::new(&mut whitespace, DEEPEST);
+        let mut guard = RecursionGuard::new(&mut whitespace, MAX_DEPTH);
         parse_document(&source.lex().into_vec(), &mut guard, &mut |error: toml_parser::ParseError| {
             count += 1;
             if count == DISPLAY_LIMIT + 1 {
@@ -133,7 +133,7 @@ impl Source {
         let (table, mut errors) = first_values(&self.text[..end]);
         let found = errors.len().max(count);
         errors.truncate(DISPLAY_LIMIT);
-        Parsed { table, more: found - errors.len(), errors }
+        Parsed { table, omitted: found - errors.len(), errors }
     }
 
     /// Returns the keys of the whole file, also after mistakes.

@@ -63,7 +63,7 @@ fn read_file(source: &Source) -> Result<Daemon, Diagnostics> {
             && first.get_ref().listen.value.is_some()
             && first.get_ref().listen.value == second.get_ref().listen.value
         {
-            reader.mistake(second.get_ref().listen.span.clone(), "is used twice: expected each once");
+            reader.report(second.get_ref().listen.span.clone(), "is used twice: expected each once");
         }
         Some(daemon)
     })

@@ -55,8 +55,8 @@ impl<const MIN: u64, const MAX: u64> FromToml for Period<MIN, MAX> {
         match value.get_ref() {
             DeValue::String(text) => reader.ok_or_report(Self::parse(text), value.span()),
             DeValue::Integer(_) | DeValue::Float(_) => {
-                let written = reader.written(&value.span()).to_owned();
-                reader.mistake(value.span(), format!("{written} has no unit: expected {}", Self::expected()));
+                let written = reader.text_at(&value.span()).to_owned();
+                reader.report(value.span(), format!("{written} has no unit: expected {}", Self::expected()));
                 None
             }
             _ => reader.wrong_type::<Self>(value),

@@ -42,14 +42,14 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
 /// A store that is not in use.
 struct Opened {
     store: Store,
-    held: Option<(Arc<Cluster>, Arc<Leadership>)>,
+    leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,
 }
 
 impl Opened {
     fn open(place: &StoreLocation) -> anyhow::Result<Self> {
         match place {
             StoreLocation::Embedded(file) => {
-                Ok(Self { store: Store::Embedded(EmbeddedStore::open(file)?), held: None })
+                Ok(Self { store: Store::Embedded(EmbeddedStore::open(file)?), leadership: None })
             }
             StoreLocation::Etcd(config) => {
                 let cluster = leader_election::cluster(config)?;
@@ -58,7 +58,7 @@ impl Opened {
                     .context("a controller uses this store: expected all of them to be stopped")?;
                 let leadership = Arc::new(leadership);
                 let store = EtcdStore::open(cluster.clone(), leadership.clone(), &config.prefix)?;
-                Ok(Self { store: Store::Etcd(store), held: Some((cluster, leadership)) })
+                Ok(Self { store: Store::Etcd(store), leadership: Some((cluster, leadership)) })
             }
         }
     }
@@ -66,7 +66,7 @@ impl Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        if let Some((cluster, leadership)) = &self.held
+        if let Some((cluster, leadership)) = &self.leadership
             && let Err(error) = cluster.block_on(leadership.resign())
         {
             tracing::warn!(event = "lease-not-revoked", %error, "controllers wait until the lease of this copy ends");

@@ -34,7 +34,7 @@ fn waiting(part: &str, name: &str, configuration_generation: u64) -> Waiting {
 impl Controller {
     pub fn acknowledgements(&self, now: Now) -> Acknowledgements {
         let newest = self.fleet.generation;
-        let parts = self.parts(now);
+        let parts = self.peers(now);
         let lacking: Vec<Waiting> = parts
             .iter()
             .filter(|(_, _, confirmed, _)| *confirmed < newest)
@@ -45,7 +45,7 @@ impl Controller {
         };
         let all_refused: Vec<RefusedUpdate> = parts.iter().flat_map(of_part).collect();
         let lost = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
-        let lost = lost.map(|(name, balancer)| waiting(LB, name, balancer.confirmed));
+        let lost = lost.map(|(name, balancer)| waiting(LB, name, balancer.confirmed_generation));
         let (waiting_count, refused_count) = (lacking.len() as u64, all_refused.len() as u64);
         Acknowledgements {
             configuration_generation: newest,
@@ -59,24 +59,24 @@ impl Controller {
     }
 
     /// Returns live load balancers and connected agents: kind, name, confirmed generation, and rejections.
-    fn parts(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RefusedUpdate])> {
+    fn peers(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RefusedUpdate])> {
         let mut parts = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {
             let list = balancer.state.as_ref().map_or(&[][..], |(state, _)| &state.refused);
-            parts.push((LB, name.as_str(), balancer.confirmed, list));
+            parts.push((LB, name.as_str(), balancer.confirmed_generation, list));
         }
         for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.admin_state != AdminState::Left) {
             let connected = |agent: &&Agent| agent.session.is_some();
             if let Some(agent) = self.agent(*id).filter(connected) {
-                let list = agent.newest.as_ref().map_or(&[][..], |newest| &newest.details.refused);
-                parts.push((AGENT, server.name.as_str(), agent.confirmed, list));
+                let list = agent.newest_report.as_ref().map_or(&[][..], |newest| &newest.details.refused);
+                parts.push((AGENT, server.name.as_str(), agent.confirmed_generation, list));
             }
         }
         parts
     }
 
     pub(super) fn add_acknowledgements(&self, page: &mut Snapshot, now: Now) {
-        for (part, name, confirmed, refused) in self.parts(now) {
+        for (part, name, confirmed, refused) in self.peers(now) {
             let lag = self.fleet.generation.saturating_sub(confirmed);
             page.add(&GENERATION_LAG, [part, name], lag as f64);
             page.add(&REFUSED_UPDATES, [part, name], refused.len() as f64);

@@ -17,9 +17,9 @@ use super::traffic::Totals;
 #[derive(Debug, Default)]
 pub struct Agent {
     pub session: Option<LiveSession>,
-    pub newest: Option<LatestReport>,
+    pub newest_report: Option<LatestReport>,
     /// Newest configuration that an agent has confirmed. The server's programs keep their state when the agent ends.
-    pub confirmed: u64,
+    pub confirmed_generation: u64,
     /// Load balancers' traffic to it when the newest report was accepted.
     pub sent_at_report: Totals,
     pub rss: KnownRss,
@@ -86,7 +86,7 @@ pub struct ConnectionCount {
 
 impl ConnectionCount {
     fn reported(counted: CountedConnections, now: Now) -> Self {
-        let CountedConnections { age, configuration_generation, services } = counted;
+        let CountedConnections { elapsed: age, configuration_generation, services } = counted;
         Self { at: now.monotonic.saturating_sub(age), configuration_generation, services }
     }
 
@@ -125,18 +125,18 @@ impl Agent {
 
     /// Whether its newest report is valid.
     pub fn is_fresh(&self, now: Now) -> bool {
-        self.newest.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
+        self.newest_report.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
     }
 
     /// Returns its newest count of connections; `None`: unknown or expired.
     pub fn connections(&self, now: Now) -> Option<&ConnectionCount> {
-        self.newest.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
+        self.newest_report.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
     }
 
     /// Returns the services' connections by the last count. An older agent reports the kernel's number of sockets,
     /// listening ones included.
     pub fn open_connections(&self) -> u32 {
-        let Some(newest) = &self.newest else { return 0 };
+        let Some(newest) = &self.newest_report else { return 0 };
         let counted = newest.details.connections.as_ref().map(ConnectionCount::sum);
         counted.map_or(newest.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
     }
@@ -147,7 +147,7 @@ impl Agent {
 
     /// Returns whether it reports, as the API shows it.
     pub fn report_state(&self, now: Now) -> ReportState {
-        match &self.newest {
+        match &self.newest_report {
             None => ReportState::None,
             Some(_) if self.is_fresh(now) => ReportState::Fresh,
             Some(_) => ReportState::Stale,
@@ -193,16 +193,16 @@ impl Agent {
             session.time_to_live = report.time_to_live;
         }
         if report.configuration_generation <= generation {
-            self.confirmed = self.confirmed.max(report.configuration_generation);
+            self.confirmed_generation = self.confirmed_generation.max(report.configuration_generation);
         }
         // Reports are ordered by their numbers and the server's monotonic clock; wall clocks may be wrong.
-        let ahead = report.sent.saturating_sub(now.wall);
+        let ahead = report.sent_at.saturating_sub(now.wall);
         self.clock_ahead = (ahead > CLOCK_TOLERANCE).then_some(ahead);
         self.tracker.report(report.readings, alpha)?;
         self.rss.update(report.rss_generation, report.rss);
-        let known = self.newest.take().map(|newest| newest.details);
+        let known = self.newest_report.take().map(|newest| newest.details);
         let details = report.details.map(|details| AgentDetails::reported(details, now)).or(known);
-        self.newest = Some(LatestReport {
+        self.newest_report = Some(LatestReport {
             received: now.monotonic,
             fresh_until: now.monotonic + report.time_to_live,
             open_connections: report.open_connections,
@@ -216,7 +216,7 @@ impl Agent {
 
 /// Twice the configured rate: intervals change, and clocks differ.
 fn reports_allowed(interval: Duration) -> Quota {
-    Quota { every: interval / 2, at_once: REPORTS_AT_ONCE }
+    Quota { interval: interval / 2, burst: REPORTS_AT_ONCE }
 }
 
 impl KnownRss {

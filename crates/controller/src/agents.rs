@@ -9,7 +9,7 @@ use coreward_fleet::fleet::Fleet;
 
 #[derive(Debug, Default)]
 pub struct Agents {
-    known: Vec<Agent>,
+    agents: Vec<Agent>,
     by_name: HashMap<String, usize>,
     /// Positions by id, for every table of every service. An id that the operator changed has no agent.
     by_id: Vec<Option<usize>>,
@@ -18,7 +18,7 @@ pub struct Agents {
 impl Agents {
     /// Removes agents whose server has left the fleet.
     pub fn retain(&mut self, fleet: &Fleet) {
-        let mut old: Vec<Option<Agent>> = std::mem::take(&mut self.known).into_iter().map(Some).collect();
+        let mut old: Vec<Option<Agent>> = std::mem::take(&mut self.agents).into_iter().map(Some).collect();
         let by_name = std::mem::take(&mut self.by_name);
         self.by_id.clear();
         for (name, position) in by_name {
@@ -33,9 +33,9 @@ impl Agents {
         if self.by_id.len() <= at {
             self.by_id.resize(at + 1, None);
         }
-        self.by_id[at] = Some(self.known.len());
-        self.by_name.insert(name, self.known.len());
-        self.known.push(agent);
+        self.by_id[at] = Some(self.agents.len());
+        self.by_name.insert(name, self.agents.len());
+        self.agents.push(agent);
     }
 
     /// Returns the agent of the server with that name and id, a new one if needed.
@@ -44,21 +44,21 @@ impl Agents {
             Some(position) => *position,
             None => {
                 self.insert(name.to_owned(), id, Agent::default());
-                self.known.len() - 1
+                self.agents.len() - 1
             }
         };
-        &mut self.known[position]
+        &mut self.agents[position]
     }
 
     pub fn find_mut(&mut self, name: &str) -> Option<&mut Agent> {
-        self.by_name.get(name).map(|position| &mut self.known[*position])
+        self.by_name.get(name).map(|position| &mut self.agents[*position])
     }
 
     pub fn get(&self, id: ServerId) -> Option<&Agent> {
-        self.by_id.get(usize::from(id.get())).copied().flatten().map(|position| &self.known[position])
+        self.by_id.get(usize::from(id.get())).copied().flatten().map(|position| &self.agents[position])
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &Agent> {
-        self.known.iter()
+        self.agents.iter()
     }
 }

@@ -8,7 +8,7 @@ struct Server {
     /// Its load: reported here, counted, or from its rack.
     load: bool,
     /// More than its rack's summary: the server must be read.
-    more: bool,
+    is_detailed: bool,
     /// Generation of the first table with its newest load; 0: none.
     generation: u64,
 }
@@ -19,7 +19,7 @@ pub struct DirtySet {
     /// Changed servers: few, because a table follows a few reports.
     marked: Vec<ServerId>,
     /// Servers that had changed when the newest table was made.
-    before: Vec<ServerId>,
+    previously_marked: Vec<ServerId>,
 }
 
 impl DirtySet {
@@ -37,7 +37,7 @@ impl DirtySet {
 
     pub fn mark(&mut self, id: ServerId) {
         self.mark_relayed(id);
-        self.server(id).more = true;
+        self.server(id).is_detailed = true;
     }
 
     pub fn mark_relayed(&mut self, id: ServerId) {
@@ -48,7 +48,7 @@ impl DirtySet {
 
     /// Returns the servers with changes now or at the newest table.
     pub fn changed(&self) -> impl Iterator<Item = ServerId> {
-        self.before.iter().chain(&self.marked).copied()
+        self.previously_marked.iter().chain(&self.marked).copied()
     }
 
     /// Whether its load is newer than the newest table.
@@ -58,14 +58,14 @@ impl DirtySet {
 
     /// Whether more than its rack's summary may have changed.
     pub fn needs_refresh(&self, id: ServerId) -> bool {
-        self.get(id).more
+        self.get(id).is_detailed
     }
 
     pub fn is_in_table(&mut self, generation: u64) {
-        std::mem::swap(&mut self.before, &mut self.marked);
+        std::mem::swap(&mut self.previously_marked, &mut self.marked);
         self.marked.clear();
-        for id in &self.before {
-            self.servers[usize::from(id.get())] = Server { load: false, more: false, generation };
+        for id in &self.previously_marked {
+            self.servers[usize::from(id.get())] = Server { load: false, is_detailed: false, generation };
         }
     }
 
@@ -81,6 +81,6 @@ impl DirtySet {
             }
         }
         self.marked.retain(|id| is_there(*id));
-        self.before.retain(|id| is_there(*id));
+        self.previously_marked.retain(|id| is_there(*id));
     }
 }

@@ -49,7 +49,7 @@ impl Controller {
             connections: agent.connections(now).map(|counted| counted_connections(counted, now)),
             not_counted: covered
                 .iter()
-                .filter(|service| !is_counted(service))
+                .filter(|service| !has_counted_connections(service))
                 .map(|service| service.name.clone())
                 .collect(),
         })
@@ -101,7 +101,10 @@ impl Controller {
         };
         match (counted, &confirmed) {
             (Ok(counted), Ok(_)) if is_new(counted) => {
-                let names = services.iter().filter(|service| is_counted(service)).map(|service| service.name.as_str());
+                let names = services
+                    .iter()
+                    .filter(|service| has_counted_connections(service))
+                    .map(|service| service.name.as_str());
                 Ok(names.map(|name| counted.services.get(name).copied().map_or(0, u64::from)).sum())
             }
             (Ok(_), Ok(_)) => Err(vec!["a count that begins now".to_owned()]),
@@ -117,7 +120,7 @@ impl Controller {
     }
 }
 
-fn is_counted(service: &FleetService) -> bool {
+fn has_counted_connections(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Tcp
 }
 

@@ -58,7 +58,7 @@ impl Harness {
     fn report(&mut self, session: &Session, counted: Option<(u64, u64, u32)>, now: Now) {
         self.sequence += 1;
         let connections = counted.map(|(age, configuration_generation, connections)| CountedConnections {
-            age: Duration::from_secs(age),
+            elapsed: Duration::from_secs(age),
             configuration_generation,
             services: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
         });
@@ -78,7 +78,7 @@ impl Harness {
     }
 
     /// Returns the open connections of s1, as in `status` and `top`.
-    fn open(&self, now: Now) -> [u32; 2] {
+    fn open_connections(&self, now: Now) -> [u32; 2] {
         let (id, server) = self.controller.servers_after(None).find(|(_, server)| server.name == "s1").unwrap();
         let status = self.controller.server_status(id, server, false, now);
         [status.open_connections, self.controller.server_loads(id, server, now).open_connections]
@@ -125,7 +125,7 @@ fn drain_count_is_valid_after_all_load_balancers_confirmed() {
     harness.report(&session, Some((0, generation, 3)), at(14));
     let status = harness.status(at(14));
     assert_eq!((status.remaining, status.not_counted), (Some(103), vec!["dns".to_owned()]));
-    assert_eq!(harness.open(at(14)), [103, 103], "connections of services, and no other sockets");
+    assert_eq!(harness.open_connections(at(14)), [103, 103], "connections of services, and no other sockets");
 }
 
 #[test]

@@ -25,8 +25,8 @@ use coreward_fleet::records::LoadBalancerRecord;
 /// Reason why there is no explanation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ExplainError {
-    #[error("no service at {address}: expected one of {known}")]
-    UnknownService { address: ServiceAddress, known: String },
+    #[error("no service at {address}: expected one of {known_services}")]
+    UnknownService { address: ServiceAddress, known_services: String },
     #[error(transparent)]
     MixedFamilies(#[from] MixedFamilies),
 }
@@ -61,11 +61,12 @@ impl Controller {
     /// when there is no such service.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
         let service = self.services.iter().find(|service| service.fleet().address == address);
-        let service = service.ok_or_else(|| ExplainError::UnknownService { address, known: self.known_services() })?;
+        let service =
+            service.ok_or_else(|| ExplainError::UnknownService { address, known_services: self.known_services() })?;
         let owner = |(name, known): (&String, &LoadBalancerRecord)| Some((known.owner?, name.clone()));
         Ok(ServiceView {
             service: service.fleet().clone(),
-            table: service.newest().map(|newest| newest.table),
+            table: service.newest_table().map(|newest| newest.table),
             pool: self.with_context(service, Pool::new(Vec::new(), 1), now),
             names: HashMap::new(),
             cookie_keys: self.fleet.key_ring.keys,
@@ -116,7 +117,7 @@ impl ServiceView {
     /// Explains a packet from `client` to the service: a first one by the table of the last tick, another one as far as
     /// the controller can know. Fails when client and VIP are of different address families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
-        Ok(self.case(client)?.reply(packet))
+        Ok(self.case(client)?.explanation(packet))
     }
 
     fn case(&self, client: SocketAddr) -> Result<Case<'_>, ExplainError> {
@@ -133,7 +134,7 @@ struct Case<'a> {
 type Verdict = (Option<ServerId>, String);
 
 impl Case<'_> {
-    fn choice(&self, packet: ExplainedPacket) -> Verdict {
+    fn choose(&self, packet: ExplainedPacket) -> Verdict {
         match (packet, self.view.table.as_deref()) {
             (ExplainedPacket::Established { cookie, reset }, table) => self.established(table, cookie, reset),
             (ExplainedPacket::First, Some(table)) => self.verdict(table),
@@ -141,8 +142,8 @@ impl Case<'_> {
         }
     }
 
-    fn reply(&self, packet: ExplainedPacket) -> Explanation {
-        let (chosen, reason) = self.choice(packet);
+    fn explanation(&self, packet: ExplainedPacket) -> Explanation {
+        let (chosen, reason) = self.choose(packet);
         let table = self.view.table.as_deref();
         Explanation {
             service: self.view.service.name.clone(),
@@ -204,14 +205,14 @@ impl Case<'_> {
         let Some(chosen) = table.choose(&mut PlacementState::for_table(table), &self.tuple) else {
             return (None, "the table names no server for this bucket".to_owned());
         };
-        let bucket = self.bucket_words(table, chosen);
+        let bucket = self.describe_bucket(table, chosen);
         let name = self.name(chosen);
         let candidate = self.candidates(table).into_iter().find(|candidate| candidate.server == chosen);
         let reason = match candidate {
             Some(candidate) if !is_load_independent(table) => {
                 format!(
                     "{bucket} goes to {name}: {} is the least loaded that it reaches",
-                    self.core_words(table, candidate)
+                    self.describe_core(table, candidate)
                 )
             }
             _ if self.view.pool.has_loads() => {
@@ -232,19 +233,19 @@ impl Case<'_> {
         };
         let mut reason = format!(
             "{} goes to {}: {} is the least loaded of {} candidates",
-            self.bucket_words(table, first.server),
+            self.describe_bucket(table, first.server),
             self.name(first.server),
-            self.core_words(table, first),
+            self.describe_core(table, first),
             candidates.len()
         );
         if let Some(second) = candidates.get(1) {
-            let next = format!("{} ({})", self.name(second.server), self.core_words(table, *second));
+            let next = format!("{} ({})", self.name(second.server), self.describe_core(table, *second));
             reason += &match (second.load - first.load).checked_div(table.assignment_cost) {
                 // Strictly more than the distance: of equals the first is taken.
                 Some(more) => format!(
                     ", unless a load balancer has given it more than {more} connections since the last table, each \
                      counted as {:.4}; then {next}",
-                    shown_load(table.assignment_cost)
+                    load_fraction(table.assignment_cost)
                 ),
                 None => format!(", followed by {next}"),
             };
@@ -282,7 +283,7 @@ impl Case<'_> {
         let drawn = [first, second].map(|position| table.members[position as usize]);
         let chosen = table.choose(&mut PlacementState::for_table(table), &self.tuple);
         let what = if self.view.service.policy == "pow2" { "mean load" } else { "compared" };
-        let words = |member: Member| format!("{} ({what} {:.3})", self.name(member.server), shown_load(member.load));
+        let words = |member: Member| format!("{} ({what} {:.3})", self.name(member.server), load_fraction(member.load));
         let reason = match (chosen, first == second) {
             (None, _) => "the table names no server".to_owned(),
             (Some(_), true) => format!("both draws by the connection's hash are {}", words(drawn[0])),
@@ -307,7 +308,7 @@ impl Case<'_> {
     }
 
     /// Returns "bucket 17 of 128", by the key of the chosen server's group.
-    fn bucket_words(&self, table: &PlacementTable, chosen: ServerId) -> String {
+    fn describe_bucket(&self, table: &PlacementTable, chosen: ServerId) -> String {
         let own_key = self.rss_key(chosen).filter(|key| table.groups.contains(key));
         let (key, whose) = match own_key {
             Some(key) => (key, ""),
@@ -327,8 +328,8 @@ impl Case<'_> {
         self.rss_key(candidate.server).is_some_and(|key| table.groups.contains(key))
     }
 
-    fn core_words(&self, table: &PlacementTable, candidate: Candidate) -> String {
-        let load = shown_load(candidate.load);
+    fn describe_core(&self, table: &PlacementTable, candidate: Candidate) -> String {
+        let load = load_fraction(candidate.load);
         if !self.names_core(table, candidate) {
             let why = if self.rss_key(candidate.server).is_none() { ", whose RSS is unknown," } else { "" };
             return format!("the whole server{why} with load {load:.3} in the table");
@@ -344,6 +345,6 @@ fn is_load_independent(table: &PlacementTable) -> bool {
 }
 
 /// Returns a load of the data plane in fractions of a core's capacity.
-fn shown_load(fixed_point: u32) -> f64 {
+fn load_fraction(fixed_point: u32) -> f64 {
     f64::from(fixed_point) / f64::from(load::fixed_point(1.0))
 }

@@ -60,7 +60,7 @@ impl Health {
         let mut required: BTreeMap<Target, &Arc<Check>> = BTreeMap::new();
         for service in &fleet.services {
             let Some(check) = service.check.as_ref().filter(|check| check.probe == Probe::Agent) else { continue };
-            required.extend(present(service).map(|id| ((service.index, id), check)));
+            required.extend(present_servers(service).map(|id| ((service.index, id), check)));
         }
         self.agents.retain(|target, asked| required.get(target).is_some_and(|check| **check == asked.check));
         for (target, check) in required {
@@ -85,10 +85,10 @@ impl Health {
 fn checked_by_load_balancers(fleet: &Fleet) -> BTreeSet<Target> {
     let by_them = |service: &&FleetService| service.check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
     let services = fleet.services.iter().filter(by_them);
-    services.flat_map(|service| present(service).map(|id| (service.index, id))).collect()
+    services.flat_map(|service| present_servers(service).map(|id| (service.index, id))).collect()
 }
 
-fn present(service: &FleetService) -> impl Iterator<Item = ServerId> {
+fn present_servers(service: &FleetService) -> impl Iterator<Item = ServerId> {
     let present = service.members.iter().filter(|(_, membership)| **membership == Membership::Present);
     present.map(|(id, _)| *id)
 }

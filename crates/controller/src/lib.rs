@@ -155,7 +155,7 @@ pub struct Controller {
     pub load_balancers: LoadBalancers,
     health: Health,
     racks: Racks,
-    accepted: u64,
+    accepted_reports: u64,
     refused: BTreeMap<&'static str, u64>,
     /// Accepted reports that were ahead of this host's wall clock.
     pub reports_ahead: u64,
@@ -176,7 +176,7 @@ impl Controller {
             load_balancers: LoadBalancers::default(),
             health: Health::default(),
             racks: Racks::default(),
-            accepted: 0,
+            accepted_reports: 0,
             refused: Rejection::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
             reports_ahead: 0,
             sessions: 0,
@@ -341,7 +341,7 @@ impl Controller {
         self.services.iter_mut().filter_map(Service::changed_history).collect()
     }
 
-    /// Returns the number of changes of [`AgentConfiguration::servers_before`] of any agent.
+    /// Returns the number of changes of [`AgentConfiguration::previous_servers`] of any agent.
     pub fn predecessor_changes(&self) -> u64 {
         self.services.iter().map(Service::predecessor_changes).sum()
     }
@@ -355,7 +355,7 @@ impl Controller {
     ) -> Result<(), Rejection> {
         let outcome = self.try_report(session, report, now);
         if outcome.is_ok() {
-            self.accepted += 1;
+            self.accepted_reports += 1;
         }
         self.count(outcome)
     }
@@ -377,12 +377,12 @@ impl Controller {
         if let Ok(Report { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
             rss.key = self.rss_keys.shared(rss.key.clone());
         }
-        let sent = report.as_ref().ok().map(|report| report.sent);
+        let sent = report.as_ref().ok().map(|report| report.sent_at);
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
         self.reports_ahead += u64::from(agent.clock_ahead.is_some());
         if let Some(id) = self.fleet.id(server) {
             agent.sent_at_report = self.load_balancers.totals(id);
-            self.load_changed(id, TableTrigger { received: now.monotonic, is_load: true, sent });
+            self.load_changed(id, TableTrigger { received: now.monotonic, is_load: true, sent_at: sent });
         }
         Ok(())
     }
@@ -477,7 +477,7 @@ impl Controller {
 
     /// Returns the arrival of the newest reports after `since` (monotonic clock).
     pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
-        let newest = self.agents.iter().filter_map(|agent| agent.newest.as_ref());
+        let newest = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
         newest.map(|newest| newest.received).filter(move |received| *received > since)
     }
 

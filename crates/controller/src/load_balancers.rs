@@ -30,7 +30,7 @@ pub const START_GRACE: Duration = Duration::from_secs(5);
 /// By name: those on record, and connected ones.
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
-    known: BTreeMap<String, LoadBalancer>,
+    by_name: BTreeMap<String, LoadBalancer>,
     sessions: u64,
 }
 
@@ -39,15 +39,15 @@ pub struct LoadBalancer {
     /// Its stream, while it is connected.
     session: Option<LiveSession>,
     /// End of its newest stream (since the controller's start).
-    ended: Duration,
+    ended_at: Duration,
     /// Its last state, and its time (since the controller's start).
     pub state: Option<(v1::LoadBalancerState, Duration)>,
     /// Newest configuration that it has confirmed. Its data plane keeps the state when the stream ends.
-    pub confirmed: u64,
+    pub confirmed_generation: u64,
     /// Time of the first confirmation (since the controller's start).
     pub confirmed_at: Duration,
     /// Configuration in force when its stream began, if the store had an older one.
-    ahead: Option<Ahead>,
+    ahead: Option<NewerConfiguration>,
     /// Start of an unknown MAC address, by server name.
     unresolved_since: HashMap<String, Duration>,
     traffic: Traffic,
@@ -58,7 +58,7 @@ pub struct LoadBalancer {
 
 /// A configuration that is newer than the store's.
 #[derive(Debug, Clone, Copy)]
-struct Ahead {
+struct NewerConfiguration {
     generation: u64,
     /// The generation of the store's document then.
     document: u64,
@@ -86,18 +86,18 @@ impl LoadBalancers {
     /// Adds these, and removes others that are not connected.
     pub fn set_known_names<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
         let names: BTreeSet<&String> = names.collect();
-        self.known.retain(|name, balancer| names.contains(name) || balancer.session.is_some());
+        self.by_name.retain(|name, balancer| names.contains(name) || balancer.session.is_some());
         for name in names {
-            self.known.entry(name.clone()).or_default();
+            self.by_name.entry(name.clone()).or_default();
         }
     }
 
     /// Registers a load balancer and returns its session. Fails when one of that name is alive.
     pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
-        if self.known.len() >= MAX_LOAD_BALANCERS && !self.known.contains_key(name) {
+        if self.by_name.len() >= MAX_LOAD_BALANCERS && !self.by_name.contains_key(name) {
             return Err(Rejection::TooManyLoadBalancers(readable(name)));
         }
-        let balancer = self.known.entry(name.to_owned()).or_default();
+        let balancer = self.by_name.entry(name.to_owned()).or_default();
         if !balancer.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic) {
             return Err(Rejection::TooManyRegistrations(name.to_owned()));
         }
@@ -117,16 +117,16 @@ impl LoadBalancers {
 
     /// Records the configuration in force when its stream began. Returns its name if the store has an older one.
     pub fn record_configuration_in_force(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
-        let (name, balancer) = self.known.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
+        let (name, balancer) = self.by_name.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead = generation > fleet.generation;
-        balancer.ahead = is_ahead.then_some(Ahead { generation, document: fleet.document.generation });
+        balancer.ahead = is_ahead.then_some(NewerConfiguration { generation, document: fleet.document.generation });
         is_ahead.then_some(name)
     }
 
     /// Returns load balancers that had a newer configuration than the store, and its generation. A document that an
     /// operator applies later settles it.
     pub fn ahead(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
-        self.known.iter().filter_map(move |(name, balancer)| {
+        self.by_name.iter().filter_map(move |(name, balancer)| {
             let ahead = balancer.ahead.filter(|ahead| ahead.document == document)?;
             Some((name.as_str(), ahead.generation))
         })
@@ -134,7 +134,7 @@ impl LoadBalancers {
 
     fn record_message(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
         let of_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
-        let balancer = self.known.values_mut().find(of_session)?;
+        let balancer = self.by_name.values_mut().find(of_session)?;
         balancer.session.as_mut()?.last_message = now.monotonic;
         Some(balancer)
     }
@@ -146,8 +146,9 @@ impl LoadBalancers {
             let since = |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
             balancer.unresolved_since =
                 state.unresolved_servers.iter().map(|server| (server.clone(), since(server))).collect();
-            if (balancer.confirmed + 1..=newest).contains(&state.configuration_generation) {
-                (balancer.confirmed, balancer.confirmed_at) = (state.configuration_generation, now.monotonic);
+            if (balancer.confirmed_generation + 1..=newest).contains(&state.configuration_generation) {
+                (balancer.confirmed_generation, balancer.confirmed_at) =
+                    (state.configuration_generation, now.monotonic);
             }
             balancer.state = Some((state, now.monotonic));
         }
@@ -155,7 +156,7 @@ impl LoadBalancers {
 
     /// Records a table in force, which is newer than its last state.
     pub fn table_in_force(&mut self, session: u64, service: &str, generation: u64) {
-        let balancer = self.known.values_mut().find(|balancer| balancer.has_session(session));
+        let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let tables =
             balancer.and_then(|balancer| balancer.state.as_mut()).map(|(state, _)| &mut state.table_generations);
         if let Some(tables) = tables {
@@ -197,14 +198,14 @@ impl LoadBalancers {
     /// Returns since when all live ones have had this configuration, or a newer one, in force (since the controller's
     /// start). The error lists those that have not confirmed; none: there is no live one.
     pub fn all_confirmed(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
-        let lacking = self.alive(now).filter(|(_, balancer)| balancer.confirmed < generation);
+        let lacking = self.alive(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
         let lacking: Vec<&str> = lacking.map(|(name, _)| name.as_str()).collect();
         let since = self.alive(now).map(|(_, balancer)| balancer.confirmed_at).max();
         since.filter(|_| lacking.is_empty()).ok_or(lacking)
     }
 
     fn alive(&self, now: Now) -> impl Iterator<Item = (&String, &LoadBalancer)> {
-        self.known.iter().filter(move |(_, balancer)| balancer.is_alive(now))
+        self.by_name.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
     /// Records a count of traffic. `alpha`: weight of the newest rate. Returns the increase.
@@ -217,24 +218,24 @@ impl LoadBalancers {
 
     pub fn totals(&self, server: ServerId) -> Totals {
         let of = |(name, balancer): (&String, &LoadBalancer)| Some((name.clone(), balancer.traffic.total(server)?));
-        Totals(self.known.iter().filter_map(of).collect())
+        Totals(self.by_name.iter().filter_map(of).collect())
     }
 
     /// Returns the total traffic to the server; `None`: fewer than two messages.
     pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
-        let rates = self.known.values().filter_map(|balancer| balancer.traffic.rates(server));
+        let rates = self.by_name.values().filter_map(|balancer| balancer.traffic.rates(server));
         rates.reduce(|a, b| TrafficRates { packets: a.packets + b.packets, bytes: a.bytes + b.bytes })
     }
 
     /// Returns the connections opened for the service since the last call; `None`: fewer than two messages.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
-        let opened = self.known.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
+        let opened = self.by_name.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
         opened.reduce(u64::saturating_add)
     }
 
     /// Returns the packets of open connections to a service with LB-side stamping, at all load balancers.
     pub fn stamped_packets(&self, service: &str) -> StampedService {
-        let states = self.known.values().filter_map(|balancer| balancer.state.as_ref());
+        let states = self.by_name.values().filter_map(|balancer| balancer.state.as_ref());
         let stamped = states.flat_map(|(state, _)| &state.stamped_services);
         let sum = StampedService { service: service.to_owned(), by_cookie: 0, by_flow_table: 0 };
         stamped.filter(|stamped| stamped.service == service).fold(sum, |sum, stamped| StampedService {
@@ -246,22 +247,22 @@ impl LoadBalancers {
 
     /// Ends a session. True when no newer session of that name is connected.
     pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
-        let balancer = self.known.values_mut().find(|balancer| balancer.has_session(session));
+        let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let ended = balancer.map(|balancer| {
             balancer.session = None;
-            balancer.ended = now.monotonic;
+            balancer.ended_at = now.monotonic;
             balancer.traffic.stop();
         });
         ended.is_some()
     }
 
     pub fn is_connected(&self, name: &str) -> bool {
-        self.known.get(name).is_some_and(LoadBalancer::is_connected)
+        self.by_name.get(name).is_some_and(LoadBalancer::is_connected)
     }
 
     /// Whether its stream is open, or ended a short time ago.
     pub fn is_alive(&self, name: &str, now: Now) -> bool {
-        self.known.get(name).is_some_and(|balancer| balancer.is_alive(now))
+        self.by_name.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
 
     /// Whether no load balancer with a state has reached the server for [`UNREACHABLE_AFTER`].
@@ -280,11 +281,11 @@ impl LoadBalancers {
     }
 
     fn connected(&self) -> impl Iterator<Item = (&String, &LoadBalancer)> {
-        self.known.iter().filter(|(_, balancer)| balancer.is_connected())
+        self.by_name.iter().filter(|(_, balancer)| balancer.is_connected())
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (&String, &LoadBalancer)> {
-        self.known.iter()
+        self.by_name.iter()
     }
 }
 
@@ -311,7 +312,7 @@ impl LoadBalancer {
     /// Whether it sent a message recently. After a power failure its stream stays open until the keep-alive fails, and
     /// clients do not wait so long.
     pub fn is_alive(&self, now: Now) -> bool {
-        let last = self.session.as_ref().map_or(self.ended, |live| live.last_message);
+        let last = self.session.as_ref().map_or(self.ended_at, |live| live.last_message);
         now.monotonic < START_GRACE.max(last + LOST_AFTER)
     }
 }

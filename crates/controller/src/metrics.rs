@@ -124,7 +124,7 @@ impl Controller {
         page.add(&SERVERS_LIMITED, [], self.share_limiter.limited_count() as f64);
         page.add(&REPORTS_AHEAD_TOTAL, [], self.reports_ahead as f64);
         for (id, server) in &self.fleet.servers {
-            if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest.as_ref()) {
+            if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest_report.as_ref()) {
                 component::dispatch(page, &server.name, &newest.details.dispatch);
             }
         }

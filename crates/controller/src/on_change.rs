@@ -70,12 +70,12 @@ impl Controller {
             return;
         }
         summary.servers.iter().for_each(|server| service.on_relayed_load(server.id));
-        let trigger = TableTrigger { received: now.monotonic, is_load: true, sent: None };
+        let trigger = TableTrigger { received: now.monotonic, is_load: true, sent_at: None };
         make_due(&mut self.due, service, trigger, self.fleet.tables);
     }
 
     pub(super) fn traffic_changed(&mut self, now: Now) {
-        let trigger = TableTrigger { received: now.monotonic, is_load: false, sent: None };
+        let trigger = TableTrigger { received: now.monotonic, is_load: false, sent_at: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
             service.loads_are_new();
             make_due(&mut self.due, service, trigger, self.fleet.tables);
@@ -140,7 +140,7 @@ impl Controller {
         }
         service.forget_servers();
         self.racks.changes += 1;
-        let trigger = TableTrigger { received: now.monotonic, is_load: false, sent: None };
+        let trigger = TableTrigger { received: now.monotonic, is_load: false, sent_at: None };
         make_due(&mut self.due, service, trigger, self.fleet.tables);
     }
 

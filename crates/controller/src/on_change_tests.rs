@@ -115,7 +115,7 @@ fn oldest_change_is_the_trigger() {
     harness.report(1, at(15));
     let due = harness.due(at(16)).remove(0);
     assert_eq!(due.trigger.received, at(10).monotonic);
-    assert_eq!(due.trigger.sent, Some(at(10).wall));
+    assert_eq!(due.trigger.sent_at, Some(at(10).wall));
     let web = harness.index("web");
     harness.controller.table_acks.confirm(7, web, 1, at(16));
     harness.controller.table_acks.confirm(7, web, 2, at(18));

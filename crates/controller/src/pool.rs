@@ -126,14 +126,14 @@ impl Controller {
             ramp: self.ramp(service, id, now),
             capacity: server.capacity,
             traffic: self.load_balancers.rates(id),
-            fresh: service.is_fresh(id),
+            has_new_load: service.is_fresh(id),
         }
     }
 
     /// Returns the agent's last count plus the load balancers' changes since. A retransmitted FIN counts twice there,
     /// until the next report.
     fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
-        let Some(newest) = agent.and_then(|agent| agent.newest.as_ref()) else { return 0 };
+        let Some(newest) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
         let then = agent.map(|agent| &agent.sent_at_report);
         let since = then.map_or(0, |then| self.load_balancers.totals(id).opened_since(then));
         u32::try_from((i64::from(newest.open_connections) + since).max(0)).unwrap_or(u32::MAX)

@@ -69,7 +69,7 @@ impl Harness {
     }
 
     /// Returns the open connections of every server, as policies see them.
-    fn open(&self, now: Now) -> Vec<u32> {
+    fn open_connections(&self, now: Now) -> Vec<u32> {
         let pool = self.controller.pool(&self.controller.services[0], now);
         pool.servers().iter().map(|server| server.open_connections).collect()
     }
@@ -137,13 +137,13 @@ fn open_connections_are_reported_plus_new_ones() {
     harness.controller.load_balancer_traffic(lb2, &counts(&[(0, 10, 0)]), at(0));
     let session = harness.agent(0, 100, at(1));
     harness.agent(1, 7, at(1));
-    assert_eq!(harness.open(at(1)), [100, 7]);
+    assert_eq!(harness.open_connections(at(1)), [100, 7]);
     harness.controller.load_balancer_traffic(lb1, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
     harness.controller.load_balancer_traffic(lb2, &counts(&[(0, 15, 0)]), at(2));
     // More were closed than were open: a retransmitted FIN.
-    assert_eq!(harness.open(at(2)), [125, 0]);
+    assert_eq!(harness.open_connections(at(2)), [125, 0]);
     harness.report(&session, 2, 124, at(3));
-    assert_eq!(harness.open(at(3)), [124, 0]);
+    assert_eq!(harness.open_connections(at(3)), [124, 0]);
     // Both report rates: 30 and 5 connections in two seconds, ten packets each.
     let pool = harness.controller.pool(&harness.controller.services[0], at(3));
     assert_eq!(pool.servers()[0].traffic.unwrap().packets, 175.0);
@@ -189,8 +189,8 @@ fn cores_of_packet_placement_count_with_the_mean_load() {
     let of_tcp = table("");
     assert!(of_tcp[0][0] == 0.0 && of_tcp[0][1] > of_tcp[1][0]);
     assert_eq!(table("protocol = \"udp\"\n"), of_tcp, "flows");
-    let of_requests = table("protocol = \"udp\"\nudp = \"packet\"\n");
-    assert_eq!(of_requests, [vec![of_tcp[0][1] / 2.0; 2], of_tcp[1].clone()]);
+    let counts_requests = table("protocol = \"udp\"\nudp = \"packet\"\n");
+    assert_eq!(counts_requests, [vec![of_tcp[0][1] / 2.0; 2], of_tcp[1].clone()]);
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     }
     assert!(harness.controller.predecessor_changes() > changes);
     for session in &sessions {
-        let reported = harness.controller.agent_configuration(session).unwrap().servers_before;
+        let reported = harness.controller.agent_configuration(session).unwrap().previous_servers;
         assert_eq!(reported.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
     }
     // Another process continues from the records.
@@ -221,7 +221,7 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
     let session = harness.agent(0, 0, at(3));
     harness.table(at(3));
-    assert!(harness.controller.agent_configuration(&session).unwrap().servers_before.is_empty());
+    assert!(harness.controller.agent_configuration(&session).unwrap().previous_servers.is_empty());
 }
 
 #[test]
@@ -263,7 +263,7 @@ fn servers_with_lb_stamping_need_no_agent() {
     let reported = fleet.for_load_balancers(|_| true);
     let key = reported.services[0].time_key.expect("load balancers stamp");
     let server = ServerId::try_from(1).unwrap();
-    assert!(!fleet.stamps(server));
+    assert!(!fleet.is_stamping(server));
     assert!(!fleet.for_agent(server, &BTreeSet::new()).services[0].mode.is_stamped());
     assert!(harness.controller.keys(at(10)).waiting_for.is_empty());
 

@@ -22,12 +22,12 @@ use super::{Controller, Now, Session};
 const WHOLE_REPORTS_PER_SECOND: usize = 2_000;
 
 /// Report intervals for which a rack's summaries are valid, like an agent's report by default.
-const HOLDS_FOR: u32 = 3;
+const VALID_INTERVALS: u32 = 3;
 
 /// Connected racks, and valid summaries of disconnected ones.
 #[derive(Debug, Default)]
 pub struct Racks {
-    known: BTreeMap<String, Rack>,
+    by_name: BTreeMap<String, Rack>,
     sessions: u64,
     /// Grows when the configuration of all racks may have changed.
     pub changes: u64,
@@ -52,17 +52,17 @@ struct Rack {
     /// Number of the last change of its agents. With hundreds of racks it would cost a quarter of a CPU to send each
     /// agent to all.
     changes: u64,
-    summaries: BTreeMap<ServiceIndex, Relayed>,
+    summaries: BTreeMap<ServiceIndex, RelayedAgent>,
 }
 
 #[derive(Debug)]
-struct Relayed {
+struct RelayedAgent {
     summary: Arc<RackSummary>,
     /// End of validity (since the controller's start).
     fresh_until: Duration,
 }
 
-impl Relayed {
+impl RelayedAgent {
     fn is_valid(&self, now: Now) -> bool {
         now.monotonic <= self.fresh_until
     }
@@ -94,22 +94,22 @@ pub enum SummaryRejection {
 
 impl Racks {
     fn by_session(&mut self, session: u64) -> Option<&mut Rack> {
-        self.known.values_mut().find(|rack| rack.session == Some(session))
+        self.by_name.values_mut().find(|rack| rack.session == Some(session))
     }
 
     fn connected(&self, session: u64) -> Option<(&String, &Rack)> {
-        self.known.iter().find(|(_, rack)| rack.session == Some(session))
+        self.by_name.iter().find(|(_, rack)| rack.session == Some(session))
     }
 
     /// Returns the valid summaries of the service's servers.
     pub fn summaries(&self, service: ServiceIndex, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
-        let relayed = self.known.values().filter_map(move |rack| rack.summaries.get(&service));
+        let relayed = self.by_name.values().filter_map(move |rack| rack.summaries.get(&service));
         relayed.filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
     }
 
     /// Returns the servers with valid summaries.
     pub fn servers(&self, now: Now) -> HashSet<ServerId> {
-        let summaries = self.known.values().flat_map(|rack| rack.fresh(now));
+        let summaries = self.by_name.values().flat_map(|rack| rack.fresh(now));
         summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
@@ -140,21 +140,21 @@ impl Racks {
     }
 
     pub fn replaced(&mut self, rack: &str) {
-        if let Some(rack) = self.known.get_mut(rack) {
+        if let Some(rack) = self.by_name.get_mut(rack) {
             rack.changes += 1;
         }
     }
 
     /// Returns the interval of each agent's full report, so that all together stay within the limit.
     fn detail_interval(&self) -> Duration {
-        let agents: usize = self.known.values().map(|rack| rack.agents.len()).sum();
+        let agents: usize = self.by_name.values().map(|rack| rack.agents.len()).sum();
         Duration::from_secs((agents / WHOLE_REPORTS_PER_SECOND) as u64)
     }
 }
 
 impl Controller {
     pub(super) fn rack_status(&self, now: Now) -> Vec<RackStatus> {
-        let mut connected = self.racks.known.iter().filter(|(_, rack)| rack.session.is_some()).peekable();
+        let mut connected = self.racks.by_name.iter().filter(|(_, rack)| rack.session.is_some()).peekable();
         if connected.peek().is_none() {
             return Vec::new();
         }
@@ -197,16 +197,16 @@ impl Controller {
         let known = self.check_rack(name);
         self.count(known)?;
         let racks = &mut self.racks;
-        if let Some(live) = racks.known.get(name).filter(|rack| rack.session.is_some()) {
+        if let Some(live) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
             let silence = now.monotonic.saturating_sub(live.last_message);
             if silence <= LOST_AFTER {
                 let refused = Rejection::DuplicateRack { name: name.to_owned(), silence };
                 return self.count(Err(refused));
             }
         }
-        racks.known.retain(|_, rack| rack.session.is_some() || rack.fresh(now).next().is_some());
+        racks.by_name.retain(|_, rack| rack.session.is_some() || rack.fresh(now).next().is_some());
         racks.sessions += 1;
-        let old = racks.known.remove(name);
+        let old = racks.by_name.remove(name);
         let summaries = old.map(|old| old.summaries).unwrap_or_default();
         let rack = Rack {
             session: Some(racks.sessions),
@@ -216,7 +216,7 @@ impl Controller {
             changes: 0,
             summaries,
         };
-        racks.known.insert(name.to_owned(), rack);
+        racks.by_name.insert(name.to_owned(), rack);
         Ok(racks.sessions)
     }
 
@@ -261,11 +261,11 @@ impl Controller {
             }
             summaries.insert(service, Arc::new(summary));
         }
-        let fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
+        let fresh_until = now.monotonic + VALID_INTERVALS * self.fleet.report_interval;
         if let Some(rack) = self.racks.by_session(session) {
             rack.summaries.retain(|_, relayed| relayed.is_valid(now));
             let relayed = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
-                (*service, Relayed { summary: summary.clone(), fresh_until })
+                (*service, RelayedAgent { summary: summary.clone(), fresh_until })
             };
             rack.summaries.extend(summaries.iter().map(relayed));
         }

@@ -51,7 +51,7 @@ impl Harness {
     }
 
     /// Connects the server's first agent behind the rack; each has a stream of its own.
-    fn behind(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Rejection> {
+    fn connect_agent_via(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Rejection> {
         let behind = RackRelay { rack, name: name.into(), stream };
         self.controller.connect_via_rack(server, "test", Some(behind), at(0))
     }
@@ -63,7 +63,7 @@ impl Harness {
     }
 }
 
-fn foreign(server: &str, rack: &str, racks: &[&str]) -> Rejection {
+fn foreign_rack(server: &str, rack: &str, racks: &[&str]) -> Rejection {
     let racks = racks.iter().map(|rack| (*rack).to_owned()).collect();
     Rejection::ForeignRack { server: server.to_owned(), rack: rack.to_owned(), racks }
 }
@@ -72,7 +72,7 @@ fn foreign(server: &str, rack: &str, racks: &[&str]) -> Rejection {
 fn any_rack_may_report_for_any_server_by_default() {
     let mut harness = Harness::new("", &["", ""]);
     let rack = harness.rack("r1");
-    harness.behind(rack, "r1", "s0", 1).unwrap();
+    harness.connect_agent_via(rack, "r1", "s0", 1).unwrap();
     assert_eq!(harness.reported(rack), [(1, 0)]);
     let status = harness.controller.status(at(0));
     assert_eq!((status.racks[0].permitted_servers, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
@@ -85,10 +85,10 @@ fn rack_reports_only_for_servers_that_name_it() {
     let unknown = harness.controller.register_rack("r3", "test", at(0)).unwrap_err();
     assert_eq!(unknown, Rejection::UnknownRack("r3".to_owned()));
     let [first, second] = ["r1", "r2"].map(|name| harness.rack(name));
-    assert_eq!(harness.behind(second, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
-    assert_eq!(harness.behind(first, "r1", "s1", 1), Err(foreign("s1", "r1", &[])));
-    harness.behind(first, "r1", "s0", 2).unwrap();
-    harness.behind(second, "r2", "s2", 2).unwrap();
+    assert_eq!(harness.connect_agent_via(second, "r2", "s0", 1), Err(foreign_rack("s0", "r2", &["r1"])));
+    assert_eq!(harness.connect_agent_via(first, "r1", "s1", 1), Err(foreign_rack("s1", "r1", &[])));
+    harness.connect_agent_via(first, "r1", "s0", 2).unwrap();
+    harness.connect_agent_via(second, "r2", "s2", 2).unwrap();
     harness.controller.register("s1", "test", at(0)).unwrap();
     assert_eq!((harness.reported(first), harness.reported(second)), (vec![(2, 0)], vec![(2, 2)]));
     let status = harness.controller.status(at(0));
@@ -105,10 +105,10 @@ fn rack_reports_only_for_servers_that_name_it() {
 fn new_document_disconnects_forbidden_peers() {
     let mut harness = Harness::new("", &["racks = [\"r1\"]"]);
     let rack = harness.rack("r1");
-    let session = harness.behind(rack, "r1", "s0", 1).unwrap();
+    let session = harness.connect_agent_via(rack, "r1", "s0", 1).unwrap();
     assert!(harness.controller.agent_configuration(&session).is_ok());
     harness.configure("", &["racks = [\"r2\"]"]);
-    assert_eq!(harness.controller.agent_configuration(&session), Err(foreign("s0", "r1", &["r2"])));
+    assert_eq!(harness.controller.agent_configuration(&session), Err(foreign_rack("s0", "r1", &["r2"])));
     harness.configure("racks = [\"r2\"]", &[""]);
     assert_eq!(harness.controller.rack_configuration(rack, at(0)), Err(Rejection::UnknownRack("r1".to_owned())));
 }
@@ -118,17 +118,17 @@ fn rack_assignment_of_a_departed_server_still_holds() {
     let mut harness = Harness::new("", &["racks = [\"r1\"]", ""]);
     harness.configure("", &["gone", ""]);
     let rack = harness.rack("r2");
-    assert_eq!(harness.behind(rack, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
+    assert_eq!(harness.connect_agent_via(rack, "r2", "s0", 1), Err(foreign_rack("s0", "r2", &["r1"])));
     harness.configure("", &["", ""]);
-    harness.behind(rack, "r2", "s0", 1).unwrap();
+    harness.connect_agent_via(rack, "r2", "s0", 1).unwrap();
 }
 
 #[test]
 fn agent_reconnect_moves_it_out_of_old_rack() {
     let mut harness = Harness::new("", &["", ""]);
     let rack = harness.rack("r1");
-    harness.behind(rack, "r1", "s0", 1).unwrap();
-    harness.behind(rack, "r1", "s1", 2).unwrap();
+    harness.connect_agent_via(rack, "r1", "s0", 1).unwrap();
+    harness.connect_agent_via(rack, "r1", "s1", 2).unwrap();
     // The rack has not noticed that its agent is gone.
     let other = harness.rack("r2");
     let changes = |harness: &Harness| [rack, other].map(|rack| harness.controller.rack_changes(rack));
@@ -142,12 +142,12 @@ fn agent_reconnect_moves_it_out_of_old_rack() {
 
 #[test]
 fn rejections_name_the_required_role() {
-    let words = foreign("s0", "r3", &["r1", "r2"]).to_string();
+    let words = foreign_rack("s0", "r3", &["r1", "r2"]).to_string();
     let expected = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent \
                     itself (`racks` in \
                     the fleet's document)";
     assert_eq!(words, expected);
-    let words = foreign("s0", "r3", &[]).to_string();
+    let words = foreign_rack("s0", "r3", &[]).to_string();
     assert!(words.contains("server \"s0\": expected its agent itself"), "{words}");
 }
 
@@ -155,7 +155,7 @@ fn rejections_name_the_required_role() {
 fn summaries_are_accepted_per_service() {
     let mut harness = Harness::new("", &["", ""]);
     let rack = harness.rack("r1");
-    harness.behind(rack, "r1", "s0", 1).unwrap();
+    harness.connect_agent_via(rack, "r1", "s0", 1).unwrap();
     let web = harness.controller.fleet().services[0].index;
     let summary = |service: u32| v1::RackSummary {
         service_index: service,

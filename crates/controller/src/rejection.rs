@@ -11,7 +11,7 @@ use super::token_bucket::Quota;
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
 /// Limit for one name: a daemon that restarts again and again must wait.
-pub const REGISTRATIONS: Quota = Quota { every: Duration::from_secs(1), at_once: 30 };
+pub const REGISTRATIONS: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
 /// Burst of reports: after a pause of the network they arrive together.
 pub const REPORTS_AT_ONCE: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;

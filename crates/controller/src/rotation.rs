@@ -27,23 +27,26 @@ pub enum RotationError {
         "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force \
          continues \
          without those that are not connected: their connections may break)",
-        have(who)
+        list_with_verb(peers)
     )]
     Unconfirmed {
         /// Peers without confirmation.
-        who: Vec<String>,
+        peers: Vec<String>,
         generation: u64,
     },
     /// The next key is being announced.
-    #[error("a rotation is under way: {} not confirmed the next key (configuration {generation})", have(who))]
+    #[error(
+        "a rotation is under way: {} not confirmed the next key (configuration {generation})",
+        list_with_verb(peers)
+    )]
     UnderWay {
         /// Everybody who has not confirmed it.
-        who: Vec<String>,
+        peers: Vec<String>,
         generation: u64,
     },
 }
 
-fn have(who: &[String]) -> String {
+fn list_with_verb(who: &[String]) -> String {
     format!("{} {}", who.join(", "), if who.len() == 1 { "has" } else { "have" })
 }
 
@@ -73,7 +76,9 @@ impl Controller {
     pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, RotationError> {
         let ring = &self.fleet.key_ring;
         match ring.phase {
-            KeyPhase::Announced { forced } => Ok(self.unconfirmed(forced, now).is_empty().then_some(KeyStep::Switch)),
+            KeyPhase::Announced { forced } => {
+                Ok(self.unconfirmed_peers(forced, now).is_empty().then_some(KeyStep::Switch))
+            }
             KeyPhase::Steady => {
                 let age = now.record.saturating_sub(ring.current_since);
                 let due = self.fleet.key_rotation.is_some_and(|interval| age >= interval);
@@ -89,7 +94,7 @@ impl Controller {
         if ring.phase == KeyPhase::Steady {
             return self.may_announce(force, now);
         }
-        let who = self.unconfirmed(force, now);
+        let who = self.unconfirmed_peers(force, now);
         if who.is_empty() {
             return Ok(KeyStep::Switch);
         }
@@ -97,7 +102,7 @@ impl Controller {
         if force && ring.phase == (KeyPhase::Announced { forced: false }) {
             return Ok(KeyStep::Announce { forced: true });
         }
-        Err(RotationError::UnderWay { who, generation: ring.generation })
+        Err(RotationError::UnderWay { peers: who, generation: ring.generation })
     }
 
     fn may_announce(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
@@ -107,16 +112,16 @@ impl Controller {
         if age < expected && !force {
             return Err(RotationError::TooYoung { age, expected });
         }
-        let who = self.unconfirmed(force, now);
+        let who = self.unconfirmed_peers(force, now);
         if who.is_empty() {
             Ok(KeyStep::Announce { forced: force })
         } else {
-            Err(RotationError::Unconfirmed { who, generation: ring.generation })
+            Err(RotationError::Unconfirmed { peers: who, generation: ring.generation })
         }
     }
 
     /// Returns who has not confirmed the keys in force: load balancers on record, then agents of servers that stamp.
-    fn unconfirmed(&self, connected_only: bool, now: Now) -> Vec<String> {
+    fn unconfirmed_peers(&self, connected_only: bool, now: Now) -> Vec<String> {
         let agent = |(id, server)| self.unconfirmed_agent(id, server, connected_only, now);
         let agents = self.servers_after(None).filter_map(agent);
         self.unconfirmed_load_balancers(connected_only, now).chain(agents).collect()
@@ -125,7 +130,7 @@ impl Controller {
     fn unconfirmed_load_balancers(&self, connected_only: bool, now: Now) -> impl Iterator<Item = String> {
         let generation = self.fleet.key_ring.generation;
         let waited_for = move |balancer: &LoadBalancer| {
-            balancer.confirmed < generation && (balancer.is_alive(now) || !connected_only)
+            balancer.confirmed_generation < generation && (balancer.is_alive(now) || !connected_only)
         };
         let unconfirmed = self.load_balancers.iter().filter(move |(_, balancer)| waited_for(balancer));
         unconfirmed.map(|(name, _)| format!("load balancer {name}"))
@@ -135,7 +140,9 @@ impl Controller {
     /// off: it is waited for only while its agent is connected.
     fn unconfirmed_agent(&self, id: ServerId, server: &FleetServer, connected_only: bool, now: Now) -> Option<String> {
         let agent = self.agent(id);
-        if agent.map_or(0, |agent| agent.confirmed) >= self.fleet.key_ring.generation || !self.fleet.stamps(id) {
+        if agent.map_or(0, |agent| agent.confirmed_generation) >= self.fleet.key_ring.generation
+            || !self.fleet.is_stamping(id)
+        {
             return None;
         }
         let starting = now.monotonic < START_GRACE;

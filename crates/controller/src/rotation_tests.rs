@@ -41,7 +41,7 @@ struct Stream<S> {
     session: S,
     /// Configurations on their way to it.
     inbox: VecDeque<(u64, FleetKeys)>,
-    confirmed: u64,
+    confirmed_generation: u64,
 }
 
 impl<S> Peer<S> {
@@ -53,7 +53,7 @@ impl<S> Peer<S> {
         if let Some(stream) = &mut self.stream
             && let Some((generation, keys)) = stream.inbox.pop_front()
         {
-            stream.confirmed = generation;
+            stream.confirmed_generation = generation;
             self.keys = Some(keys);
         }
     }
@@ -122,7 +122,7 @@ impl Harness {
         let name = format!("lb{n}");
         let session = self.controller.register_load_balancer(&name, self.now()).unwrap();
         let inbox = VecDeque::new();
-        self.balancers[n].stream = Some(Stream { session, inbox, confirmed: 0 });
+        self.balancers[n].stream = Some(Stream { session, inbox, confirmed_generation: 0 });
         if self.records.register_load_balancer(&name, None) {
             self.configure();
         } else {
@@ -144,7 +144,7 @@ impl Harness {
         }
         let session = self.controller.register(&format!("s{n}"), "test", self.now()).unwrap();
         let inbox = VecDeque::from([self.newest()]);
-        self.agents[n].stream = Some(Stream { session, inbox, confirmed: 0 });
+        self.agents[n].stream = Some(Stream { session, inbox, confirmed_generation: 0 });
     }
 
     fn disconnect_agent(&mut self, n: usize) {
@@ -159,13 +159,16 @@ impl Harness {
         let now = self.now();
         for balancer in &self.balancers {
             if let Some(stream) = &balancer.stream {
-                let state = v1::LoadBalancerState { configuration_generation: stream.confirmed, ..Default::default() };
+                let state = v1::LoadBalancerState {
+                    configuration_generation: stream.confirmed_generation,
+                    ..Default::default()
+                };
                 self.controller.load_balancer_state(stream.session, state, now);
             }
         }
         for agent in &self.agents {
             if let Some(stream) = &agent.stream {
-                let report = report(self.sequence, now, stream.confirmed);
+                let report = report(self.sequence, now, stream.confirmed_generation);
                 self.controller.report(&stream.session, Ok(report), now).unwrap();
             }
         }
@@ -195,7 +198,7 @@ impl Harness {
     }
 
     /// Whether every load balancer that was ever configured has the keys of all stamps.
-    fn every_stamp_is_read(&self) -> bool {
+    fn is_every_stamp_readable(&self) -> bool {
         let stamps = self.agents.iter().filter_map(|agent| agent.keys).map(|keys| keys.current.get());
         let stamping = self.agents.iter().filter_map(|agent| agent.keys).zip(stamps);
         let holds = |balancer: &Peer<u64>, slot: usize, keys: &FleetKeys| {
@@ -238,7 +241,7 @@ fn report(sequence: u64, now: Now, configuration_generation: u64) -> Report {
 }
 
 /// Returns a harness in which all peers are connected and up to date, and the key is old enough.
-fn settled(more: &str, service: &str) -> Harness {
+fn settled_harness(more: &str, service: &str) -> Harness {
     let mut harness = Harness::new(config(more, service));
     harness.settle();
     harness.now += RETIRE_AFTER;
@@ -247,7 +250,7 @@ fn settled(more: &str, service: &str) -> Harness {
 
 /// Returns such a harness after a first rotation: a fleet's first keys need no confirmation: there were no others.
 fn rotated(more: &str) -> Harness {
-    let mut harness = settled(more, "");
+    let mut harness = settled_harness(more, "");
     harness.step(KeyStep::Announce { forced: false });
     harness.settle();
     harness.step(KeyStep::Switch);
@@ -266,13 +269,13 @@ proptest! {
         let mut harness = Harness::new(config("key_rotation = \"1h\"\n", ""));
         for (event, n) in events {
             harness.apply_event(event, n.into());
-            prop_assert!(harness.every_stamp_is_read(), "after event {event} of {n}");
+            prop_assert!(harness.is_every_stamp_readable(), "after event {event} of {n}");
         }
         // A rotation completes when all peers are back.
         let before = harness.rotations;
         for _ in 0..4 {
             harness.settle();
-            prop_assert!(harness.every_stamp_is_read());
+            prop_assert!(harness.is_every_stamp_readable());
             harness.now += RETIRE_AFTER;
             if let Ok(step) = harness.controller.requested_key_step(false, harness.now()) {
                 harness.step(step);
@@ -284,7 +287,7 @@ proptest! {
 
 #[test]
 fn rotation_has_two_phases_and_changes_the_stamping_key() {
-    let mut harness = settled("", "");
+    let mut harness = settled_harness("", "");
     let first = harness.records.key_ring.clone();
     let step = harness.controller.requested_key_step(false, harness.now()).unwrap();
     assert_eq!(step, KeyStep::Announce { forced: false });
@@ -302,12 +305,12 @@ fn rotation_has_two_phases_and_changes_the_stamping_key() {
     let switched = harness.records.key_ring.clone();
     assert_eq!((switched.keys.keys, switched.keys.current.get()), (announced.keys.keys, 1));
     assert_eq!(harness.controller.keys(harness.now()).phase, ShownPhase::Steady);
-    assert!(harness.every_stamp_is_read());
+    assert!(harness.is_every_stamp_readable());
 }
 
 #[test]
 fn rotation_survives_a_restart_in_both_phases() {
-    let mut harness = settled("", "");
+    let mut harness = settled_harness("", "");
     harness.step(KeyStep::Announce { forced: false });
     let announced = harness.records.key_ring.keys;
     harness.restart_controller();
@@ -355,7 +358,7 @@ fn missing_acknowledgements_are_named() {
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive()));
     harness.confirm();
     let refused = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(&refused, RotationError::UnderWay { who, .. } if who.len() == 2), "{refused}");
+    assert!(matches!(&refused, RotationError::UnderWay { peers: who, .. } if who.len() == 2), "{refused}");
     assert!(refused.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Switch));
@@ -363,7 +366,7 @@ fn missing_acknowledgements_are_named() {
 
 #[test]
 fn young_key_is_not_rotated_without_force() {
-    let mut harness = settled("", "");
+    let mut harness = settled_harness("", "");
     harness.step(KeyStep::Announce { forced: false });
     harness.settle();
     harness.step(KeyStep::Switch);

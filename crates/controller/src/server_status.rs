@@ -18,16 +18,16 @@ pub(super) struct StateReason {
     /// Empty: none.
     pub reason: String,
     /// `None`: since before this process.
-    pub lasts: Option<Duration>,
+    pub duration: Option<Duration>,
 }
 
 impl StateReason {
     fn since(state: ServerState, reason: String, since: Option<Duration>, now: Now) -> Self {
-        Self { state, reason, lasts: since.map(|since| now.monotonic.saturating_sub(since)) }
+        Self { state, reason, duration: since.map(|since| now.monotonic.saturating_sub(since)) }
     }
 
     pub fn duration_ms(&self) -> Option<u64> {
-        self.lasts.map(|lasts| lasts.as_millis() as u64)
+        self.duration.map(|lasts| lasts.as_millis() as u64)
     }
 }
 

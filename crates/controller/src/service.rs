@@ -52,14 +52,14 @@ pub struct ServerStatus {
     pub since: Option<Duration>,
     pub eligibility: Eligibility,
     /// Start of eligibility, as `since`.
-    joined: Option<Duration>,
+    eligible_since: Option<Duration>,
 }
 
 pub struct Service {
     fleet: FleetService,
     policy: Box<dyn Policy>,
     generation: u64,
-    newest: Option<(Arc<PlacementTable>, Duration)>,
+    newest_table: Option<(Arc<PlacementTable>, Duration)>,
     statuses: BTreeMap<ServerId, ServerStatus>,
     /// Whether servers that are down take new connections, because no other one does.
     failing_open: bool,
@@ -98,7 +98,7 @@ pub struct TableTrigger {
     /// Whether a server's or a rack's loads have changed, and not a polled input.
     pub is_load: bool,
     /// Time of sending by the reporter's wall clock (since 1970); `None`: not reported.
-    pub sent: Option<Duration>,
+    pub sent_at: Option<Duration>,
 }
 
 impl Service {
@@ -106,7 +106,7 @@ impl Service {
         Self {
             policy: policy_of(&fleet),
             generation: 0,
-            newest: None,
+            newest_table: None,
             statuses: BTreeMap::new(),
             failing_open: false,
             begun: false,
@@ -164,11 +164,11 @@ impl Service {
                 let eligible_since = known
                     .as_ref()
                     .filter(|status| status.eligibility == Eligibility::Eligible)
-                    .map(|status| status.joined);
+                    .map(|status| status.eligible_since);
                 let joined = eligible_since.unwrap_or(moment);
                 let state = self.state(eligibility, joined, now);
                 let since = known.as_ref().filter(|status| status.state == state).map(|status| status.since);
-                (id, ServerStatus { state, since: since.unwrap_or(moment), eligibility, joined })
+                (id, ServerStatus { state, since: since.unwrap_or(moment), eligibility, eligible_since: joined })
             })
             .collect();
         self.begun = true;
@@ -214,7 +214,7 @@ impl Service {
             return 1.0;
         }
         let known = self.statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
-        self.ramp_since(known.map_or(self.begun.then_some(now.monotonic), |status| status.joined), now)
+        self.ramp_since(known.map_or(self.begun.then_some(now.monotonic), |status| status.eligible_since), now)
     }
 
     fn ramp_since(&self, joined: Option<Duration>, now: Now) -> f64 {
@@ -295,7 +295,7 @@ impl Service {
             Some(opened) => pool.with_opened_connections(opened),
             None => pool,
         };
-        if self.new_interval { pool } else { pool.within_interval() }
+        if self.new_interval { pool } else { pool.for_same_interval() }
     }
 
     /// Stores the inputs of the next table, apart from loads; returns whether they have changed.
@@ -316,17 +316,17 @@ impl Service {
             self.add_predecessors();
         }
         if !table.members.is_empty() {
-            table.consistent_before = self.history.consistent_before();
+            table.consistent_before = self.history.previous_consistent();
         }
-        table.down = self.down().collect();
+        table.down = self.down_servers().collect();
         self.new_interval = false;
         table.core_slot_ages = self.slot_ages(&table);
         let table = Arc::new(table);
-        self.newest = Some((table.clone(), now.monotonic));
+        self.newest_table = Some((table.clone(), now.monotonic));
         NewTable { service: self.fleet.index, table }
     }
 
-    fn down(&self) -> impl Iterator<Item = ServerId> {
+    fn down_servers(&self) -> impl Iterator<Item = ServerId> {
         let is_down = |status: &ServerStatus| status.eligibility.state() == ServerState::Down;
         let down = self.statuses.iter().filter(move |(_, status)| is_down(status) && !self.admits(status.eligibility));
         down.map(|(id, _)| *id)
@@ -354,15 +354,15 @@ impl Service {
 
     /// Returns the server's predecessors in buckets, if any.
     pub fn predecessors(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
-        self.predecessors.get(&server).filter(|_| self.hands_on())
+        self.predecessors.get(&server).filter(|_| self.forwards_unknown_packets())
     }
 
     pub fn predecessor_changes(&self) -> u64 {
-        if self.hands_on() { self.predecessor_changes } else { 0 }
+        if self.forwards_unknown_packets() { self.predecessor_changes } else { 0 }
     }
 
     /// Whether servers forward unknown packets: those that go by the bucket.
-    fn hands_on(&self) -> bool {
+    fn forwards_unknown_packets(&self) -> bool {
         self.fleet.address.protocol == Protocol::Tcp
             && !matches!(self.fleet.mode.consistency, Consistency::None | Consistency::HashTable)
     }
@@ -371,12 +371,12 @@ impl Service {
         std::mem::take(&mut self.history_changed).then(|| (self.fleet.name.clone(), self.history.clone()))
     }
 
-    pub fn newest(&self) -> Option<NewTable> {
-        self.newest.as_ref().map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
+    pub fn newest_table(&self) -> Option<NewTable> {
+        self.newest_table.as_ref().map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
     }
 
     /// Returns the table of the last tick and its age.
     pub fn table(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
-        self.newest.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
+        self.newest_table.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
     }
 }

@@ -33,7 +33,7 @@ impl Controller {
         Status {
             configuration_generation: self.fleet.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
-            accepted_reports: self.accepted,
+            accepted_reports: self.accepted_reports,
             refused_reports: self.refused.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
             services: Vec::new(),
             servers: Vec::new(),
@@ -74,7 +74,7 @@ impl Controller {
     pub fn server_loads(&self, id: ServerId, server: &FleetServer, now: Now) -> ServerLoads {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
-        let newest = agent.newest.as_ref();
+        let newest = agent.newest_report.as_ref();
         let loads = agent.loads(now).into_iter().flat_map(|loads| loads.iter());
         ServerLoads {
             name: server.name.clone(),
@@ -177,7 +177,7 @@ impl Controller {
         let fleet = service.fleet();
         let pool = pool.map_or_else(|| self.cached_pool(service, now), Cow::Borrowed);
         let table = service.table(now);
-        let groups = self.groups(&pool);
+        let groups = self.rss_groups(&pool);
         Some(ShownService {
             name: fleet.name.clone(),
             address: fleet.address,
@@ -202,7 +202,7 @@ impl Controller {
     }
 
     /// Returns the groups of a pool. A group without known RSS is not shown, so its key does not matter.
-    pub(super) fn groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
+    pub(super) fn rss_groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
         rss_groups(pool, &RssKey::microsoft())
     }
 
@@ -224,7 +224,7 @@ impl Controller {
             warnings.push("no server takes new connections: they are dropped".to_owned());
         }
         if let Some(other) = service.fleet().other_balancer {
-            warnings.push(match other.handed_over {
+            warnings.push(match other.is_handed_over {
                 true => format!("new connections are sent to {} (migrate_to)", other.address),
                 false => format!(
                     "what is of no connection known here is sent to {} (migrate_from): counter `to_other_balancer`",
@@ -240,8 +240,9 @@ impl Controller {
         }
         // At most once a second, because grouping ten thousand servers takes milliseconds.
         if rss_key_count(pool) > intf::MAX_RSS_GROUPS as usize {
-            let groups = self.groups(pool);
-            let left_over = groups.iter().flat_map(|group| &group.without_cores).filter(|server| server.rss.is_some());
+            let groups = self.rss_groups(pool);
+            let left_over =
+                groups.iter().flat_map(|group| &group.without_core_loads).filter(|server| server.rss.is_some());
             let left_over = self.names(left_over.map(|server| server.id));
             warnings.push(format!(
                 "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives \
@@ -271,7 +272,7 @@ impl Controller {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
         let state_reason = self.state_reason(id, server, now);
-        let newest = agent.newest.as_ref();
+        let newest = agent.newest_report.as_ref();
         let known = agent.rss();
         let rss = agent.rss.reported.as_ref().map(|rss| ServerRss {
             source: rss.source.clone(),
@@ -302,7 +303,7 @@ impl Controller {
             warnings: self.server_warnings(server, agent, now),
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
-            configuration_generation: agent.confirmed,
+            configuration_generation: agent.confirmed_generation,
             counters: newest.iter().flat_map(|newest| newest.details.counters.iter().cloned()).collect(),
             dispatch: newest.iter().flat_map(|newest| &newest.details.dispatch).map(DispatchedService::from).collect(),
             drained: self.drained(id, now),
@@ -333,7 +334,7 @@ impl Controller {
         if let (Some(rss), Some(loads)) = (agent.rss(), agent.loads(now)) {
             warnings.extend(queues_without_cores(rss, loads.len()));
         }
-        warnings.extend(agent.newest.iter().flat_map(|newest| newest.details.warnings.iter().cloned()));
+        warnings.extend(agent.newest_report.iter().flat_map(|newest| newest.details.warnings.iter().cloned()));
         warnings
     }
 }

@@ -14,9 +14,9 @@ const MAX_UNCONFIRMED: usize = 1024;
 /// Triggers of the newest tables, and latencies.
 #[derive(Debug, Default)]
 pub struct TableAcks {
-    made: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
+    unconfirmed_builds: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
     /// Newest confirmed generation, by load balancer's session and service.
-    confirmed: HashMap<(u64, ServiceIndex), u64>,
+    confirmed_generations: HashMap<(u64, ServiceIndex), u64>,
     /// From the receipt of a report to the confirmation of its table by each load balancer.
     pub since_receipt: LatencyHistogram,
     /// From the sending of a report, by the agent's wall clock.
@@ -25,7 +25,7 @@ pub struct TableAcks {
 
 impl TableAcks {
     pub fn record_build(&mut self, service: ServiceIndex, generation: u64, trigger: TableTrigger) {
-        let made = self.made.entry(service).or_default();
+        let made = self.unconfirmed_builds.entry(service).or_default();
         if made.len() == MAX_UNCONFIRMED {
             made.pop_front();
         }
@@ -35,8 +35,8 @@ impl TableAcks {
     /// Records that a load balancer has the table in force. Tables that it never had were overtaken: their triggers are
     /// in this one.
     pub fn confirm(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
-        let Some(made) = self.made.get(&service) else { return };
-        let before = self.confirmed.insert((session, service), generation);
+        let Some(made) = self.unconfirmed_builds.get(&service) else { return };
+        let before = self.confirmed_generations.insert((session, service), generation);
         // Tables from before its session prove nothing.
         let Some(before) = before else { return };
         let first = made.partition_point(|(made, _)| *made <= before);
@@ -44,18 +44,18 @@ impl TableAcks {
             if trigger.is_load {
                 self.since_receipt.observe(now.monotonic.saturating_sub(trigger.received));
             }
-            if let Some(sent) = trigger.sent {
+            if let Some(sent) = trigger.sent_at {
                 self.since_sent.observe(now.wall.saturating_sub(sent));
             }
         }
     }
 
     pub fn forget(&mut self, session: u64) {
-        self.confirmed.retain(|(of, _), _| *of != session);
+        self.confirmed_generations.retain(|(of, _), _| *of != session);
     }
 
     pub fn retain(&mut self, is_there: impl Fn(ServiceIndex) -> bool) {
-        self.made.retain(|service, _| is_there(*service));
-        self.confirmed.retain(|(_, service), _| is_there(*service));
+        self.unconfirmed_builds.retain(|service, _| is_there(*service));
+        self.confirmed_generations.retain(|(_, service), _| is_there(*service));
     }
 }

@@ -196,11 +196,11 @@ impl Harness {
         for service in &self.controller.services {
             let name = &service.fleet().name;
             let read = self.controller.pool(service, now);
-            let read = compared(service, &read);
+            let read = comparable(service, &read);
             // A dropped pool is read again for the next table, which is not due.
             let in_table = self.in_tables.entry(name.clone()).or_default();
             if let Some(pool) = service.cached_pool() {
-                *in_table = compared(service, pool);
+                *in_table = comparable(service, pool);
             }
             assert_eq!(*in_table, read, "{name}");
             for server in in_table {
@@ -220,9 +220,9 @@ fn id(server: usize) -> ServerId {
 }
 
 /// Returns the servers without what the service's policy does not read, and without what restarts with each table.
-fn compared(service: &Service, pool: &Pool) -> Vec<PoolServer> {
+fn comparable(service: &Service, pool: &Pool) -> Vec<PoolServer> {
     let compared = |server: PoolServer| {
-        let server = PoolServer { fresh: true, ..server };
+        let server = PoolServer { has_new_load: true, ..server };
         let server = match service.reads_traffic() {
             true => server,
             false => PoolServer { traffic: None, open_connections: 0, ..server },

@@ -40,7 +40,7 @@ impl Controller {
     pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
         let service = &self.services[self.service_position(service)?];
         let (_, age) = service.table(now)?;
-        Some((service.newest()?.table, age))
+        Some((service.newest_table()?.table, age))
     }
 }
 

@@ -114,7 +114,7 @@ fn report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
 /// A report for a minute, without RSS.
 pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
     Report {
-        sent: now.wall,
+        sent_at: now.wall,
         time_to_live: Duration::from_secs(60),
         readings: CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: busy_ns.to_vec() },
         open_connections: 0,
@@ -241,7 +241,7 @@ fn wall_clock_step_changes_no_load() {
         let now = at(sequence * 100);
         let mut next = report(sequence, now, &[sequence * 25_000_000; 4]);
         if hour_ahead {
-            next.sent += Duration::from_secs(3600);
+            next.sent_at += Duration::from_secs(3600);
         }
         harness.controller.report(&session, Ok(next), now).unwrap();
         let status = harness.status_of("s0", now);

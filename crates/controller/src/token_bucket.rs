@@ -12,14 +12,14 @@ pub struct TokenBucket {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quota {
     /// Long-term interval.
-    pub every: Duration,
+    pub interval: Duration,
     /// Burst after a pause.
-    pub at_once: u32,
+    pub burst: u32,
 }
 
 impl Quota {
     pub fn from(self, now: Duration) -> TokenBucket {
-        TokenBucket { left: self.at_once.into(), at: now }
+        TokenBucket { left: self.burst.into(), at: now }
     }
 }
 
@@ -28,7 +28,7 @@ impl TokenBucket {
     pub fn take(&mut self, quota: Quota, now: Duration) -> bool {
         let elapsed = now.saturating_sub(self.at).as_secs_f64();
         self.at = now;
-        self.left = (self.left + elapsed / quota.every.as_secs_f64()).min(quota.at_once.into());
+        self.left = (self.left + elapsed / quota.interval.as_secs_f64()).min(quota.burst.into());
         let may = self.left >= 1.0;
         self.left -= f64::from(u8::from(may));
         may
@@ -38,7 +38,7 @@ impl TokenBucket {
 impl TokenBucket {
     /// Returns the time until the next token; zero: there is one. Takes none.
     pub fn wait(&self, quota: Quota, now: Duration) -> Duration {
-        let every = quota.every.as_secs_f64();
+        let every = quota.interval.as_secs_f64();
         let left = self.left + now.saturating_sub(self.at).as_secs_f64() / every;
         // A nanosecond more: rounded down it would be waited for again.
         if left >= 1.0 {
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn burst_is_followed_by_the_rate() {
-        let quota = Quota { every: Duration::from_millis(50), at_once: 3 };
+        let quota = Quota { interval: Duration::from_millis(50), burst: 3 };
         let mut bucket = quota.from(Duration::ZERO);
         let mut taken = |ms: u64| (0..10).filter(|_| bucket.take(quota, Duration::from_millis(ms))).count();
         assert_eq!((taken(0), taken(49), taken(50), taken(150), taken(10_000)), (3, 0, 1, 2, 3));
@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn wait_ends_when_a_token_is_available() {
-        let quota = Quota { every: Duration::from_millis(50), at_once: 1 };
+        let quota = Quota { interval: Duration::from_millis(50), burst: 1 };
         let mut bucket = quota.from(Duration::ZERO);
         assert_eq!(bucket.wait(quota, Duration::ZERO), Duration::ZERO);
         for now in [0, 3, 71].map(Duration::from_millis) {

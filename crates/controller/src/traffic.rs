@@ -16,7 +16,7 @@ struct Opened {
     /// Since its maps were created.
     total: u64,
     /// Since the last query; `None`: only one message so far.
-    newly: Option<u64>,
+    new: Option<u64>,
 }
 
 /// Ids are the controller's own: no peer can choose them to collide.
@@ -75,16 +75,16 @@ impl Traffic {
         let follow = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
             // A count that went back is of new maps, or a server has left.
-            let more = |before: &Opened| before.newly.unwrap_or(0).saturating_add(total.saturating_sub(before.total));
+            let more = |before: &Opened| before.new.unwrap_or(0).saturating_add(total.saturating_sub(before.total));
             let newly = self.opened.get(&service).map(more);
-            (service, Opened { total, newly })
+            (service, Opened { total, new: newly })
         };
         self.opened = message.opened.iter().map(follow).collect();
     }
 
     /// Returns the connections opened for the service since the last call; `None`: not known yet.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
-        self.opened.get_mut(&service)?.newly.as_mut().map(std::mem::take)
+        self.opened.get_mut(&service)?.new.as_mut().map(std::mem::take)
     }
 
     fn rate(&self, server: ServerId, new: &ServerTraffic, elapsed: f64, alpha: Alpha) -> Option<TrafficRates> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
 use coreward_http::client::Client;
 use coreward_render::block_on;
-use coreward_render::fleet::{ProposedFleet, shown};
+use coreward_render::fleet::{ProposedFleet, format_applied};
 
 use crate::{Format, QueryArgs, print};
 
@@ -40,12 +40,12 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let proposed = ProposedFleet::read(&client, &args.file)?;
-    let is_done = put_in_force(proposed, args.query.format, (args.dry_run, args.yes))?;
+    let is_done = confirm_and_apply(proposed, args.query.format, (args.dry_run, args.yes))?;
     if is_done && args.wait { wait(&client, args.timeout.into()) } else { Ok(()) }
 }
 
 /// Shows what it changes, asks, and puts it in force; whether it has.
-fn put_in_force(proposed: ProposedFleet, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
+fn confirm_and_apply(proposed: ProposedFleet, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
     let only_looked = dry_run || proposed.is_in_force();
     // One object: of what is done, where something is.
     if only_looked || format == Format::Text {
@@ -57,8 +57,8 @@ fn put_in_force(proposed: ProposedFleet, format: Format, (dry_run, yes): (bool, 
     // JSON has shown nothing yet.
     let may_ask = format == Format::Text;
     anyhow::ensure!(yes || may_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
-    anyhow::ensure!(yes || asked()?, "nothing was changed");
-    print(&shown(&proposed.apply()?, format.into())?)?;
+    anyhow::ensure!(yes || confirm()?, "nothing was changed");
+    print(&format_applied(&proposed.apply()?, format.into())?)?;
     Ok(true)
 }
 
@@ -70,7 +70,7 @@ fn wait(client: &Client, timeout: Duration) -> anyhow::Result<()> {
             return Ok(());
         }
         if is_final(&seen) || Instant::now() >= limit {
-            anyhow::bail!("{}", not_in_force(&seen));
+            anyhow::bail!("{}", describe_pending(&seen));
         }
         std::thread::sleep(POLL_INTERVAL);
     }
@@ -88,7 +88,7 @@ fn is_final(seen: &Acknowledgements) -> bool {
 }
 
 /// Returns the peers without the newest configuration, or without all of it.
-fn not_in_force(seen: &Acknowledgements) -> String {
+fn describe_pending(seen: &Acknowledgements) -> String {
     let mut lines = vec![format!(
         "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",
         seen.configuration_generation,
@@ -112,7 +112,7 @@ fn not_in_force(seen: &Acknowledgements) -> String {
     lines.join("\n")
 }
 
-fn asked() -> anyhow::Result<bool> {
+fn confirm() -> anyhow::Result<bool> {
     anyhow::ensure!(std::io::stdin().is_terminal(), "standard input is no terminal: expected --yes or --dry-run");
     write!(std::io::stdout(), "Apply this? [y/N] ")?;
     std::io::stdout().flush()?;
@@ -125,7 +125,7 @@ fn asked() -> anyhow::Result<bool> {
 mod tests {
     use super::*;
 
-    fn seen(waiting: u64, refused: &[u64], lost: &[&str]) -> Acknowledgements {
+    fn acknowledgements_of(waiting: u64, refused: &[u64], lost: &[&str]) -> Acknowledgements {
         let part = |name: &str| Waiting { part: "lb".to_owned(), name: name.to_owned(), configuration_generation: 4 };
         let refused: Vec<RefusedUpdate> = refused
             .iter()
@@ -151,16 +151,16 @@ mod tests {
 
     #[test]
     fn refusal_of_this_configuration_ends_the_wait() {
-        assert!(is_final(&seen(1, &[5], &[])));
-        assert!(!is_final(&seen(1, &[4], &[])), "the refusal of an older one");
-        assert!(!is_final(&seen(1, &[], &[])));
-        assert!(is_in_force(&seen(0, &[], &[])));
+        assert!(is_final(&acknowledgements_of(1, &[5], &[])));
+        assert!(!is_final(&acknowledgements_of(1, &[4], &[])), "the refusal of an older one");
+        assert!(!is_final(&acknowledgements_of(1, &[], &[])));
+        assert!(is_in_force(&acknowledgements_of(0, &[], &[])));
     }
 
     #[test]
     fn stopped_load_balancer_is_named() {
-        let stopped = seen(0, &[], &["lb2"]);
+        let stopped = acknowledgements_of(0, &[], &["lb2"]);
         assert!(!is_in_force(&stopped) && is_final(&stopped));
-        assert!(not_in_force(&stopped).contains("  lb lb2: is not connected"), "{}", not_in_force(&stopped));
+        assert!(describe_pending(&stopped).contains("  lb lb2: is not connected"), "{}", describe_pending(&stopped));
     }
 }

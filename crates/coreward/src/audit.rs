@@ -26,14 +26,14 @@ pub fn audit(args: &AuditArgs) -> anyhow::Result<()> {
 
 /// "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
 fn line(entry: &AuditEntry) -> String {
-    let at = moment(entry.at_unix_ms);
+    let at = format_time(entry.at_unix_ms);
     let AuditEntry { id, who, from_address, action, target, before, after, .. } = entry;
     let from = if from_address.is_empty() { String::new() } else { format!(" from {from_address}") };
     let target = if target.is_empty() { String::new() } else { format!(" {target}") };
     format!("{at} #{id} {who}{from}: {action}{target}: {before} -> {after}\n")
 }
 
-fn moment(unix_ms: u64) -> String {
+fn format_time(unix_ms: u64) -> String {
     let at = std::time::UNIX_EPOCH + std::time::Duration::from_millis(unix_ms);
     humantime::format_rfc3339_seconds(at).to_string()
 }

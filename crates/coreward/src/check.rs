@@ -62,7 +62,12 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     })?;
     let wrong: usize = checked.iter().map(Checked::count).sum();
     let mistakes = if wrong == 1 { "mistake" } else { "mistakes" };
-    anyhow::ensure!(wrong == 0, "{wrong} {mistakes} in {} of {} files", Checked::wrong(&checked), checked.len());
+    anyhow::ensure!(
+        wrong == 0,
+        "{wrong} {mistakes} in {} of {} files",
+        Checked::count_invalid(&checked),
+        checked.len()
+    );
     Ok(())
 }
 
@@ -89,7 +94,7 @@ impl<'a> Checked<'a> {
         self.mistakes.as_ref().map_or(0, |mistakes| mistakes.list.len() + mistakes.more)
     }
 
-    fn wrong(all: &[Self]) -> usize {
+    fn count_invalid(all: &[Self]) -> usize {
         all.iter().filter(|checked| checked.mistakes.is_some()).count()
     }
 

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use coreward_control_server::config::DEFAULT_API;
-use coreward_http::client::{Client, ControllerUrl, Proof};
-use coreward_tls::Files;
+use coreward_http::client::{Client, ControllerUrl, Credential};
+use coreward_tls::CredentialFiles;
 use coreward_tls::verify::Host;
 
 /// File of the operator's token in packages.
@@ -43,12 +43,12 @@ pub struct ContactArgs {
 impl ContactArgs {
     /// Returns the client. Fails when a file cannot be read, or is unsuitable.
     pub fn client(&self) -> anyhow::Result<Client> {
-        let files = |((ca, certificate), key)| Files { ca, certificate, key };
+        let files = |((ca, certificate), key)| CredentialFiles { ca, certificate, key };
         let certificate = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(files);
-        let token = || Proof::Token { file: self.token_file.clone(), ca: self.ca.clone() };
-        let proof = certificate.map_or_else(token, Proof::Certificate);
+        let token = || Credential::Token { file: self.token_file.clone(), ca: self.ca.clone() };
+        let proof = certificate.map_or_else(token, Credential::Certificate);
         let host = match self.controller_name.as_slice() {
-            [] => Host::AskedFor,
+            [] => Host::Requested,
             names => Host::OneOf(names.to_vec()),
         };
         Client::with_controllers(self.controller.clone(), &proof, host)

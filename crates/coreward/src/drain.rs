@@ -57,7 +57,7 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
         // One object: of what is so at the end.
         let is_text = args.query.format == Format::Text;
         if is_text || !args.wait {
-            print(&shown(&status, args.query.format)?)?;
+            print(&format_status(&status, args.query.format)?)?;
         }
         if !args.wait {
             return Ok(());
@@ -67,11 +67,11 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
             outcome = wait(&client, status, args.timeout.into(), is_text) => {
                 let (status, left) = outcome?;
                 if !is_text {
-                    print(&shown(&status, args.query.format)?)?;
+                    print(&format_status(&status, args.query.format)?)?;
                 }
                 match left {
-                    Left::None => Ok(()),
-                    Left::Some(what) => Err(anyhow!("{what} after {}; {stays}", args.timeout)),
+                    WaitOutcome::None => Ok(()),
+                    WaitOutcome::Some(what) => Err(anyhow!("{what} after {}; {stays}", args.timeout)),
                 }
             }
             _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {stays}")),
@@ -82,11 +82,11 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
 /// Ends the drain. Fails when the controller rejects it.
 pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
-    print(&shown(&runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
+    print(&format_status(&runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
 }
 
 /// Result of the wait.
-enum Left {
+enum WaitOutcome {
     None,
     Some(String),
 }
@@ -97,7 +97,7 @@ async fn wait(
     mut status: DrainStatus,
     timeout: Duration,
     is_text: bool,
-) -> anyhow::Result<(DrainStatus, Left)> {
+) -> anyhow::Result<(DrainStatus, WaitOutcome)> {
     let end = Instant::now() + timeout.min(MAX_TIMEOUT);
     let (server, mut printed, mut away) = (status.server.clone(), describe(&status), false);
     loop {
@@ -105,14 +105,14 @@ async fn wait(
             bail!("{server} is no longer drained: another command ended the drain");
         }
         if status.remaining == Some(0) {
-            return Ok((status, Left::None));
+            return Ok((status, WaitOutcome::None));
         }
         sleep(POLL_INTERVAL.min(end - Instant::now())).await;
         let answer = match timeout_at(end, client.drain_status(&server)).await {
             Ok(answer) => answer,
             Err(_) => {
-                let left = left(&status, away);
-                return Ok((status, Left::Some(left)));
+                let left = describe_remaining(&status, away);
+                return Ok((status, WaitOutcome::Some(left)));
             }
         };
         match answer {
@@ -131,8 +131,8 @@ async fn wait(
             printed = now;
         }
         if Instant::now() >= end && status.remaining != Some(0) {
-            let left = left(&status, away);
-            return Ok((status, Left::Some(left)));
+            let left = describe_remaining(&status, away);
+            return Ok((status, WaitOutcome::Some(left)));
         }
     }
 }
@@ -142,7 +142,7 @@ fn is_final(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }
 
-fn left(status: &DrainStatus, away: bool) -> String {
+fn describe_remaining(status: &DrainStatus, away: bool) -> String {
     match status.remaining {
         _ if away => "what remains is not known (the controller does not answer)".to_owned(),
         Some(1) => "1 connection remains".to_owned(),
@@ -151,7 +151,7 @@ fn left(status: &DrainStatus, away: bool) -> String {
     }
 }
 
-fn shown(status: &DrainStatus, format: Format) -> anyhow::Result<String> {
+fn format_status(status: &DrainStatus, format: Format) -> anyhow::Result<String> {
     match format {
         Format::Json => Ok(serde_json::to_string_pretty(status)?),
         Format::Text => Ok(describe(status)),
@@ -163,14 +163,14 @@ fn describe(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
     let Some(drained) = &status.drained else {
         if status.state == ServerState::Gone {
-            return format!("{server} has left the fleet's document: {}", left(status, false));
+            return format!("{server} has left the fleet's document: {}", describe_remaining(status, false));
         }
         let reason = if status.state_reason.is_empty() { String::new() } else { format!(" ({})", status.state_reason) };
         return format!("{server} is {}{reason}", status.state);
     };
     let remains = match status.remaining {
         Some(0) => "no connection remains".to_owned(),
-        _ => left(status, false),
+        _ => describe_remaining(status, false),
     };
     let by_service: Vec<String> = match (&status.connections, status.remaining) {
         (Some(counted), Some(1..)) => {

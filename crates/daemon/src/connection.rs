@@ -10,7 +10,7 @@ use coreward_metrics::snapshot::Snapshot;
 use coreward_metrics::table::Kind::MaxGauge;
 use coreward_metrics::table::{Component, Family, family};
 use coreward_tls::connect::Connector;
-use coreward_tls::{Files, Role, Tls, table};
+use coreward_tls::{CredentialFiles, Role, Tls, table};
 use coreward_wire::{LEADER, TERM_HEADER};
 use rand::TryRng as _;
 use tonic::transport::{Channel, Endpoint};
@@ -47,14 +47,18 @@ pub struct Connection {
     controllers: Controllers,
     tls: Option<Arc<Tls>>,
     expected: &'static [Role],
-    turns: Turns,
-    terms: Terms,
+    attempts: AttemptOrder,
+    newest_term: TermTracker,
 }
 
 impl Connection {
     /// Prepares the connection. With `tls` a role of `expected` must answer, without it nothing is verified. Watches
     /// the certificates on the current runtime.
-    pub fn new(controllers: Controllers, tls: Option<&Files>, expected: &'static [Role]) -> anyhow::Result<Self> {
+    pub fn new(
+        controllers: Controllers,
+        tls: Option<&CredentialFiles>,
+        expected: &'static [Role],
+    ) -> anyhow::Result<Self> {
         let tls = table::load(tls)?;
         match &tls {
             Some(tls) => drop(tokio::spawn(tls.clone().maintenance_loop())),
@@ -65,8 +69,8 @@ impl Connection {
                 "no `[tls]`: anyone on the path to the controllers can read the cookie keys and change updates"
             ),
         }
-        let turns = Turns::new(controllers.addresses().len());
-        Ok(Self { turns, terms: Terms::default(), tls, expected, controllers })
+        let turns = AttemptOrder::new(controllers.addresses().len());
+        Ok(Self { attempts: turns, newest_term: TermTracker::default(), tls, expected, controllers })
     }
 
     /// Returns warnings for the operator: certificates that end soon.
@@ -81,7 +85,7 @@ impl Connection {
 
     /// Returns the controller to try next.
     pub fn controller(&self) -> SocketAddr {
-        self.controllers.addresses()[self.turns.current]
+        self.controllers.addresses()[self.attempts.current]
     }
 
     /// Connects to that controller within two seconds.
@@ -103,21 +107,21 @@ impl Connection {
     /// Returns a started stream. Fails if its leader's term is older than one seen lately.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
-        self.terms.check(term, Instant::now())?;
+        self.newest_term.check(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
     /// Notes that the controller answered: it leads.
     pub fn record_message(&mut self) {
-        self.turns.record_answer();
-        self.terms.record_message(Instant::now());
+        self.attempts.record_answer();
+        self.newest_term.record_message(Instant::now());
     }
 
     /// Logs the end of a stream, selects the next controller, and returns the time to wait. It is random, so that a
     /// fleet does not reconnect at once.
     pub fn record_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
         let (controller, end) = (self.controller(), self.end(error));
-        let pause = self.turns.record_end(&end);
+        let pause = self.attempts.record_end(&end);
         let next = self.controller();
 
         match (end, error) {
@@ -193,27 +197,27 @@ enum End {
 }
 
 /// Order of attempts, without clock and randomness.
-struct Turns {
+struct AttemptOrder {
     count: usize,
     current: usize,
     /// Attempts since the last answer.
     failed: usize,
-    answered: bool,
+    has_answered: bool,
     pause: Duration,
 }
 
-impl Turns {
+impl AttemptOrder {
     fn new(count: usize) -> Self {
-        Self { count, current: 0, failed: 0, answered: false, pause: RETRY_INTERVALS.0 }
+        Self { count, current: 0, failed: 0, has_answered: false, pause: RETRY_INTERVALS.0 }
     }
 
     fn record_answer(&mut self) {
-        (self.answered, self.failed, self.pause) = (true, 0, RETRY_INTERVALS.0);
+        (self.has_answered, self.failed, self.pause) = (true, 0, RETRY_INTERVALS.0);
     }
 
     /// Returns the retry interval.
     fn record_end(&mut self, end: &End) -> Duration {
-        let answered = std::mem::take(&mut self.answered);
+        let answered = std::mem::take(&mut self.has_answered);
         self.failed += usize::from(!answered);
         match end {
             End::NotTheLeader(leader) => self.current = *leader,
@@ -236,11 +240,11 @@ impl Turns {
 
 /// Newest term, without clock.
 #[derive(Default)]
-struct Terms {
+struct TermTracker {
     newest: Option<(u64, Instant)>,
 }
 
-impl Terms {
+impl TermTracker {
     /// Checks the term of a new stream; `None`: the controller has no terms.
     fn check(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest) {

@@ -44,7 +44,7 @@ impl FromToml for Controllers {
                 for value in values {
                     match SocketAddr::read(value, reader) {
                         Some(address) if addresses.contains(&address) => {
-                            reader.mistake(
+                            reader.report(
                                 value.span(),
                                 format!("controller {address} is named twice: expected each once"),
                             );
@@ -56,7 +56,7 @@ impl FromToml for Controllers {
                 }
                 if right && (addresses.is_empty() || addresses.len() > MAX_CONTROLLERS) {
                     let message = format!("{} controllers: expected 1 to {MAX_CONTROLLERS}", addresses.len());
-                    reader.mistake(value.span(), message);
+                    reader.report(value.span(), message);
                     right = false;
                 }
                 right.then_some(Self(addresses))

@@ -17,12 +17,12 @@ pub use connection::{Connection, add_expiry};
 pub use controllers::Controllers;
 pub use service_manager::block_within;
 
-const HANDLED: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
+const HANDLED_SIGNALS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
 
 /// Blocks signals until [`run_until_shutdown`] handles them; by default they would end the daemon. Call it before other
 /// threads exist and before files are read.
 pub fn hold_signals() -> anyhow::Result<()> {
-    Ok(SigSet::from_iter(HANDLED).thread_block()?)
+    Ok(SigSet::from_iter(HANDLED_SIGNALS).thread_block()?)
 }
 
 /// Reports readiness and runs `work` until SIGTERM or SIGINT. The watchdog is fed by the runtime of `work`: if `work`
@@ -46,7 +46,7 @@ pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) 
 }
 
 async fn release_signals() -> anyhow::Result<std::convert::Infallible> {
-    SigSet::from_iter(HANDLED).thread_unblock()?;
+    SigSet::from_iter(HANDLED_SIGNALS).thread_unblock()?;
     std::future::pending().await
 }
 

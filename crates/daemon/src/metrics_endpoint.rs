@@ -18,7 +18,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use coreward_metrics::snapshot::Snapshot;
 
 /// OpenMetrics 1.0, as prometheus-client writes it.
-const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Limit of concurrent connections; others wait.
 const CONNECTIONS: usize = 8;
 /// Limit from the connection to the end of the answer.
@@ -141,7 +141,7 @@ async fn answer<F: Future<Output = Option<Snapshot>>>(
         *response.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
         response.headers_mut().insert(ALLOW, "GET".parse().expect("a header's value"));
     } else if let Some(page) = collect().await {
-        response.headers_mut().insert(CONTENT_TYPE, CONTENT.parse().expect("a header's value"));
+        response.headers_mut().insert(CONTENT_TYPE, MEDIA_TYPE.parse().expect("a header's value"));
         *response.body_mut() = Full::from(page.text());
     } else {
         *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;

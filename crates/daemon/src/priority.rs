@@ -4,7 +4,7 @@ use nix::errno::Errno;
 use nix::libc;
 
 /// Niceness added: a ninth of the others' CPU share.
-const NICER: i32 = 10;
+const NICENESS: i32 = 10;
 
 /// Lowers the calling thread's priority; `thread` names it in the log if that fails.
 pub fn lower_thread_priority(thread: &str) {
@@ -16,7 +16,8 @@ pub fn lower_thread_priority(thread: &str) {
 /// On Linux niceness is a thread's. It keeps at least a ninth of a CPU, so locks that it holds are released.
 fn lower_priority() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
-    let outcome = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICER) };
+    let outcome =
+        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICENESS) };
     Errno::result(outcome).map(drop)
 }
 
@@ -30,7 +31,7 @@ mod tests {
         let niceness = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
         let before = niceness();
         let yielding = std::thread::spawn(move || lower_priority().map(|()| niceness()));
-        assert_eq!(yielding.join().unwrap(), Ok((before + NICER).min(19)));
+        assert_eq!(yielding.join().unwrap(), Ok((before + NICENESS).min(19)));
         assert_eq!(niceness(), before);
     }
 }

@@ -16,7 +16,7 @@ pub struct Xdp {
     /// The program after the driver, by its id.
     pub generic: Option<u32>,
     /// Whether the driver can pass, drop and return frames by XDP; `None`: the kernel does not report it (before 6.3).
-    pub native_possible: Option<bool>,
+    pub supports_native: Option<bool>,
 }
 
 /// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
@@ -39,7 +39,7 @@ pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
     Ok(Xdp {
         native: id(options.drv_prog_id),
         generic: id(options.skb_prog_id),
-        native_possible: reported.then_some(options.feature_flags & ACT_BASIC != 0),
+        supports_native: reported.then_some(options.feature_flags & ACT_BASIC != 0),
     })
 }
 
@@ -75,7 +75,7 @@ mod tests {
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
         let found = xdp(index).unwrap();
         assert_eq!((found.native, found.generic), (None, None));
-        assert_ne!(found.native_possible, Some(true));
+        assert_ne!(found.supports_native, Some(true));
         assert!(mtu("lo").unwrap() >= 1500);
         assert!(mtu("nonexistent0").is_err() && mtu("a-name-that-is-too-long").is_err());
     }

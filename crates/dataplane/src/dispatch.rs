@@ -58,7 +58,7 @@ pub struct Dispatch {
     _responses: Link,
     _drops: Link,
     policy: Policy,
-    taken_over: bool,
+    is_taken_over: bool,
 }
 
 impl Dispatch {
@@ -100,13 +100,13 @@ impl Dispatch {
             _responses: responses,
             _drops: drops,
             policy: options.policy,
-            taken_over,
+            is_taken_over: taken_over,
         })
     }
 
     /// Whether pinned state of an earlier process was taken over.
-    pub fn taken_over(&self) -> bool {
-        self.taken_over
+    pub fn is_taken_over(&self) -> bool {
+        self.is_taken_over
     }
 
     /// Returns the selecting program.
@@ -143,7 +143,7 @@ impl Dispatch {
         let key = socket.as_raw_fd().to_ne_bytes();
         self.sockets.update(&key, &slot.to_ne_bytes(), MapFlags::ANY).context("storage of the socket's slot")?;
         self.ledger.occupy(slot, cookie, pid);
-        if let Err(error) = self.workers.put(slot, socket) {
+        if let Err(error) = self.workers.insert(slot, socket) {
             self.ledger.release_slot(slot);
             return Err(error);
         }
@@ -157,7 +157,7 @@ impl Dispatch {
     pub fn set_bounds(&self, bounds: impl Fn(u16) -> ClassBounds) {
         let slots: Vec<u32> = self.sockets().into_keys().collect();
         let bounds = bounds(slots.len().max(1) as u16);
-        let rows: Vec<Vec<u32>> = (0..MAX_CLASSES as u8).map(|class| bounds.of(class).to_vec()).collect();
+        let rows: Vec<Vec<u32>> = (0..MAX_CLASSES as u8).map(|class| bounds.for_class(class).to_vec()).collect();
         // jsq compares with the first, whatever slot that belongs to.
         let first = (self.policy == Policy::ShortestQueue).then(|| rows[0][0]);
         self.ledger.set_bounds(&slots, &rows, first);

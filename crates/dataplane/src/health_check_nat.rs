@@ -14,10 +14,10 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::IntoBytes as _;
 
 use crate::skeleton::health::HealthSkelBuilder;
-use crate::tc::{self, Direction, Held};
+use crate::tc::{self, Direction, TemporaryAttachment};
 
 /// Limit of concurrent connections: each needs two entries.
-pub const MAX_CONNECTIONS: usize = intf::MAX_CHECKED_PATHS as usize / 2;
+pub const MAX_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
 
 /// One connection of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -34,8 +34,8 @@ pub struct NatEntry {
 
 impl NatEntry {
     /// Key and value of each direction, in packet byte order.
-    fn entries(&self) -> [(intf::checked_path, intf::checked_address); 2] {
-        let key = |address: IpAddr| intf::checked_path {
+    fn entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
+        let key = |address: IpAddr| intf::nat_entry {
             address: layout(address),
             port: self.port.to_be(),
             own_port: self.own_port.to_be(),
@@ -45,15 +45,15 @@ impl NatEntry {
 }
 
 /// Returns an address as programs have it.
-fn layout(address: IpAddr) -> intf::checked_address {
-    intf::checked_address { word: address_words(address) }
+fn layout(address: IpAddr) -> intf::nat_address {
+    intf::nat_address { word: address_words(address) }
 }
 
 /// The programs at the device, until this is dropped.
 #[derive(Debug)]
 pub struct NatPrograms {
     paths: Arc<NatTable>,
-    _held: [Held; 2],
+    _held: [TemporaryAttachment; 2],
 }
 
 /// Connections that reach a server at the VIP.
@@ -62,15 +62,15 @@ pub struct NatTable(MapHandle);
 
 impl NatPrograms {
     /// Loads the programs and holds them at the device. Fails without the device, or when the kernel rejects them.
-    pub fn hold(interface: &str) -> anyhow::Result<Self> {
+    pub fn attach(interface: &str) -> anyhow::Result<Self> {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
         let mut storage = MaybeUninit::uninit();
         let open = HealthSkelBuilder::default().open(&mut storage).context("bpf/health/health.bpf.c")?;
         let loaded = open.load().context("the kernel refused bpf/health/health.bpf.c")?;
         let held = [
-            tc::hold(loaded.progs.health_ingress.as_fd(), index, Direction::Ingress)?,
-            tc::hold(loaded.progs.health_egress.as_fd(), index, Direction::Egress)?,
+            tc::attach_until_drop(loaded.progs.health_ingress.as_fd(), index, Direction::Ingress)?,
+            tc::attach_until_drop(loaded.progs.health_egress.as_fd(), index, Direction::Egress)?,
         ];
         Ok(Self { paths: Arc::new(NatTable(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
     }

@@ -65,7 +65,7 @@ use crate::rcu::{GracePeriods, GraceTicket};
 use connections::Occupancy;
 use link::XdpLink;
 use program::{Maps, Sizes};
-use services::{Service, in_use, services_of};
+use services::{Service, features_in_use, services_of};
 use variant::{EnabledFeatures, Variant};
 use vlans::VlansInUse;
 
@@ -82,27 +82,27 @@ pub struct PacketRate {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
     /// Limit of one source address. Some sources share a bucket.
-    pub by_source: PacketRate,
+    pub per_source: PacketRate,
     /// Limit of one service.
-    pub by_service: PacketRate,
+    pub per_service: PacketRate,
     /// Limit of the load balancer.
-    pub of_all: PacketRate,
+    pub total: PacketRate,
 }
 
 /// By `enum limited_kind`.
 pub type Broadcast = [BroadcastRates; intf::LIMITED_KIND_COUNT as usize];
 
 impl BroadcastRates {
-    const fn new(by_source: (u32, u32), by_service: (u32, u32), of_all: (u32, u32)) -> Self {
+    const fn new(per_source: (u32, u32), per_service: (u32, u32), total: (u32, u32)) -> Self {
         const fn rate((per_second, burst): (u32, u32)) -> PacketRate {
             PacketRate { per_second, burst }
         }
-        Self { by_source: rate(by_source), by_service: rate(by_service), of_all: rate(of_all) }
+        Self { per_source: rate(per_source), per_service: rate(per_service), total: rate(total) }
     }
 
     /// Returns one rate for sources, services and the load balancer.
     pub const fn uniform(rate: PacketRate) -> Self {
-        Self { by_source: rate, by_service: rate, of_all: rate }
+        Self { per_source: rate, per_service: rate, total: rate }
     }
 
     /// 80,000 packets a second in all. One source may have a quarter of a service's rate. ICMP errors without a cookie
@@ -222,7 +222,7 @@ pub struct LoadBalancer {
     interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
     /// Services by index, as far as one was used since the start of the process.
-    places: Vec<Option<ServiceAddress>>,
+    services_by_index: Vec<Option<ServiceAddress>>,
     /// Last known source address of the answers of servers with LB-side stamping.
     lb_stamped: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     /// VLANs that servers are in.
@@ -234,7 +234,7 @@ pub struct LoadBalancer {
     next_swept: u32,
     /// Entries of the connection table in use.
     occupancy: Occupancy,
-    taken_over: bool,
+    is_taken_over: bool,
     /// Link of a program of another version with another layout, which still forwards.
     pending_upgrade: Option<XdpLink>,
 }
@@ -292,7 +292,7 @@ impl LoadBalancer {
                 connections::recover(&maps.connections)?;
                 let mut services = services_of(&maps);
                 placement::adopt_tables(&mut maps, &mut services);
-                variant.in_use = in_use(&services);
+                variant.in_use = features_in_use(&services);
                 variant.vlans.servers = vlans::has_server_in_vlan(&maps);
                 variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
                 let program = maps.load(&variant)?;
@@ -316,7 +316,7 @@ impl LoadBalancer {
         services.iter().for_each(|(address, service)| places[usize::from(service.index.0)] = Some(*address));
         Ok(Self {
             occupancy: Occupancy::count(&maps),
-            places,
+            services_by_index: places,
             // Objects may have been released just before the take-over: the first write waits for a grace period.
             directory_retired_at: grace_periods.now(),
             grace_periods,
@@ -330,7 +330,7 @@ impl LoadBalancer {
             lb_stamped,
             server_vlans: BTreeSet::new(),
             next_swept: 0,
-            taken_over,
+            is_taken_over: taken_over,
             pending_upgrade,
         })
     }
@@ -371,8 +371,8 @@ impl LoadBalancer {
     }
 
     /// Whether [`load`](Self::load) took over a working load balancer.
-    pub fn taken_over(&self) -> bool {
-        self.taken_over
+    pub fn is_taken_over(&self) -> bool {
+        self.is_taken_over
     }
 
     /// Returns the program in use, for test runs. It changes with the set of rules and modes in use.
@@ -400,7 +400,7 @@ impl LoadBalancer {
     }
 
     fn address_of(&self, index: ServiceIndex) -> &ServiceAddress {
-        self.places[usize::from(index.0)].as_ref().expect("an index that set_services returned")
+        self.services_by_index[usize::from(index.0)].as_ref().expect("an index that set_services returned")
     }
 
     fn service(&self, index: ServiceIndex) -> &Service {

@@ -132,7 +132,7 @@ fn parse_epoll_member(line: &str) -> Option<(Inode, i32)> {
 
 /// Returns the process that has each of these sockets open. Of several processes (a master that opened all, workers
 /// that inherited them) the one with the fewest of them, then the youngest. Fails when /proc cannot be read.
-pub fn holding(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
+pub fn find_owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut holders: Vec<(i32, Vec<(Inode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
@@ -168,7 +168,7 @@ fn affinity(pid: i32) -> BTreeSet<usize> {
 
 /// Returns a descriptor of our own for another process's socket (pidfd_getfd, Linux 5.6). Fails when the process has
 /// ended, or access is denied (CAP_SYS_PTRACE).
-pub fn take(listener: &Listener) -> anyhow::Result<OwnedFd> {
+pub fn duplicate_socket(listener: &Listener) -> anyhow::Result<OwnedFd> {
     let own = |result: libc::c_long| {
         // SAFETY: the system call returned a new descriptor that nothing else owns.
         nix::errno::Errno::result(result).map(|descriptor| unsafe { OwnedFd::from_raw_fd(descriptor as i32) })
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!((found[0].pid, found[0].descriptor), (std::process::id() as i32, socket.as_raw_fd()));
         assert!(!found[0].affinity.is_empty());
-        let taken = take(&found[0]).unwrap();
+        let taken = duplicate_socket(&found[0]).unwrap();
         assert_eq!(socket_cookie(taken.as_fd()).unwrap(), socket_cookie(socket.as_fd()).unwrap());
     }
 
@@ -231,7 +231,7 @@ mod tests {
         let inodes = receiving(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);
         assert_eq!(waiting(&inodes).unwrap(), []);
-        let found = holding(&inodes).unwrap();
+        let found = find_owners(&inodes).unwrap();
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!((found[0].pid, found[0].descriptor), (std::process::id() as i32, socket.as_raw_fd()));
     }

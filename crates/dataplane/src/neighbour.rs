@@ -34,16 +34,16 @@ pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 pub const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
 /// Probes sent in a row before answers are read. With [`PACE`] it makes 32,000 a second: ten thousand servers are
 /// probed within a third of a second, and no switch or server gets a burst.
-pub const PROBES_AT_ONCE: usize = 32;
+pub const PROBES_PER_BURST: usize = 32;
 /// Time between two such rows.
-pub const PACE: Duration = Duration::from_millis(1);
+pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
 /// Missed probes after which a neighbour counts as unresolved.
 pub const MISSED_LIMIT: u32 = 4;
 
 /// An ARP packet for Ethernet and IPv4 with its frame's header: 42 bytes.
 pub const FRAME_BYTES: usize = 42;
 /// Frames read in a row before probes are sent again.
-const MAX_FRAMES_AT_ONCE: usize = 256;
+const MAX_FRAMES_PER_BURST: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
 const ETHERTYPE_VLAN: u16 = 0x8100;
 /// Hardware Ethernet, protocol IPv4, lengths 6 and 4.
@@ -106,7 +106,7 @@ impl Neighbours {
     /// Returns the due probes, at most [`PROBES_AT_ONCE`], and neighbours that missed too many.
     pub fn due(&mut self, now: Duration) -> (Vec<Probe>, Vec<Change>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
-        while probes.len() < PROBES_AT_ONCE {
+        while probes.len() < PROBES_PER_BURST {
             let Some((_, address)) = self.order.first().copied().filter(|(due, _)| *due <= now) else { break };
             self.order.pop_first();
             let Some(neighbour) = self.known.get_mut(&address) else { continue };
@@ -124,7 +124,7 @@ impl Neighbours {
     }
 
     /// Returns the time of the next probe; `None` without neighbours.
-    pub fn next_due(&self) -> Option<Duration> {
+    pub fn next_probe_time(&self) -> Option<Duration> {
         self.order.first().map(|(due, _)| *due)
     }
 }
@@ -262,7 +262,7 @@ impl Link {
                     self.send(&probes, own);
                 }
                 lost = missing;
-                paced_until = start.elapsed() + PACE;
+                paced_until = start.elapsed() + BURST_INTERVAL;
             }
             let senders = self.wait(&neighbours, start)?;
             let senders =
@@ -301,7 +301,7 @@ impl Link {
 
     /// Waits until a frame arrives or a probe is due, at most as long as a new configuration may take to be noticed.
     fn wait(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
-        let until_due = neighbours.next_due().map_or(SEARCH_INTERVAL, |due| due.saturating_sub(start.elapsed()));
+        let until_due = neighbours.next_probe_time().map_or(SEARCH_INTERVAL, |due| due.saturating_sub(start.elapsed()));
         let limit = until_due.min(Duration::from_millis(50)).as_millis() as u16 + 1;
         let mut descriptors = [&self.arp, &self.ndp].map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
         match poll(&mut descriptors, limit) {
@@ -322,7 +322,7 @@ impl Link {
     ) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let mut senders = Vec::new();
         let mut frame = [0; 128];
-        while senders.len() < MAX_FRAMES_AT_ONCE {
+        while senders.len() < MAX_FRAMES_PER_BURST {
             match recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
                 Ok(length) => senders.extend(sender(&frame[..length])),
                 // The device went down; it may come back.
@@ -463,12 +463,12 @@ mod tests {
         let mut asked = BTreeSet::new();
         while asked.len() < all.len() {
             let (probes, _) = neighbours.due(at(1));
-            assert!((1..=PROBES_AT_ONCE).contains(&probes.len()));
+            assert!((1..=PROBES_PER_BURST).contains(&probes.len()));
             asked.extend(probes.iter().map(|probe| probe.address));
         }
         assert_eq!(neighbours.due(at(1)).0, []);
         assert!(all.iter().all(|address| neighbours.observe(*address, MAC, at(2)).is_some()));
-        assert_eq!(neighbours.next_due(), Some(at(2) + PROBE_INTERVAL));
+        assert_eq!(neighbours.next_probe_time(), Some(at(2) + PROBE_INTERVAL));
     }
 
     #[test]
@@ -480,7 +480,7 @@ mod tests {
         assert_eq!(neighbours.observe(A, other, at(5)), Some(Change { address: A, mac: Some(other) }));
         assert_eq!(neighbours.observe(Ipv4Addr::new(10, 1, 1, 2).into(), MAC, at(6)), None);
         neighbours.set_addresses(&[], at(7));
-        assert_eq!(neighbours.next_due(), None);
+        assert_eq!(neighbours.next_probe_time(), None);
     }
 
     #[test]

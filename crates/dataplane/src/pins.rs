@@ -20,10 +20,10 @@ pub struct PinLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
 /// A process that has just ended, and its child before execve(2), hold the lock for a short time.
 const TIMEOUT: Duration = Duration::from_secs(2);
-const PAUSE: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Depth of the search for pin directories.
-const DEEPEST: usize = 5;
+const MAX_DEPTH: usize = 5;
 
 impl PinLock {
     /// Locks the directory and creates it if it is missing. Fails when it is not on a BPF file system, or another
@@ -45,14 +45,14 @@ impl PinLock {
                 ),
                 Err((_, error)) => return Err(error).with_context(|| directory.display().to_string()),
             };
-            thread::sleep(PAUSE);
+            thread::sleep(RETRY_INTERVAL);
         }
     }
 }
 
 /// Returns the other directories of the same BPF file system in which `file` (with its folder) is pinned, except
 /// unreadable ones. (Programs at a device have no names without CAP_SYS_ADMIN, which daemons lack.)
-pub fn others(directory: &Path, file: &str) -> Vec<PathBuf> {
+pub fn other_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     let Some(root) = directory.ancestors().filter(|folder| ensure_bpf_file_system(folder).is_ok()).last() else {
         return Vec::new();
     };
@@ -63,7 +63,7 @@ pub fn others(directory: &Path, file: &str) -> Vec<PathBuf> {
             found.push(folder.clone());
         }
         let inside = fs::read_dir(&folder).into_iter().flatten().flatten();
-        let more = inside.filter(|entry| depth < DEEPEST && entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        let more = inside.filter(|entry| depth < MAX_DEPTH && entry.file_type().is_ok_and(|kind| kind.is_dir()));
         folders.extend(more.map(|entry| (entry.path(), depth + 1)));
     }
     found

@@ -58,12 +58,12 @@ struct Shared {
     /// Periods that have begun, and that have ended.
     begun: AtomicU64,
     ended: AtomicU64,
-    wishes: Mutex<Wishes>,
+    wishes: Mutex<Requests>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Wishes {
+struct Requests {
     /// The last period that is awaited.
     requested: u64,
     over: bool,
@@ -71,7 +71,7 @@ struct Wishes {
 }
 
 impl Shared {
-    fn wishes(&self) -> MutexGuard<'_, Wishes> {
+    fn wishes(&self) -> MutexGuard<'_, Requests> {
         self.wishes.lock()
     }
 

@@ -88,7 +88,7 @@ impl SocketArray {
 
     /// Puts a socket into a slot that is free. Fails when the slot is not free, the socket is in no SO_REUSEPORT group,
     /// or it is in another array.
-    pub fn put(&self, slot: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+    pub fn insert(&self, slot: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         let descriptor = socket.as_raw_fd() as u64;
         self.map
             .update(&slot.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::NO_EXIST)

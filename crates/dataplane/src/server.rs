@@ -61,7 +61,7 @@ pub struct ServerOptions {
 pub struct ServerPrograms {
     options: ServerOptions,
     attachment: Attachment,
-    taken_over: bool,
+    is_taken_over: bool,
     ingress: OwnedFd,
     egress: OwnedFd,
     rss_map: OwnedFd,
@@ -191,7 +191,7 @@ impl ServerPrograms {
         Ok(Self {
             options,
             attachment,
-            taken_over,
+            is_taken_over: taken_over,
             ingress: skeleton.progs.server_ingress.as_fd().try_clone_to_owned()?,
             egress: skeleton.progs.server_egress.as_fd().try_clone_to_owned()?,
             rss_map: maps.rss_mapping.as_fd().try_clone_to_owned()?,
@@ -205,8 +205,8 @@ impl ServerPrograms {
     }
 
     /// Whether pinned state of an earlier process was taken over.
-    pub fn taken_over(&self) -> bool {
-        self.taken_over
+    pub fn is_taken_over(&self) -> bool {
+        self.is_taken_over
     }
 
     /// Returns the kind of attachment.
@@ -293,14 +293,14 @@ impl ServerPrograms {
     /// Keeps the time of the last clamp close to the server's own clock (ms). To be called every few days at least,
     /// because the PAWS clamp compares 32-bit times.
     pub fn refresh_clamp_times(&mut self, now_ms: u32) {
-        let first = offset_of!(intf::server_state, last_hold_ms);
-        for group in 0..intf::HOLD_GROUPS as usize {
+        let first = offset_of!(intf::server_state, last_clamp_ms);
+        for group in 0..intf::CLAMP_GROUPS as usize {
             let last = self.state.half(first + group * size_of::<u32>());
             let seen = last.load(Ordering::Relaxed);
             let past = now_ms.wrapping_sub(seen) as i32;
             // Also a time that seems to be in the future: nothing was ever clamped, and the clock is beyond 2^31 ms.
-            if !(-LAST_HOLD_AHEAD_MS..=LAST_HOLD_OLDEST_MS).contains(&past) {
-                let old = now_ms.wrapping_sub(LAST_HOLD_OLDEST_MS as u32);
+            if !(-LAST_CLAMP_AHEAD_MS..=LAST_CLAMP_OLDEST_MS).contains(&past) {
+                let old = now_ms.wrapping_sub(LAST_CLAMP_OLDEST_MS as u32);
                 // A packet that is clamped now is newer.
                 let _ = last.compare_exchange(seen, old, Ordering::Relaxed, Ordering::Relaxed);
             }
@@ -380,7 +380,7 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
 /// Rejects a second stamping program: each would put a cookie over the other's, and no connection could open. (Before
 /// kernel 6.6 there is one place for ours.)
 fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
-    for elsewhere in pins::others(pin_directory, "server/egress") {
+    for elsewhere in pins::other_directories(pin_directory, "server/egress") {
         let pin = elsewhere.join("server").join("egress");
         ensure!(
             !tc::is_attached(interface_index, Direction::Egress, &pin).unwrap_or(false),
@@ -394,9 +394,9 @@ fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Re
 }
 
 /// Nothing was clamped recently.
-const LAST_HOLD_OLDEST_MS: i32 = 1 << 29;
+const LAST_CLAMP_OLDEST_MS: i32 = 1 << 29;
 /// Another CPU may have clamped a packet at a time that seems to be in the future here.
-const LAST_HOLD_AHEAD_MS: i32 = 60_000;
+const LAST_CLAMP_AHEAD_MS: i32 = 60_000;
 
 const KEYS: usize = offset_of!(intf::server_state, keys);
 const TIME_KEY: usize = offset_of!(intf::server_state, time_key);
@@ -486,7 +486,7 @@ fn load<'object>(
     rodata.sample_every_syn = sample_every_syn.into();
     let pin = |name: &str| pins.map(|pins| pins.join(name));
     for (map, name, capacity) in [
-        (&mut open.maps.held_timestamps, "held_timestamps", intf::MAX_HELD_TIMESTAMPS),
+        (&mut open.maps.held_timestamps, "held_timestamps", intf::MAX_CLAMPED_TIMESTAMPS),
         (&mut open.maps.half_open_indexes, "half_open_indexes", intf::MAX_HALF_OPEN_INDEXES),
     ] {
         lru::set_capacity(map, capacity, pin(name).as_deref())?;

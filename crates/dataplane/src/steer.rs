@@ -86,7 +86,7 @@ impl Steer {
     }
 
     /// Whether pinned state of an earlier process was taken over.
-    pub fn taken_over(&self) -> bool {
+    pub fn is_taken_over(&self) -> bool {
         self.taken_over
     }
 
@@ -105,7 +105,7 @@ impl Steer {
     /// not listen, or it is in another array.
     pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
         let slot = self.workers.free_slot()?;
-        self.workers.put(slot, socket)?;
+        self.workers.insert(slot, socket)?;
         Ok(slot)
     }
 

@@ -78,32 +78,36 @@ pub fn attach(
 
 /// Holds a program at a hook for as long as it lives.
 #[derive(Debug)]
-pub struct Held(HeldBy);
+pub struct TemporaryAttachment(HeldAttachment);
 
 #[derive(Debug)]
-enum HeldBy {
+enum HeldAttachment {
     Tcx { _link: OwnedFd },
     Clsact(TcHook),
 }
 
 /// Attaches `program` in addition to others, until the result is dropped. Below kernel 6.6 the program stays if this
 /// process is killed, until the next call replaces it. Fails when neither tcx nor clsact accepts it.
-pub fn hold(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<Held> {
+pub fn attach_until_drop(
+    program: BorrowedFd<'_>,
+    interface_index: u32,
+    direction: Direction,
+) -> anyhow::Result<TemporaryAttachment> {
     match create_tcx_link(program, interface_index, direction) {
-        Ok(link) => Ok(Held(HeldBy::Tcx { _link: link })),
+        Ok(link) => Ok(TemporaryAttachment(HeldAttachment::Tcx { _link: link })),
         Err(error) if error.kind() == ErrorKind::InvalidInput => {
             let mut hook = clsact(program, interface_index, direction);
             hook.priority(CLSACT_HELD_PRIORITY);
             hook.create().context("making a clsact qdisc")?;
-            Ok(Held(HeldBy::Clsact(hook.attach().context("attaching to the clsact qdisc")?)))
+            Ok(TemporaryAttachment(HeldAttachment::Clsact(hook.attach().context("attaching to the clsact qdisc")?)))
         }
         Err(error) => Err(error).context("making a tcx link"),
     }
 }
 
-impl Drop for Held {
+impl Drop for TemporaryAttachment {
     fn drop(&mut self) {
-        if let HeldBy::Clsact(hook) = &mut self.0
+        if let HeldAttachment::Clsact(hook) = &mut self.0
             && let Err(error) = hook.detach()
         {
             tracing::warn!(event = "not-detached", %error, "cannot detach from the clsact qdisc");

@@ -69,7 +69,7 @@ impl Service {
 
     /// Returns the bounds of each class for this number of workers.
     pub fn bounds(&self, workers: u16) -> ClassBounds {
-        ClassBounds::reserving(workers, self.classes, self.reserved, self.bound, self.reserved_bound)
+        ClassBounds::with_reserved_cores(workers, self.classes, self.reserved, self.bound, self.reserved_bound)
     }
 }
 
@@ -201,7 +201,7 @@ impl Table {
     fn check_within(self, reader: &mut Reader<'_>) -> Config {
         if let Some(metrics) = &self.metrics {
             let address = metrics.get_ref();
-            reader.mistake(
+            reader.report(
                 metrics.span(),
                 format!("{address}: expected `metrics` outside of this table: the daemon serves all"),
             );
@@ -218,12 +218,12 @@ impl Table {
             let Some(service) = table.check(reader) else { continue };
             let listen = service.options.service;
             if services.iter().any(|service| service.options.service == listen) {
-                reader.mistake(listen_span, format!("{listen} is listed twice: expected each once"));
+                reader.report(listen_span, format!("{listen} is listed twice: expected each once"));
             }
             services.push(service);
         }
         if services.is_empty() && !reader.has_diagnostics() {
-            reader.mistake(span, "no service: expected at least one [[service]]");
+            reader.report(span, "no service: expected at least one [[service]]");
         }
         let pin_directory = self.pin_directory.map_or_else(|| PIN_DIRECTORY.into(), |path| path.0);
         let metrics = self.metrics.map(|address| *address.get_ref());
@@ -236,7 +236,7 @@ impl ServiceTable {
         let listen = self.listen.value;
         if listen.is_some_and(|listen| listen.port() == 0) {
             let message = format!("{}: expected a port from 1 to 65535", listen?);
-            reader.mistake(self.listen.span.clone(), message);
+            reader.report(self.listen.span.clone(), message);
         }
         // Without an address there is no service, but its types may have mistakes, too.
         let mut service = Service::new(listen.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
@@ -261,7 +261,7 @@ impl ServiceTable {
     fn types(&self, service: &mut Service, reader: &mut Reader<'_>) {
         if let Some(beyond) = self.types.get(MAX_TYPES) {
             let message = format!("{} types: expected at most {MAX_TYPES}", self.types.len());
-            reader.mistake(beyond.span(), message);
+            reader.report(beyond.span(), message);
         }
         service.options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
         service.expected.clear();
@@ -332,7 +332,7 @@ mod tests {
         let config = parse(DNS).unwrap();
         assert_eq!(config.pin_directory, Path::new(PIN_DIRECTORY));
         assert_eq!(config.services, [Service::new("0.0.0.0:53".parse().unwrap(), Policy::ShortestQueue)]);
-        assert_eq!(config.services[0].bounds(3).of(0), [4, 4, 4]);
+        assert_eq!(config.services[0].bounds(3).for_class(0), [4, 4, 4]);
     }
 
     #[test]
@@ -370,7 +370,7 @@ class = 1
         assert_eq!(first.options.request_id, Some(id));
         assert_eq!(&second.options.types[0].value, b"get \0\0\0\0");
         assert_eq!((second.options.other_class, second.classes, second.options.learn), (1, 2, false));
-        assert_eq!((second.bounds(3).of(0), second.bounds(3).of(1)), (&[2, 2, 2][..], &[0, 2, 2][..]));
+        assert_eq!((second.bounds(3).for_class(0), second.bounds(3).for_class(1)), (&[2, 2, 2][..], &[0, 2, 2][..]));
     }
 
     #[test]

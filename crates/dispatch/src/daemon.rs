@@ -25,7 +25,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let dispatcher = Dispatcher::start(config)?;
     let pins: Vec<PathBuf> =
         config.services.iter().map(|named| service::pins(&config.pin_directory, named.options.service)).collect();
-    metrics_endpoint::serve(config.metrics, || (), move || page(&pins))?;
+    metrics_endpoint::serve(config.metrics, || (), move || metrics_snapshot(&pins))?;
     while signal.recv_timeout(ALIVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "no daemon maintains the services");
     }
@@ -34,8 +34,8 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
 }
 
 /// Returns the programs' counts, read from the services' pins, so that no thread waits for another.
-fn page(pins: &[PathBuf]) -> Snapshot {
-    let mut page = component::begin(Component::Dispatch);
+fn metrics_snapshot(pins: &[PathBuf]) -> Snapshot {
+    let mut page = component::base_snapshot(Component::Dispatch);
     match status::pinned(pins) {
         Ok(services) => {
             let services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();

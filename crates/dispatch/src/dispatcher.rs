@@ -20,7 +20,7 @@ use crate::status::ServiceStatus;
 pub struct Dispatcher {
     /// `None` during its end.
     requests: Option<Sender<Request>>,
-    seen: Arc<Mutex<DispatchState>>,
+    state: Arc<Mutex<DispatchState>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -46,7 +46,7 @@ impl Dispatcher {
             .name("dispatch".to_owned())
             .spawn(move || services.maintenance_loop(&receiver, &reported))
             .context("a thread for the dispatch")?;
-        Ok(Self { requests: Some(sender), seen, thread: Some(thread) })
+        Ok(Self { requests: Some(sender), state: seen, thread: Some(thread) })
     }
 
     /// Replaces the services. Removed ones return to the kernel's choice, the others continue without a gap; one whose
@@ -58,8 +58,8 @@ impl Dispatcher {
         outcome.recv().map_err(|_| gone())?
     }
 
-    pub fn seen(&self) -> DispatchState {
-        self.seen.lock().clone()
+    pub fn state(&self) -> DispatchState {
+        self.state.lock().clone()
     }
 
     /// Whether the thread runs.
@@ -102,7 +102,7 @@ impl Services {
         let mut next = Instant::now();
         loop {
             self.services.iter_mut().for_each(Service::poll);
-            *seen.lock() = self.seen();
+            *seen.lock() = self.state();
             // A late poll is not made up for: requests would look older than they are.
             next = (next + POLL_INTERVAL).max(Instant::now());
             match requests.recv_timeout(next.saturating_duration_since(Instant::now())) {
@@ -116,7 +116,7 @@ impl Services {
         }
     }
 
-    fn seen(&self) -> DispatchState {
+    fn state(&self) -> DispatchState {
         DispatchState {
             services: self.services.iter().map(Service::status).collect(),
             warnings: self.services.iter().filter_map(Service::warning).collect(),

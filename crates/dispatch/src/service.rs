@@ -25,11 +25,11 @@ pub struct Service {
     config: config::Service,
     dispatch: Dispatch,
     started: Instant,
-    searched: Option<Instant>,
+    last_search: Option<Instant>,
     /// Time of the last worker's death.
-    died: Option<Instant>,
+    last_death: Option<Instant>,
     /// Inodes of the workers' sockets.
-    known: BTreeSet<Inode>,
+    known_inodes: BTreeSet<Inode>,
     learned: Vec<LearnedTime>,
     observed: Vec<(u64, u64)>,
     /// The last warning, so that it is logged once.
@@ -48,17 +48,17 @@ impl Service {
             event = "dispatch-started",
             service = %listen,
             policy = config.options.policy.name(),
-            taken_over = dispatch.taken_over(),
+            taken_over = dispatch.is_taken_over(),
             "requests are dispatched"
         );
-        let observed = dispatch.ledger().observed(learned.len());
+        let observed = dispatch.ledger().observed_times(learned.len());
         let service = Self {
             config: config.clone(),
             dispatch,
             started: Instant::now(),
-            searched: None,
-            died: None,
-            known: BTreeSet::new(),
+            last_search: None,
+            last_death: None,
+            known_inodes: BTreeSet::new(),
             learned,
             observed,
             warned: None,
@@ -78,12 +78,12 @@ impl Service {
             self.learn();
         }
         if died {
-            self.died = Some(Instant::now());
+            self.last_death = Some(Instant::now());
         }
         // A new worker may replace a dead one at any time.
-        let soon = self.died.is_some_and(|at| at.elapsed() < SEARCH_INTERVAL * 2);
-        if soon || self.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
-            self.searched = Some(Instant::now());
+        let soon = self.last_death.is_some_and(|at| at.elapsed() < SEARCH_INTERVAL * 2);
+        if soon || self.last_search.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
+            self.last_search = Some(Instant::now());
             match self.search(died) {
                 Ok(()) => self.warned = None,
                 Err(error) => self.warn(format!("{error:#}")),
@@ -112,7 +112,7 @@ impl Service {
     }
 
     fn learn(&mut self) {
-        let observed = self.dispatch.ledger().observed(self.learned.len());
+        let observed = self.dispatch.ledger().observed_times(self.learned.len());
         let expected = self.config.expected.iter();
         for (((learned, before), now), expected) in
             self.learned.iter_mut().zip(&self.observed).zip(&observed).zip(expected)
@@ -127,22 +127,22 @@ impl Service {
     }
 
     fn set_expected(&self) {
-        let known: Vec<Duration> = self.learned.iter().filter_map(|learned| learned.time()).collect();
+        let known: Vec<Duration> = self.learned.iter().filter_map(|learned| learned.expected_time()).collect();
         // Before a type's first response: the mean of the others.
         let mean = known.iter().sum::<Duration>().checked_div(known.len() as u32).unwrap_or(Duration::from_micros(10));
-        let times: Vec<Duration> = self.learned.iter().map(|learned| learned.time().unwrap_or(mean)).collect();
+        let times: Vec<Duration> = self.learned.iter().map(|learned| learned.expected_time().unwrap_or(mean)).collect();
         self.dispatch.set_expected(&times);
     }
 
     fn search(&mut self, died: bool) -> anyhow::Result<()> {
         let listen = self.config.options.service;
         let inodes = listeners::receiving(listen)?;
-        if inodes == self.known && !died {
+        if inodes == self.known_inodes && !died {
             return Ok(());
         }
-        self.known.clear();
+        self.known_inodes.clear();
         anyhow::ensure!(!inodes.is_empty(), "no socket receives there");
-        let found = owners(&inodes)?;
+        let found = find_readers(&inodes)?;
         let steered: BTreeSet<u64> = self.dispatch.sockets().into_values().collect();
         let mut problem = None;
         let mut complete = found.len() == inodes.len();
@@ -157,13 +157,13 @@ impl Service {
         }
         self.dispatch.set_bounds(|workers| self.config.bounds(workers));
         if complete {
-            self.known = inodes;
+            self.known_inodes = inodes;
         }
         problem.map_or(Ok(()), Err)
     }
 
     fn add(&self, listener: &Listener, steered: &BTreeSet<u64>) -> anyhow::Result<()> {
-        let socket = listeners::take(listener)?;
+        let socket = listeners::duplicate_socket(listener)?;
         if !steered.contains(&reuseport::socket_cookie(socket.as_fd())?) {
             let slot = self.dispatch.add_worker(socket.as_fd(), listener.pid as u32)?;
             let service = self.config.options.service;
@@ -175,12 +175,12 @@ impl Service {
 }
 
 /// Returns the reader of each socket: by epoll, or else the process that has it open.
-fn owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
+fn find_readers(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found = listeners::waiting(inodes)?;
     let without: BTreeSet<Inode> =
         inodes.iter().copied().filter(|inode| found.iter().all(|listener| listener.inode != *inode)).collect();
     if !without.is_empty() {
-        found.extend(listeners::holding(&without)?);
+        found.extend(listeners::find_owners(&without)?);
     }
     // In the order of the workers' start.
     found.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
@@ -192,8 +192,10 @@ pub fn detach(pins: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::pinned_ledger(pins) {
         let listen = ledger.service().0;
         // Closed sockets have taken the program with them.
-        for listener in owners(&listeners::receiving(listen)?)? {
-            if let Err(error) = listeners::take(&listener).and_then(|socket| reuseport::detach(socket.as_fd())) {
+        for listener in find_readers(&listeners::receiving(listen)?)? {
+            if let Err(error) =
+                listeners::duplicate_socket(&listener).and_then(|socket| reuseport::detach(socket.as_fd()))
+            {
                 tracing::debug!(event = "not-detached", service = %listen, error = format!("{error:#}"), "cannot \
                  detach");
             }

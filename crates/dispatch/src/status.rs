@@ -10,7 +10,7 @@ use coreward_wire::v1;
 use serde_json::{Value, json};
 
 /// Delay of the polls from which a warning is shown.
-const LATE: Duration = POLL_INTERVAL.saturating_mul(20);
+const MAX_POLL_DELAY: Duration = POLL_INTERVAL.saturating_mul(20);
 
 #[derive(Debug, Clone)]
 pub struct ServiceStatus {
@@ -72,7 +72,7 @@ pub fn text(services: &[ServiceStatus]) -> String {
     }
     for service in services {
         let _ = writeln!(text, "{}: {}", service.listen, service.policy);
-        if service.since_last_poll > LATE {
+        if service.since_last_poll > MAX_POLL_DELAY {
             let _ = writeln!(
                 text,
                 "no daemon has maintained it for {:.0?}: is coreward dispatch or the agent running?",

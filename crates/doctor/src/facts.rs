@@ -125,13 +125,13 @@ pub struct PollingThread {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateFacts {
     /// "own", or "ca" of an authority.
-    pub which: &'static str,
+    pub usage: &'static str,
     /// Subject.
     pub subject: String,
     /// Identity, if it is another daemon's.
     pub wrong_owner: Option<String>,
     /// Remaining validity; zero: expired.
-    pub remains: Duration,
+    pub remaining: Duration,
     /// Whether less than a third of its validity remains.
     pub is_old: bool,
 }
@@ -191,7 +191,7 @@ pub struct Device {
     /// Counters, other than 0, of frames that XDP sent and the driver dropped.
     pub xdp_send_errors: Vec<(String, u64)>,
     /// Id of coreward's program, by its pinned link.
-    pub own_xdp: Option<u32>,
+    pub own_program_id: Option<u32>,
     /// Settings that override RSS.
     pub rss_conflicts: RssConflicts,
     /// Known interrupts by receive queue.
@@ -205,7 +205,7 @@ pub struct Device {
     /// VLAN devices on it.
     pub vlans: Vec<String>,
     /// Whether /sys is of this network namespace; otherwise RPS and interrupts are not visible.
-    pub seen_in_sys: bool,
+    pub is_sysfs_visible: bool,
 }
 
 /// Reason why the receive queue of a connection is unknown.
@@ -265,13 +265,13 @@ pub struct Chain {
     /// Hook; empty without one.
     pub hook: String,
     /// Whether its policy is to drop.
-    pub drops: bool,
+    pub drops_by_default: bool,
     /// Whether a rule accepts packets or jumps to another chain.
-    pub accepts: bool,
+    pub accepts_packets: bool,
     /// Whether a rule uses the connection's state or NAT.
-    pub tracks: bool,
+    pub tracks_connections: bool,
     /// Whether a rule exempts packets from connection tracking.
-    pub untracks: bool,
+    pub exempts_packets: bool,
     /// Rules that change destinations or lead to other chains.
     pub rules: Vec<NatRule>,
 }
@@ -305,7 +305,7 @@ pub struct Server {
     /// Address for load balancers.
     pub address: IpAddr,
     /// Whether load balancers send it frames without a tag: by `forwarding = "l2"`, in no VLAN.
-    pub on_segment: bool,
+    pub is_on_segment: bool,
 }
 
 /// Sockets of a service.

@@ -35,7 +35,7 @@ fn apply_fix(fix: &Fix, check: &str) -> anyhow::Result<String> {
             let before = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
             fs::write(&file, value).with_context(|| file.display().to_string())?;
             let name = sysctl_name(path);
-            let kept = match keep(Path::new(DROP_IN), &name, value, check) {
+            let kept = match write_drop_in(Path::new(DROP_IN), &name, value, check) {
                 Ok(()) => format!("also at the next boot, by {DROP_IN}"),
                 Err(error) => format!("until the next boot only ({DROP_IN}: {error})"),
             };
@@ -61,13 +61,14 @@ fn apply_fix(fix: &Fix, check: &str) -> anyhow::Result<String> {
     }
 }
 
-const HEAD: &str = "# By `coreward doctor --fix`. The name behind each line is the check (`coreward doctor --list`).\n\
+const DROP_IN_HEADER: &str = "\
+# By `coreward doctor --fix`. The name behind each line is the check (`coreward doctor --list`).\n\
                     # Delete a line, or the file, to undo it for the next boot.\n";
 
 /// Writes `name = value` to the drop-in file, in place of an older line.
-fn keep(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
+fn write_drop_in(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
     let text = match fs::read_to_string(file) {
-        Err(error) if error.kind() == ErrorKind::NotFound => HEAD.to_owned(),
+        Err(error) if error.kind() == ErrorKind::NotFound => DROP_IN_HEADER.to_owned(),
         text => text?,
     };
     let is_of_name = |line: &&str| line.split('=').next().is_some_and(|key| key.trim() == name);
@@ -80,7 +81,7 @@ fn keep(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
 fn deduplicated(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let orphan = |at: usize| {
-        let comment = |line: &str| line.starts_with("# ") && !HEAD.contains(line);
+        let comment = |line: &str| line.starts_with("# ") && !DROP_IN_HEADER.contains(line);
         comment(lines[at]) && lines.get(at + 1).is_none_or(|next| comment(next))
     };
     (0..lines.len()).filter(|at| !orphan(*at)).map(|at| format!("{}\n", lines[at])).collect()
@@ -94,12 +95,12 @@ mod tests {
     fn sysctl_drop_in_has_each_sysctl_once() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("90.conf");
-        keep(&file, "net.ipv4.conf.eth0.arp_ignore", "1", "arp-ignore").unwrap();
-        keep(&file, "net.core.bpf_jit_enable", "1", "jit").unwrap();
-        keep(&file, "net.ipv4.conf.eth0.arp_ignore", "2", "arp-ignore").unwrap();
+        write_drop_in(&file, "net.ipv4.conf.eth0.arp_ignore", "1", "arp-ignore").unwrap();
+        write_drop_in(&file, "net.core.bpf_jit_enable", "1", "jit").unwrap();
+        write_drop_in(&file, "net.ipv4.conf.eth0.arp_ignore", "2", "arp-ignore").unwrap();
         let expected = "# jit\nnet.core.bpf_jit_enable = 1\n# arp-ignore\nnet.ipv4.conf.eth0.arp_ignore = 2\n";
-        assert_eq!(fs::read_to_string(&file).unwrap(), format!("{HEAD}{expected}"));
-        assert!(keep(&directory.path().join("no/90.conf"), "a", "1", "jit").is_err());
+        assert_eq!(fs::read_to_string(&file).unwrap(), format!("{DROP_IN_HEADER}{expected}"));
+        assert!(write_drop_in(&directory.path().join("no/90.conf"), "a", "1", "jit").is_err());
     }
 
     #[test]

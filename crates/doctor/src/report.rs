@@ -15,13 +15,13 @@ fn count(findings: &[(&Check, Finding)], severity: Severity) -> usize {
 /// Describes a check: name, roles, whether `--fix` repairs findings, expectation.
 pub fn check_line(check: &Check) -> String {
     let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
-    let fixes = if check.fixes { " (--fix)" } else { "" };
-    format!("{:<16} {}{fixes}: {}", check.name, roles.join(", "), check.expects)
+    let fixes = if check.is_fixable { " (--fix)" } else { "" };
+    format!("{:<16} {}{fixes}: {}", check.name, roles.join(", "), check.expectation)
 }
 
 pub fn check_json(check: &Check) -> Value {
     let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
-    json!({ "check": check.name, "roles": roles, "fix": check.fixes, "expects": check.expects })
+    json!({ "check": check.name, "roles": roles, "fix": check.is_fixable, "expects": check.expectation })
 }
 
 /// Returns the text. `done`: executed repairs.

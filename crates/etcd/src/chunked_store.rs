@@ -192,10 +192,10 @@ impl ChunkedStore {
     async fn switch(&self, operations: &[TxnOp], manifest: &[u8]) -> Result<i64, EtcdError> {
         let key = self.manifest_key();
         match self.leadership.write_if_leading(Some((&key, self.revision)), operations).await? {
-            WriteOutcome::Done { revision } => Ok(revision),
+            WriteOutcome::Written { revision } => Ok(revision),
             // An earlier attempt succeeded, and its answer was lost.
-            WriteOutcome::Differs(Some(found)) if found.value() == manifest => Ok(found.mod_revision()),
-            WriteOutcome::Differs(_) => {
+            WriteOutcome::Conflict(Some(found)) if found.value() == manifest => Ok(found.mod_revision()),
+            WriteOutcome::Conflict(_) => {
                 Err(self.content_error(&key, "something else has changed it: expected one fleet per prefix"))
             }
         }

@@ -81,7 +81,7 @@ impl Cluster {
     }
 
     /// Registers a lease granted to this process. Returns false after [`Cluster::leave`].
-    pub(crate) fn hold(&self, lease: i64) -> bool {
+    pub(crate) fn register_lease(&self, lease: i64) -> bool {
         self.leases().as_mut().is_some_and(|held| held.insert(lease))
     }
 
@@ -144,7 +144,7 @@ impl Cluster {
                 Ok(Err(error)) => {
                     let silence = Silence::of(&error);
                     if silence.is_of_tls || !is_of_tls {
-                        problem = format!("{endpoint}: {}", silence.words);
+                        problem = format!("{endpoint}: {}", silence.message);
                     }
                     is_of_tls |= silence.is_of_tls;
                 }
@@ -185,7 +185,7 @@ impl Drop for Cluster {
 }
 
 struct Silence {
-    words: String,
+    message: String,
     /// The reason is a certificate. Often a connection rejected after the handshake only breaks.
     is_of_tls: bool,
 }
@@ -199,7 +199,7 @@ impl Silence {
         let causes: Vec<_> = std::iter::successors(Some(first), |cause| cause.source()).collect();
         let mut failures = causes.iter().rev().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
         if let Some(failure) = failures.find(|failure| failure.reason != Reason::Broken) {
-            return Self { words: failure.to_string(), is_of_tls: true };
+            return Self { message: failure.to_string(), is_of_tls: true };
         }
         let words = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
         // The HTTP/2 layer passes on only the text.
@@ -208,11 +208,11 @@ impl Silence {
                 let expected = "expected `certificate` and `key` of [etcd.tls] that an authority of its \
                                 --trusted-ca-file has signed";
                 Self {
-                    words: format!("etcd refuses our certificate, or that we show none ({alert}): {expected}"),
+                    message: format!("etcd refuses our certificate, or that we show none ({alert}): {expected}"),
                     is_of_tls: true,
                 }
             }
-            None => Self { words, is_of_tls: false },
+            None => Self { message: words, is_of_tls: false },
         }
     }
 }

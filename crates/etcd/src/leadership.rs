@@ -2,7 +2,7 @@
 //! create revision (the term), so a deposed leader that was stopped or cut off cannot write.
 //!
 //! The leader counts its lease from before its request, by its own clock. So the lease ends here before it ends in
-//! etcd, and there are never two leaders. Clocks may differ in speed by [`MARGIN`].
+//! etcd, and there are never two leaders. Clocks may differ in speed by [`LEASE_MARGIN_DIVISOR`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use crate::clock::Deadline;
 use crate::cluster::{Cluster, TIMEOUT};
 
 /// Unused part of a lease: 1 / MARGIN.
-const MARGIN: u32 = 10;
+const LEASE_MARGIN_DIVISOR: u32 = 10;
 /// Renewals per lease: several may fail.
 const RENEWALS: u32 = 5;
 /// Longest wait for a watch event before the key is read again.
@@ -68,7 +68,7 @@ impl Candidate {
         let mut reported = None;
         loop {
             let now = match self.attempt(&cluster).await {
-                Ok(Attempt::Won(leadership)) => return leadership,
+                Ok(Attempt::Elected(leadership)) => return leadership,
                 Ok(Attempt::Lost { leader, revision }) => {
                     let now = LeaderState::Leader(leader);
                     if reported.as_ref() != Some(&now) {
@@ -95,7 +95,7 @@ impl Candidate {
     /// Takes the leader's key; fails if another process has it.
     pub async fn campaign_once(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
         match self.attempt(&cluster).await? {
-            Attempt::Won(leadership) => Ok(leadership),
+            Attempt::Elected(leadership) => Ok(leadership),
             Attempt::Lost { leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
             Attempt::Nobody => Err(EtcdError::Deposed("other controllers campaign at the same time".to_owned())),
         }
@@ -127,11 +127,11 @@ impl Candidate {
         let granted = granted.await?;
         let (lease, time) = (granted.id(), Duration::from_secs(granted.ttl().unsigned_abs()));
         // A campaign may outlast `leave`: the key would block others for a lease.
-        if !cluster.hold(lease) {
+        if !cluster.register_lease(lease) {
             return Err(EtcdError::Deposed("this process is ending".to_owned()));
         }
-        let attempt = self.take(cluster, lease, began, time).await;
-        if !matches!(attempt, Ok(Attempt::Won(_))) {
+        let attempt = self.write_leader_key(cluster, lease, began, time).await;
+        if !matches!(attempt, Ok(Attempt::Elected(_))) {
             // The unused lease would expire; revoking it is faster.
             let held = cluster.clone();
             drop(cluster.spawn(async move { held.revoke(lease, Deadline::now() + TIMEOUT).await }));
@@ -140,7 +140,7 @@ impl Candidate {
     }
 
     /// Writes the leader's key with `lease`, granted for `time` after a request at `began`.
-    async fn take(
+    async fn write_leader_key(
         &self,
         cluster: &Arc<Cluster>,
         lease: i64,
@@ -149,7 +149,7 @@ impl Candidate {
     ) -> Result<Attempt, EtcdError> {
         let key = self.key();
         // Counted from before the first attempt: never too long.
-        let lease_end = began + (time - time / MARGIN);
+        let lease_end = began + (time - time / LEASE_MARGIN_DIVISOR);
         let take = |mut client: Client| {
             let nobody = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
             let put = TxnOp::put(key.clone(), self.value.clone(), Some(PutOptions::new().with_lease(lease)));
@@ -159,13 +159,13 @@ impl Candidate {
         let outcome = cluster.call(lease_end, take).await?;
         let revision = outcome.header().map_or(0, etcd_client::ResponseHeader::revision);
         if outcome.succeeded() {
-            return Ok(Attempt::Won(self.won(cluster, lease, revision, time, lease_end)));
+            return Ok(Attempt::Elected(self.won(cluster, lease, revision, time, lease_end)));
         }
         for response in outcome.op_responses() {
             let TxnOpResponse::Get(found) = response else { continue };
             // An earlier attempt succeeded, and its answer was lost.
             if let Some(mine) = found.kvs().iter().find(|leader| leader.lease() == lease) {
-                return Ok(Attempt::Won(self.won(cluster, lease, mine.create_revision(), time, lease_end)));
+                return Ok(Attempt::Elected(self.won(cluster, lease, mine.create_revision(), time, lease_end)));
             }
             if let Some(leader) = found.kvs().first() {
                 return Ok(Attempt::lost(leader));
@@ -200,7 +200,7 @@ impl Candidate {
 }
 
 enum Attempt {
-    Won(Leadership),
+    Elected(Leadership),
     Lost { leader: String, revision: i64 },
     Nobody,
 }
@@ -232,7 +232,7 @@ async fn renew(
             cluster.call(end(), |mut client: Client| async move { client.lease_keep_alive(lease).await }).await;
         match renewed {
             Ok(_) => {
-                let next = began + (time - time / MARGIN);
+                let next = began + (time - time / LEASE_MARGIN_DIVISOR);
                 lease_end.store(next.since_boot().as_nanos() as u64, Ordering::Relaxed);
             }
             Err(EtcdError::Rejected(reason)) => {
@@ -304,7 +304,7 @@ impl Leadership {
         let answer = self.cluster.call(self.lease_end(), request).await?;
         if answer.succeeded() {
             let revision = answer.header().map_or(0, etcd_client::ResponseHeader::revision);
-            return Ok(WriteOutcome::Done { revision });
+            return Ok(WriteOutcome::Written { revision });
         }
         let mut found = answer.op_responses().into_iter().map(|response| match response {
             TxnOpResponse::Get(found) => found.kvs().first().cloned(),
@@ -314,7 +314,7 @@ impl Leadership {
             self.lease_end.store(0, Ordering::Relaxed);
             return Err(EtcdError::Deposed("another one does, or its lease has ended".to_owned()));
         }
-        Ok(WriteOutcome::Differs(found.next().flatten()))
+        Ok(WriteOutcome::Conflict(found.next().flatten()))
     }
 
     pub(crate) fn cluster(&self) -> &Arc<Cluster> {
@@ -324,11 +324,11 @@ impl Leadership {
 
 /// Outcome of a guarded write.
 pub(crate) enum WriteOutcome {
-    Done {
+    Written {
         revision: i64,
     },
     /// The revision of `also` differs: its present content.
-    Differs(Option<etcd_client::KeyValue>),
+    Conflict(Option<etcd_client::KeyValue>),
 }
 
 impl Drop for Leadership {

@@ -25,23 +25,23 @@ pub struct Author {
     /// See [`AuditEntry::who`].
     pub who: String,
     /// See [`AuditEntry::from_address`].
-    pub from: String,
+    pub from_address: String,
 }
 
 impl Author {
     /// Returns the author of changes that are due by schedule.
     pub fn controller() -> Self {
-        Self { who: "controller".to_owned(), from: String::new() }
+        Self { who: "controller".to_owned(), from_address: String::new() }
     }
 
     pub fn signal() -> Self {
-        Self { who: "SIGHUP".to_owned(), from: String::new() }
+        Self { who: "SIGHUP".to_owned(), from_address: String::new() }
     }
 }
 
 impl From<&Caller> for Author {
     fn from(caller: &Caller) -> Self {
-        Self { who: caller.who.to_string(), from: caller.address.to_string() }
+        Self { who: caller.principal.to_string(), from_address: caller.address.to_string() }
     }
 }
 
@@ -97,7 +97,7 @@ impl Records {
             id: entries.last().map_or(1, |newest| newest.id + 1),
             at_unix_ms: wall.as_millis() as u64,
             who: author.who.clone(),
-            from_address: author.from.clone(),
+            from_address: author.from_address.clone(),
             action: note.action.to_owned(),
             target: note.target,
             before: note.before,
@@ -128,7 +128,7 @@ mod tests {
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
         let note =
             ChangeDescription { action: "apply", target: long.clone(), before: long.clone(), after: line.clone() };
-        records.record_change(&Author { who: long.clone(), from: long }, note, Duration::ZERO);
+        records.record_change(&Author { who: long.clone(), from_address: long }, note, Duration::ZERO);
         let entry = &records.audit[0];
         assert!(entry.before.ends_with("\u{e4} [9534 more bytes]"), "{}", entry.before);
         assert_eq!(entry.after, line);

@@ -13,7 +13,7 @@ pub struct RecordClock {
 impl RecordClock {
     /// Continues from the stored time, or from the wall clock.
     pub fn from(stood: Option<Duration>) -> Self {
-        Self { base: stood.unwrap_or_else(wall_now), started: Instant::now() }
+        Self { base: stood.unwrap_or_else(wall_clock), started: Instant::now() }
     }
 
     /// Returns the present time since 1970.
@@ -23,7 +23,7 @@ impl RecordClock {
 }
 
 /// Returns the wall clock's time since 1970; 0 before.
-pub fn wall_now() -> Duration {
+pub fn wall_clock() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 

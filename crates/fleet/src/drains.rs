@@ -42,7 +42,7 @@ pub enum DrainError {
 impl DrainRequest {
     /// Checks whether the server can be drained. `takes`: whether a server takes a service's new connections now.
     pub fn check(&self, fleet: &Fleet, takes: impl Fn(&FleetService, ServerId) -> bool) -> Result<(), DrainError> {
-        let id = present(fleet, &self.server)?;
+        let id = find_server(fleet, &self.server)?;
         let member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
         let services: Vec<&FleetService> = fleet.services.iter().filter(member).collect();
         for name in self.services.iter().flatten() {
@@ -66,7 +66,7 @@ impl DrainRequest {
     }
 }
 
-pub fn present(fleet: &Fleet, server: &str) -> Result<ServerId, DrainError> {
+pub fn find_server(fleet: &Fleet, server: &str) -> Result<ServerId, DrainError> {
     let id = fleet.id(server).filter(|id| fleet.servers[id].admin_state != AdminState::Left);
     id.ok_or_else(|| DrainError::UnknownServer(server.to_owned()))
 }
@@ -176,7 +176,7 @@ mod tests {
         let id = fleet.id("s1").unwrap();
         let eligible: Vec<bool> = fleet.services.iter().map(|service| fleet.eligible(service, id)).collect();
         assert_eq!(eligible, [true, false]);
-        assert!(fleet.drains(id) && !fleet.drains(fleet.id("s2").unwrap()));
+        assert!(fleet.is_draining(id) && !fleet.is_draining(fleet.id("s2").unwrap()));
         assert!(!records.drain(&request("s1", &["api"]), 3, at(20)));
         assert!(records.drain(&request("s1", &["web"]), 3, at(20)));
         let services = drain(&records, "s1").unwrap().services.clone();

@@ -134,7 +134,7 @@ impl FleetService {
             address: other.address,
             eligible: false,
             // Never checked: packets for it have no alternative.
-            left: true,
+            has_left: true,
             weight: Weight::ONE,
             capacity: None,
             // Load balancers send to each other in the VIPs' VLAN.
@@ -145,13 +145,13 @@ impl FleetService {
 
 #[derive(Debug, Default)]
 pub struct ServersByRack<'a> {
-    unrestricted: u32,
+    unrestricted_count: u32,
     by_rack: HashMap<&'a str, u32>,
 }
 
 impl ServersByRack<'_> {
     pub fn of(&self, rack: &str) -> u32 {
-        self.unrestricted + self.by_rack.get(rack).copied().unwrap_or(0)
+        self.unrestricted_count + self.by_rack.get(rack).copied().unwrap_or(0)
     }
 }
 
@@ -225,7 +225,7 @@ impl Fleet {
         let mut servers = ServersByRack::default();
         for id in self.servers.keys() {
             match self.racks_of(*id) {
-                None => servers.unrestricted += 1,
+                None => servers.unrestricted_count += 1,
                 Some(racks) => racks.iter().for_each(|rack| *servers.by_rack.entry(rack).or_default() += 1),
             }
         }
@@ -243,7 +243,7 @@ impl Fleet {
 
     /// Returns whether the server takes no new connections of any service, or is drained from one. An operator may wait
     /// for its connections.
-    pub fn drains(&self, id: ServerId) -> bool {
+    pub fn is_draining(&self, id: ServerId) -> bool {
         let mut services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
         self.servers[&id].drain.is_some()
             || services.peek().is_some() && !services.any(|service| self.eligible(service, id))
@@ -253,7 +253,7 @@ impl Fleet {
         service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].admin_state == AdminState::Left
     }
 
-    pub fn stamps(&self, id: ServerId) -> bool {
+    pub fn is_stamping(&self, id: ServerId) -> bool {
         let by_servers = |service: &&FleetService| service.mode.timestamps == Timestamps::Server;
         self.services.iter().filter(by_servers).any(|service| service.members.contains_key(&id))
     }
@@ -264,7 +264,7 @@ impl Fleet {
             let eligible = self.eligible(service, id);
             let left = self.has_left(service, id);
             let FleetServer { address, weight, capacity, vlan, .. } = *server;
-            Server { name: server.name.clone(), id, address, eligible, left, weight, capacity, vlan }
+            Server { name: server.name.clone(), id, address, eligible, has_left: left, weight, capacity, vlan }
         };
         let service = |service: &FleetService| Service {
             name: service.name.clone(),
@@ -321,8 +321,8 @@ impl Fleet {
             report_interval: self.report_interval,
             fleet_rss_key: self.rss_key.clone(),
             server_id: id,
-            servers_before: before.iter().filter_map(server_before).chain(others).collect(),
-            draining: self.drains(id),
+            previous_servers: before.iter().filter_map(server_before).chain(others).collect(),
+            draining: self.is_draining(id),
             address: self.servers.get(&id).map(|server| server.address),
         }
     }
@@ -360,7 +360,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
                 None => free.find(|id| !records.servers.contains_key(id))?,
             };
             ids.insert(other.address, id);
-            Some(if other.handed_over { Transfer::HandedOverTo(id) } else { Transfer::AdoptedFrom(id) })
+            Some(if other.is_handed_over { Transfer::HandedOverTo(id) } else { Transfer::AdoptedFrom(id) })
         });
         let service = fleet_service(service, records, members.remove(service.name.as_str()).unwrap_or_default());
         FleetService { mode: ServiceMode { transfer, ..service.mode }, ..service }

@@ -16,7 +16,7 @@ pub fn client(verification: &Verification) -> Result<Arc<ClientConfig>, String> 
     let builder = builder.with_safe_default_protocol_versions().map_err(|error| error.to_string())?;
     let builder = match verification {
         Verification::Off => {
-            let verifier = Arc::new(Anybody { provider });
+            let verifier = Arc::new(AnyCertificate { provider });
             builder.dangerous().with_custom_certificate_verifier(verifier)
         }
         Verification::System => builder.with_root_certificates(system()?),
@@ -56,11 +56,11 @@ fn system() -> Result<Arc<RootCertStore>, String> {
 
 /// Accepts any certificate, but verifies that the server has its key.
 #[derive(Debug)]
-struct Anybody {
+struct AnyCertificate {
     provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AnyCertificate {
     fn verify_server_cert(
         &self,
         _certificate: &CertificateDer<'_>,

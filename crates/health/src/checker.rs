@@ -25,7 +25,7 @@ use crate::probe::Prober;
 pub const MAX_CONCURRENT_CHECKS: usize = 1024;
 
 /// Limit of the random delay of a target's first check; its interval if that is shorter.
-const FIRST_WITHIN: Duration = Duration::from_millis(500);
+const MAX_FIRST_DELAY: Duration = Duration::from_millis(500);
 
 pub struct Service<K> {
     /// Kind, interval and expectation.
@@ -40,7 +40,7 @@ pub struct Service<K> {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckResult {
-    judge: HealthTracker,
+    tracker: HealthTracker,
     /// Time of the verdict, or of the first check's due time.
     pub since: Instant,
     /// Error of the newest check; empty if it passed, or none has ended.
@@ -52,10 +52,10 @@ pub struct CheckResult {
 }
 
 impl CheckResult {
-    fn nothing() -> Self {
+    fn unchecked() -> Self {
         let since = Instant::now();
         Self {
-            judge: HealthTracker::default(),
+            tracker: HealthTracker::default(),
             since,
             error: String::new(),
             latency: Duration::ZERO,
@@ -66,7 +66,7 @@ impl CheckResult {
 
     /// Returns the verdict; `None` before enough checks.
     pub fn verdict(&self) -> Option<Verdict> {
-        self.judge.verdict()
+        self.tracker.verdict()
     }
 }
 
@@ -102,9 +102,9 @@ impl Drop for Thread {
 }
 
 struct Shared<K> {
-    found: Mutex<BTreeMap<K, CheckResult>>,
+    results_by_target: Mutex<BTreeMap<K, CheckResult>>,
     changes: watch::Sender<u64>,
-    at_once: Semaphore,
+    permits: Semaphore,
 }
 
 impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
@@ -112,9 +112,9 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
     pub fn start() -> anyhow::Result<Self> {
         let (desired, receiver) = watch::channel(Arc::new(Vec::new()));
         let shared = Arc::new(Shared {
-            found: Mutex::new(BTreeMap::new()),
+            results_by_target: Mutex::new(BTreeMap::new()),
             changes: watch::Sender::new(0),
-            at_once: Semaphore::new(MAX_CONCURRENT_CHECKS),
+            permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mine = shared.clone();
@@ -149,7 +149,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
 
 impl<K> Shared<K> {
     fn results(&self) -> MutexGuard<'_, BTreeMap<K, CheckResult>> {
-        self.found.lock()
+        self.results_by_target.lock()
     }
 }
 
@@ -177,7 +177,7 @@ async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
         shared.results().retain(|key, _| checked.contains_key(key));
         for target in targets.iter() {
             checked.entry(target.key).or_insert_with(|| {
-                shared.results().insert(target.key, CheckResult::nothing());
+                shared.results().insert(target.key, CheckResult::unchecked());
                 let checks = check_target(target.key, target.task.server, target.prober.clone(), shared.clone());
                 Checked { task: target.task.clone(), handle: tokio::spawn(checks).abort_handle() }
             });
@@ -189,10 +189,10 @@ async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
 async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>, shared: Arc<Shared<K>>) {
     let draw = || UnwrapErr(SysRng).random::<f64>();
     let check = prober.check();
-    let mut due = Instant::now() + check.interval.min(FIRST_WITHIN).mul_f64(draw());
+    let mut due = Instant::now() + check.interval.min(MAX_FIRST_DELAY).mul_f64(draw());
     loop {
         sleep_until(due).await;
-        let turn = shared.at_once.acquire().await;
+        let turn = shared.permits.acquire().await;
         let began = Instant::now();
         let outcome = prober.probe(server).await;
         drop(turn);
@@ -201,11 +201,11 @@ async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>
             found.latency = if outcome.is_ok() { latency } else { Duration::ZERO };
             found.error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
             let verdict_changed = match &outcome {
-                Err(unwell) if unwell.is_local() => found.judge.local_fault(check.thresholds),
+                Err(unwell) if unwell.is_local() => found.tracker.local_fault(check.thresholds),
                 _ => {
                     found.checks += 1;
                     found.failures += u64::from(outcome.is_err());
-                    found.judge.observe(outcome.is_ok(), check.thresholds)
+                    found.tracker.observe(outcome.is_ok(), check.thresholds)
                 }
             };
             if verdict_changed {

@@ -29,7 +29,7 @@ pub enum ProbeError {
     #[error("connection refused")]
     ConnectionRefused,
     #[error("no answer within {0:?}")]
-    Silent(Duration),
+    TimedOut(Duration),
     #[error("answers {0}: expected {1}")]
     Status(StatusCode, StatusRange),
     #[error("TLS: {0}")]
@@ -99,7 +99,9 @@ impl Prober {
 
     pub async fn probe(&self, server: IpAddr) -> Result<(), ProbeError> {
         let limit = self.check.timeout;
-        tokio::time::timeout(limit, self.probe_without_timeout(server)).await.unwrap_or(Err(ProbeError::Silent(limit)))
+        tokio::time::timeout(limit, self.probe_without_timeout(server))
+            .await
+            .unwrap_or(Err(ProbeError::TimedOut(limit)))
     }
 
     async fn probe_without_timeout(&self, server: IpAddr) -> Result<(), ProbeError> {

@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 
 use crate::Problem;
 use crate::tokens::read_token;
-pub use contact::{ControllerUrl, InvalidControllerUrl, Proof};
+pub use contact::{ControllerUrl, Credential, InvalidControllerUrl};
 use coreward_api::types::{
     Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, Explanation, Fleet,
     FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
@@ -47,20 +47,20 @@ impl Client {
     /// Returns a client of one controller on this host. Fails when the token's file cannot be read, or is readable by
     /// others than its owner.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
-        let proof = Proof::Token { file: token_file.to_owned(), ca: None };
-        Self::with_controllers(vec![controller], &proof, Host::AskedFor)
+        let proof = Credential::Token { file: token_file.to_owned(), ca: None };
+        Self::with_controllers(vec![controller], &proof, Host::Requested)
     }
 
     /// Returns a client of all controllers of a fleet. `host`: expected host in the certificates of those with
     /// `https://`. Fails when a file cannot be read, a secret is readable by others than its owner, or `https://` is
     /// used without a `ca`.
-    pub fn with_controllers(controllers: Vec<ControllerUrl>, proof: &Proof, host: Host) -> anyhow::Result<Self> {
+    pub fn with_controllers(controllers: Vec<ControllerUrl>, proof: &Credential, host: Host) -> anyhow::Result<Self> {
         let (token, https) = match proof {
-            Proof::Token { file, ca } => {
+            Credential::Token { file, ca } => {
                 let without = |ca| HttpsConnector::without_certificate(ca, host);
                 (Some(token(file)?), ca.as_deref().map(without).transpose()?)
             }
-            Proof::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files, host)?)),
+            Credential::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files, host)?)),
         };
         for controller in &controllers {
             let is_possible = if controller.is_https() { https.is_some() } else { token.is_some() };

@@ -36,11 +36,11 @@ struct Connection {
     requests: usize,
     /// Time of its last answer, or of its arrival.
     idle_since: u64,
-    leave: Arc<Notify>,
+    close_signal: Arc<Notify>,
 }
 
 impl Connections {
-    fn moment(&mut self) -> u64 {
+    fn next_number(&mut self) -> u64 {
         self.next += 1;
         self.next
     }
@@ -70,7 +70,7 @@ impl ConnectionSlots {
                 break permit;
             }
             if let Some(idlest) = self.connections().idlest() {
-                idlest.leave.notify_one();
+                idlest.close_signal.notify_one();
             }
             if let Ok(Ok(permit)) = timeout(POLL_INTERVAL, self.free.clone().acquire_owned()).await {
                 break permit;
@@ -78,19 +78,19 @@ impl ConnectionSlots {
         };
         let leave = Arc::new(Notify::new());
         let mut connections = self.connections();
-        let number = connections.moment();
+        let number = connections.next_number();
         let connection =
-            Connection { network: network(address), requests: 0, idle_since: number, leave: leave.clone() };
+            Connection { network: network(address), requests: 0, idle_since: number, close_signal: leave.clone() };
         connections.by_number.insert(number, connection);
         drop(connections);
-        Permit { slots: self.clone(), number, leave, _permit: permit }
+        Permit { slots: self.clone(), number, close_signal: leave, _permit: permit }
     }
 }
 
 pub(crate) struct Permit {
     slots: Arc<ConnectionSlots>,
     number: u64,
-    leave: Arc<Notify>,
+    close_signal: Arc<Notify>,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -104,7 +104,7 @@ impl Permit {
     /// Returns when others need the slot and no request is active.
     pub(crate) async fn wait_until_needed(&self) {
         loop {
-            self.leave.notified().await;
+            self.close_signal.notified().await;
             if self.slots.connections().by_number.get(&self.number).is_none_or(|connection| connection.requests == 0) {
                 return;
             }
@@ -113,7 +113,7 @@ impl Permit {
 
     fn change(&self, change: impl FnOnce(&mut Connection, u64)) {
         let mut connections = self.slots.connections();
-        let moment = connections.moment();
+        let moment = connections.next_number();
         if let Some(connection) = connections.by_number.get_mut(&self.number) {
             change(connection, moment);
         }
@@ -138,12 +138,12 @@ impl Drop for RequestGuard {
 }
 
 /// Body of an answer: the request is active until it ends.
-pub(crate) struct Answer<B> {
+pub(crate) struct TrackedBody<B> {
     pub(crate) body: B,
     pub(crate) _guard: RequestGuard,
 }
 
-impl<B: Body + Unpin> Body for Answer<B> {
+impl<B: Body + Unpin> Body for TrackedBody<B> {
     type Data = B::Data;
     type Error = B::Error;
 

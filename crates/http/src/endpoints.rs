@@ -47,7 +47,7 @@ impl RequestCounts {
     }
 
     /// Returns the counts by status.
-    pub fn all(&self) -> BTreeMap<u16, u64> {
+    pub fn by_status(&self) -> BTreeMap<u16, u64> {
         self.0.lock().clone()
     }
 }
@@ -61,14 +61,14 @@ pub struct Guard {
     limits: Limits,
     requests: Arc<RequestCounts>,
     /// Counts changes of permissions.
-    changes: watch::Sender<u64>,
+    permission_changes: watch::Sender<u64>,
 }
 
 impl Guard {
     /// Accepts callers with one of these.
     pub fn new(tokens: Arc<Tokens>, revoked: RevocationList, requests: Arc<RequestCounts>) -> Self {
         let (sessions, limits) = (Sessions::default(), Limits::default());
-        Self { tokens, sessions, revoked, limits, requests, changes: watch::Sender::new(0) }
+        Self { tokens, sessions, revoked, limits, requests, permission_changes: watch::Sender::new(0) }
     }
 
     /// Reads the tokens again. If they changed, sessions that were begun with a token end. Those begun with a
@@ -80,13 +80,13 @@ impl Guard {
         if outcome.as_ref().is_ok_and(|others| *others) {
             self.sessions.end_sessions_begun_by(true);
         }
-        self.changes.send_modify(|count| *count += 1);
+        self.permission_changes.send_modify(|count| *count += 1);
         outcome.map(drop)
     }
 
     /// Changes when permissions may have changed: streaming answers end then.
-    pub fn changes(&self) -> watch::Receiver<u64> {
-        self.changes.subscribe()
+    pub fn permission_changes(&self) -> watch::Receiver<u64> {
+        self.permission_changes.subscribe()
     }
 
     /// Returns the sessions of browsers.
@@ -97,14 +97,15 @@ impl Guard {
     /// Returns the caller by its token, its certificate, or its session.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
-        let session = || self.sessions.has(request.headers(), &self.revoked).then(|| (Role::Viewer, "session".into()));
-        let proved = match (request.headers().get(header::AUTHORIZATION), &peer.certified) {
+        let session =
+            || self.sessions.has_session(request.headers(), &self.revoked).then(|| (Role::Viewer, "session".into()));
+        let proved = match (request.headers().get(header::AUTHORIZATION), &peer.certificate) {
             (Some(authorization), _) => self.role_of(authorization),
             (None, Some(certified)) => Some((certified.role, certified.name.clone())),
             (None, None) => session(),
         };
         match proved {
-            Some((role, who)) => Ok(Caller { role, address: peer.address, who }),
+            Some((role, who)) => Ok(Caller { role, address: peer.address, principal: who }),
             None => {
                 self.limits.count_rejected(peer.address)?;
                 let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or \
@@ -134,10 +135,10 @@ pub fn token_id(token: &str) -> String {
 #[derive(Clone)]
 struct RouteGuard {
     guard: Arc<Guard>,
-    needed: Role,
+    required_role: Role,
 }
 
-async fn pass(State(gate): State<RouteGuard>, request: Request, next: Next) -> Response {
+async fn authorize(State(gate): State<RouteGuard>, request: Request, next: Next) -> Response {
     let response = admit(&gate, request, next).await;
     gate.guard.requests.count(response.status().as_u16());
     response
@@ -145,10 +146,12 @@ async fn pass(State(gate): State<RouteGuard>, request: Request, next: Next) -> R
 
 async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response {
     let admitted = gate.guard.authenticate(&request).and_then(|caller| {
-        gate.guard.limits.count_request(caller.role, caller.address, gate.needed == Role::Operator)?;
-        if caller.role < gate.needed {
-            let detail =
-                format!("the token or certificate is that of a {}: expected that of an {}", caller.role, gate.needed);
+        gate.guard.limits.count_request(caller.role, caller.address, gate.required_role == Role::Operator)?;
+        if caller.role < gate.required_role {
+            let detail = format!(
+                "the token or certificate is that of a {}: expected that of an {}",
+                caller.role, gate.required_role
+            );
             return Err(Problem::new(ProblemKind::Forbidden, detail));
         }
         Ok(caller)
@@ -174,12 +177,12 @@ pub struct Endpoints<S> {
 
 #[derive(utoipa::OpenApi)]
 #[openapi(components(schemas(Problem)))]
-struct Common;
+struct CommonHeaders;
 
 impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     /// Returns an empty set.
     pub fn new(guard: Arc<Guard>, title: &str, description: &str) -> Self {
-        let mut document = Common::openapi();
+        let mut document = CommonHeaders::openapi();
         document.info.title = title.to_owned();
         document.info.description = Some(description.to_owned());
         document.info.version = env!("CARGO_PKG_VERSION").to_owned();
@@ -200,8 +203,8 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     pub fn add_with_body(mut self, needed: Role, body: usize, routes: UtoipaMethodRouter<S>) -> Self {
         let (schemas, mut paths, router) = routes;
         paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, needed));
-        let gate = RouteGuard { guard: self.guard.clone(), needed };
-        let router = router.layer(DefaultBodyLimit::max(body)).route_layer(from_fn_with_state(gate, pass));
+        let gate = RouteGuard { guard: self.guard.clone(), required_role: needed };
+        let router = router.layer(DefaultBodyLimit::max(body)).route_layer(from_fn_with_state(gate, authorize));
         self.router = self.router.routes((schemas, paths, router));
         self
     }

@@ -28,7 +28,7 @@ const REFUSALS: NonZeroU32 = NonZeroU32::new(10).unwrap();
 /// Burst as a multiple of the rate.
 const BURST: u32 = 5;
 /// Number of callers from which inactive ones are forgotten.
-const KNOWN: usize = 4096;
+const MAX_CALLERS: usize = 4096;
 
 /// The rate limits.
 pub struct Limits {
@@ -65,7 +65,7 @@ impl Limits {
     }
 
     fn check<K: std::hash::Hash + Eq + Clone>(&self, limiter: &Limiter<K>, key: &K) -> Result<(), Problem> {
-        if limiter.len() > KNOWN {
+        if limiter.len() > MAX_CALLERS {
             limiter.retain_recent();
         }
         limiter.check_key(key).map_err(|not_yet| too_many(not_yet.wait_time_from(self.clock.now())))

@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
-use crate::connection_limit::{Answer, ConnectionSlots, Permit};
+use crate::connection_limit::{ConnectionSlots, Permit, TrackedBody};
 use crate::work;
 use coreward_api::Role;
 
@@ -26,7 +26,7 @@ pub struct ConnectionLimits {
     /// Concurrent connections. At the limit, a new one replaces an idle one; without any it waits.
     pub connections: usize,
     /// Time to the end of a request's head, from the handshake or from the last answer on. Answers are not limited.
-    pub head: Duration,
+    pub head_timeout: Duration,
     /// Bytes of a head.
     pub head_bytes: usize,
     /// Time after which a client that reads nothing of an answer is disconnected.
@@ -35,7 +35,12 @@ pub struct ConnectionLimits {
 
 impl Default for ConnectionLimits {
     fn default() -> Self {
-        Self { connections: 512, head: Duration::from_secs(10), head_bytes: 32 << 10, write: Duration::from_secs(20) }
+        Self {
+            connections: 512,
+            head_timeout: Duration::from_secs(10),
+            head_bytes: 32 << 10,
+            write: Duration::from_secs(20),
+        }
     }
 }
 
@@ -45,7 +50,7 @@ pub struct Peer {
     /// Its address.
     pub address: IpAddr,
     /// Identity by its certificate.
-    pub certified: Option<CertificateIdentity>,
+    pub certificate: Option<CertificateIdentity>,
     /// Whether the connection is encrypted.
     pub encrypted: bool,
 }
@@ -66,7 +71,7 @@ pub struct CertificateIdentity {
 impl Peer {
     /// Returns a peer without TLS.
     pub fn without_tls(address: IpAddr) -> Self {
-        Self { address, certified: None, encrypted: false }
+        Self { address, certificate: None, encrypted: false }
     }
 }
 
@@ -210,11 +215,11 @@ async fn connection(
     let answers = TowerToHyperService::new(router.layer(axum::Extension(peer)));
     let service = service_fn(|request| {
         let (guard, answer) = (permit.begin_request(), answers.call(request));
-        async { answer.await.map(|answer| answer.map(|body| Answer { body, _guard: guard })) }
+        async { answer.await.map(|answer| answer.map(|body| TrackedBody { body, _guard: guard })) }
     });
     http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(bounds.head)
+        .header_read_timeout(bounds.head_timeout)
         .max_buf_size(bounds.head_bytes)
         .serve_connection(TokioIo::new(stream), service)
         .await?;

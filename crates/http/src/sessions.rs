@@ -38,7 +38,7 @@ pub enum SessionProof {
 }
 
 impl SessionProof {
-    fn is_good(&self, revoked: &RevocationList) -> bool {
+    fn is_valid(&self, revoked: &RevocationList) -> bool {
         match self {
             Self::Token => true,
             Self::Certificate { fingerprint, not_after } => {
@@ -52,55 +52,55 @@ impl SessionProof {
 struct Session {
     id: String,
     by: SessionProof,
-    ends: Instant,
+    expires: Instant,
 }
 
 impl Sessions {
     /// Begins a session and returns its `Set-Cookie`. `by`: the proof; `encrypted`: whether it came by TLS.
-    pub fn begin(&self, by: SessionProof, encrypted: bool) -> String {
+    pub fn create(&self, by: SessionProof, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         let id = URL_SAFE_NO_PAD.encode(bytes);
-        let mut sessions = self.living();
+        let mut sessions = self.live_sessions();
         if sessions.len() >= MAX_SESSIONS {
             sessions.remove(0);
         }
         let cookie = set_cookie(&id, LIFE, encrypted);
-        sessions.push(Session { id, by, ends: Instant::now() + LIFE });
+        sessions.push(Session { id, by, expires: Instant::now() + LIFE });
         cookie
     }
 
     /// Whether the request belongs to a session. One that was begun with a certificate ends with it.
-    pub fn has(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
-        let mut living = self.living();
-        living.retain(|session| session.by.is_good(revoked));
-        ids(headers).any(|id| living.iter().any(|session| session.is(id)))
+    pub fn has_session(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
+        let mut living = self.live_sessions();
+        living.retain(|session| session.by.is_valid(revoked));
+        ids(headers).any(|id| living.iter().any(|session| session.matches(id)))
     }
 
     /// Ends the request's session and returns the `Set-Cookie` that clears it. `encrypted`: whether the request came by
     /// TLS.
     pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
         for id in ids(headers) {
-            self.living().retain(|session| !session.is(id));
+            self.live_sessions().retain(|session| !session.matches(id));
         }
         set_cookie("", Duration::ZERO, encrypted)
     }
 
     /// Ends sessions that were begun by a token, or by a certificate.
     pub fn end_sessions_begun_by(&self, token: bool) {
-        self.living().retain(|session| (session.by == SessionProof::Token) != token);
+        self.live_sessions().retain(|session| (session.by == SessionProof::Token) != token);
     }
 
-    fn living(&self) -> MutexGuard<'_, Vec<Session>> {
+    fn live_sessions(&self) -> MutexGuard<'_, Vec<Session>> {
         let mut sessions = self.0.lock();
         let now = Instant::now();
-        sessions.retain(|session| session.ends > now);
+        sessions.retain(|session| session.expires > now);
         sessions
     }
 }
 
 impl Session {
-    fn is(&self, id: &str) -> bool {
+    fn matches(&self, id: &str) -> bool {
         self.id.as_bytes().ct_eq(id.as_bytes()).into()
     }
 }
@@ -123,7 +123,7 @@ fn ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
 mod tests {
     use super::*;
 
-    fn with(cookie: &str) -> HeaderMap {
+    fn with_cookie(cookie: &str) -> HeaderMap {
         let mut headers = HeaderMap::new();
         headers.insert(header::COOKIE, format!("other=1; {cookie}").parse().unwrap());
         headers
@@ -132,17 +132,17 @@ mod tests {
     #[test]
     fn session_lasts_until_logout() {
         let (sessions, revoked) = (Sessions::default(), RevocationList::default());
-        let cookie = sessions.begin(SessionProof::Token, false);
+        let cookie = sessions.create(SessionProof::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
-        let headers = with(cookie.split(';').next().unwrap());
+        let headers = with_cookie(cookie.split(';').next().unwrap());
         assert!(
-            sessions.has(&headers, &revoked)
-                && !sessions.has(&with("coreward_session="), &revoked)
-                && !sessions.has(&with("a=b"), &revoked)
+            sessions.has_session(&headers, &revoked)
+                && !sessions.has_session(&with_cookie("coreward_session="), &revoked)
+                && !sessions.has_session(&with_cookie("a=b"), &revoked)
         );
         assert!(sessions.end(&headers, false).contains("Max-Age=0"));
-        assert!(!sessions.has(&headers, &revoked));
-        let begin = |by| with(sessions.begin(by, false).split(';').next().unwrap());
+        assert!(!sessions.has_session(&headers, &revoked));
+        let begin = |by| with_cookie(sessions.create(by, false).split(';').next().unwrap());
         let certificate =
             |n: u8, not_after| SessionProof::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
         let [token, lost, kept, expired] = [
@@ -152,21 +152,21 @@ mod tests {
             certificate(3, Duration::from_secs(1)),
         ]
         .map(begin);
-        assert!(sessions.has(&lost, &revoked) && !sessions.has(&expired, &revoked));
+        assert!(sessions.has_session(&lost, &revoked) && !sessions.has_session(&expired, &revoked));
         revoked.set([Fingerprint::sha256(&[1])]);
-        assert!(!sessions.has(&lost, &revoked) && sessions.has(&kept, &revoked));
+        assert!(!sessions.has_session(&lost, &revoked) && sessions.has_session(&kept, &revoked));
         sessions.end_sessions_begun_by(false);
-        assert!(sessions.has(&token, &revoked) && !sessions.has(&kept, &revoked));
+        assert!(sessions.has_session(&token, &revoked) && !sessions.has_session(&kept, &revoked));
         sessions.end_sessions_begun_by(true);
-        assert!(!sessions.has(&token, &revoked));
+        assert!(!sessions.has_session(&token, &revoked));
     }
 
     #[test]
     fn oldest_session_is_evicted_at_limit() {
         let sessions = Sessions::default();
-        let first = with(sessions.begin(SessionProof::Token, false).split(';').next().unwrap());
-        (0..MAX_SESSIONS).for_each(|_| drop(sessions.begin(SessionProof::Token, false)));
-        assert!(!sessions.has(&first, &RevocationList::default()));
-        assert_eq!(sessions.living().len(), MAX_SESSIONS);
+        let first = with_cookie(sessions.create(SessionProof::Token, false).split(';').next().unwrap());
+        (0..MAX_SESSIONS).for_each(|_| drop(sessions.create(SessionProof::Token, false)));
+        assert!(!sessions.has_session(&first, &RevocationList::default()));
+        assert_eq!(sessions.live_sessions().len(), MAX_SESSIONS);
     }
 }

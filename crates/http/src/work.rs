@@ -53,7 +53,7 @@ pub async fn answer<T: Serialize>(
 
 /// Runs work on a worker thread. Fails when too many others wait, and after a panic.
 pub async fn run<T: Send + 'static>(size: Size, work: impl FnOnce() -> T + Send + 'static) -> Result<T, Problem> {
-    let turn = turn(size).await?;
+    let turn = acquire_permits(size).await?;
     let outcome = tokio::task::spawn_blocking(move || {
         // Also when the caller has hung up: the thread is in use until the end.
         let _turn = turn;
@@ -66,7 +66,7 @@ fn internal(error: &impl ToString) -> Problem {
     Problem::new(ProblemKind::Internal, error.to_string())
 }
 
-async fn turn(size: Size) -> Result<Option<(SemaphorePermit<'static>, SemaphorePermit<'static>)>, Problem> {
+async fn acquire_permits(size: Size) -> Result<Option<(SemaphorePermit<'static>, SemaphorePermit<'static>)>, Problem> {
     if size == Size::Small {
         return Ok(None);
     }

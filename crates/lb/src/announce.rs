@@ -27,9 +27,9 @@ const READ_INTERVAL: Duration = Duration::from_secs(10);
 pub struct Announcer {
     handle: Handle,
     table: u32,
-    announced: BTreeSet<IpAddr>,
-    read: Instant,
-    answers: AbortHandle,
+    announced_vips: BTreeSet<IpAddr>,
+    last_read: Instant,
+    reader_task: AbortHandle,
 }
 
 /// VIPs by their state.
@@ -46,33 +46,38 @@ impl Announcer {
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
         let (connection, handle, _) = rtnetlink::new_connection().context("no netlink socket for routes")?;
         let answers = tokio::spawn(connection).abort_handle();
-        let mut announcer =
-            Self { handle, table: config.table, announced: BTreeSet::new(), read: Instant::now(), answers };
+        let mut announcer = Self {
+            handle,
+            table: config.table,
+            announced_vips: BTreeSet::new(),
+            last_read: Instant::now(),
+            reader_task: answers,
+        };
         announcer.read().await?;
         Ok(announcer)
     }
 
     pub fn count(&self) -> usize {
-        self.announced.len()
+        self.announced_vips.len()
     }
 
     /// Announces these VIPs alone. Fails when the kernel rejects a route.
     pub async fn announce(&mut self, wanted: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
-        if self.read.elapsed() >= READ_INTERVAL {
+        if self.last_read.elapsed() >= READ_INTERVAL {
             self.read().await?;
         }
-        let gone: Vec<IpAddr> = self.announced.difference(wanted).copied().collect();
+        let gone: Vec<IpAddr> = self.announced_vips.difference(wanted).copied().collect();
         for vip in gone {
             let deleted = self.handle.route().del(route(vip, self.table)?).execute().await;
             deleted.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
-            self.announced.remove(&vip);
+            self.announced_vips.remove(&vip);
             tracing::info!(event = "vip-withdrawn", %vip, "VIP is withdrawn");
         }
-        let new: Vec<IpAddr> = wanted.difference(&self.announced).copied().collect();
+        let new: Vec<IpAddr> = wanted.difference(&self.announced_vips).copied().collect();
         for vip in new {
             let added = self.handle.route().add(route(vip, self.table)?).replace().execute().await;
             added.with_context(|| format!("VIP {vip} cannot be announced"))?;
-            self.announced.insert(vip);
+            self.announced_vips.insert(vip);
             tracing::info!(event = "vip-announced", %vip, "VIP is announced");
         }
         Ok(())
@@ -97,7 +102,7 @@ impl Announcer {
                 found.extend(vip_of(&route, self.table));
             }
         }
-        (self.announced, self.read) = (found, Instant::now());
+        (self.announced_vips, self.last_read) = (found, Instant::now());
         Ok(())
     }
 }
@@ -113,7 +118,7 @@ fn route(vip: IpAddr, table: u32) -> anyhow::Result<RouteMessage> {
 
 impl Drop for Announcer {
     fn drop(&mut self) {
-        self.answers.abort();
+        self.reader_task.abort();
     }
 }
 

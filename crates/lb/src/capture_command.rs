@@ -76,7 +76,7 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
             }
         })?;
     }
-    eprintln!("{packets} packets captured, {} records lost", capture.lost());
+    eprintln!("{packets} packets captured, {} records lost", capture.lost_records());
     match failure {
         // A reader that stops (`| head`) has seen enough.
         Some(error) if is_broken_pipe(&error) => Ok(()),
@@ -123,7 +123,7 @@ impl Sink {
     fn take(&mut self, time: Duration, packet: &Captured) -> anyhow::Result<()> {
         match self {
             Sink::Text => {
-                let verdict = Verdict(packet);
+                let verdict = DecisionComment(packet);
                 let (seconds, micros) = (time.as_secs(), time.subsec_micros());
                 Ok(writeln!(std::io::stdout(), "{seconds}.{micros:06} {} bytes: {verdict}", packet.length)?)
             }
@@ -165,22 +165,22 @@ impl PcapNg {
     fn write(&mut self, time: Duration, packet: &Captured) -> anyhow::Result<()> {
         let mut options = Vec::new();
         if self.verdict {
-            options.push(EnhancedPacketOption::Comment(Verdict(packet).to_string().into()));
+            options.push(EnhancedPacketOption::Comment(DecisionComment(packet).to_string().into()));
         }
         self.writer.write_pcapng_block(EnhancedPacketBlock {
             interface_id: 0,
             timestamp: time,
             original_len: packet.length,
-            data: packet.arrived.as_slice().into(),
+            data: packet.frame_in.as_slice().into(),
             options,
         })?;
         Ok(())
     }
 }
 
-struct Verdict<'a>(&'a Captured);
+struct DecisionComment<'a>(&'a Captured);
 
-impl fmt::Display for Verdict<'_> {
+impl fmt::Display for DecisionComment<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.0.outcome)?;
         match &self.0.destination {

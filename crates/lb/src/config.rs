@@ -50,7 +50,7 @@ config_struct! {
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
-        pub tls: Option<coreward_tls::Files>,
+        pub tls: Option<coreward_tls::CredentialFiles>,
         /// Ages at which connections of stateful services are checked.
         pub connection_timers: Timers as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
         /// Announcement of VIPs that this load balancer can serve, by a routing daemon; without it by other means.

@@ -51,7 +51,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
-    let verb = match (balancer.taken_over(), balancer.is_upgrade_pending()) {
+    let verb = match (balancer.is_taken_over(), balancer.is_upgrade_pending()) {
         (true, _) => "taken over",
         (_, true) => "loaded to replace another version",
         _ => "attached",
@@ -78,7 +78,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
-    if !balancer.taken_over() && !balancer.is_upgrade_pending() {
+    if !balancer.is_taken_over() && !balancer.is_upgrade_pending() {
         tracing::info!(event = "nothing-pinned", directory = %config.pin_directory.display(), "no pins to remove");
     } else {
         balancer.attach(&config.interface, config.xdp_mode.into())?;
@@ -166,8 +166,8 @@ impl BackgroundTasks {
     fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
         forwarder.tick();
         let due = forwarder.sweep()?;
-        forwarder.free(&self.sweeper.queue(&due, since_start()))?;
-        Ok(self.sweeper.next_queries(since_start(), limit))
+        forwarder.free(&self.sweeper.queue(&due, uptime()))?;
+        Ok(self.sweeper.next_queries(uptime(), limit))
     }
 
     async fn maintain(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
@@ -186,7 +186,7 @@ impl BackgroundTasks {
             tracing::warn!(event = "announcement-failed", error = format!("{error:#}"), "cannot announce VIPs");
             state.blocked.push(format!("{error:#}"));
         }
-        forwarder.announced(announcer.count(), state.blocked);
+        forwarder.set_announced_vips(announcer.count(), state.blocked);
         Ok(())
     }
 
@@ -248,7 +248,7 @@ async fn run_session(
     let channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
     let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
     let (messages, receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
-    messages.send(message(Message::Registration(registration(config, forwarder.in_force())))).await?;
+    messages.send(message(Message::Registration(registration(config, forwarder.applied_generation())))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
     let begun = tasks.run_while(forwarder, connection, stream).await??;
     let mut updates = connection.accept_stream(begun)?;
@@ -267,7 +267,7 @@ async fn run_session(
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
                 let in_force = apply(forwarder, &mut tasks.sweeper, update);
-                anyhow::ensure!(!forwarder.lacks_configuration(), "the next configuration is to come whole");
+                anyhow::ensure!(!forwarder.needs_configuration(), "the next configuration is to come whole");
                 if let Some(in_force) = in_force {
                     // For latencies only: a lost one does not matter.
                     let _ = messages.try_send(message(Message::TableInForce(in_force)));
@@ -275,7 +275,7 @@ async fn run_session(
                 if traffic.period() != forwarder.report_interval() {
                     traffic = every(forwarder.report_interval());
                 }
-                reported != (forwarder.tables(), forwarder.confirmed())
+                reported != (forwarder.tables(), forwarder.confirmed_generation())
             }
             change = tasks.neighbours.recv() => {
                 forwarder.neighbour(change.context(UNRESOLVED)?);
@@ -314,7 +314,7 @@ async fn run_session(
         };
         state_is_due |= due;
         if state_is_due && tokio::time::Instant::now() >= next_state {
-            reported = (forwarder.tables(), forwarder.confirmed());
+            reported = (forwarder.tables(), forwarder.confirmed_generation());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
             // The next state makes up for a lost one.
             let _ = messages.try_send(message(Message::State(tasks.state(forwarder, connection))));
@@ -329,19 +329,19 @@ fn every(period: Duration) -> Interval {
 }
 
 /// Returns a monotonic time, for latencies.
-fn since_start() -> Duration {
+fn uptime() -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed()
 }
 
-fn registration(config: &Config, in_force: u64) -> v1::LoadBalancerRegistration {
+fn registration(config: &Config, applied_generation: u64) -> v1::LoadBalancerRegistration {
     let device = vlan_device::name(&config.interface, config.vlan.unwrap_or_default());
     let address = config.address.or_else(|| neighbour::own_address(&device?));
     v1::LoadBalancerRegistration {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         address: address.map(address_bytes).unwrap_or_default(),
-        configuration_generation: in_force,
+        configuration_generation: applied_generation,
     }
 }
 
@@ -365,7 +365,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
                     Err(error)
                 }
             };
-            logged(taken);
+            log_error(taken);
         }
         Some(Update::Change(change)) => {
             let taken = match FleetChange::decode(change) {
@@ -378,7 +378,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
                     Err(error)
                 }
             };
-            logged(taken);
+            log_error(taken);
         }
         Some(Update::Table(bytes)) => {
             let in_force = install(forwarder, bytes)?;
@@ -388,15 +388,15 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
         Some(Update::SocketAnswer(answer)) => {
             let freed = SocketAnswer::try_from(answer)
                 .map_err(anyhow::Error::from)
-                .and_then(|answer| forwarder.free(&sweeper.answer(&answer, since_start())));
-            logged(freed);
+                .and_then(|answer| forwarder.free(&sweeper.answer(&answer, uptime())));
+            log_error(freed);
         }
         None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this load balancer"),
     }
     None
 }
 
-fn logged(outcome: anyhow::Result<()>) {
+fn log_error(outcome: anyhow::Result<()>) {
     if let Err(error) = outcome {
         tracing::warn!(event = "update-rejected", error = format!("{error:#}"), "the controller's update is rejected");
     }

@@ -39,15 +39,15 @@ use table_ages::TableAges;
 /// Report interval before the first configuration.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Calls of [`Forwarder::sweep`] for the whole connection table: one second.
-const SWEEP_BEATS: u32 = 10;
+const SWEEP_CALLS: u32 = 10;
 /// Limit of entries in one call, of 64 bytes each: a table of four million takes three seconds.
-const SWEPT_AT_ONCE: u32 = 131_072;
+const MAX_SWEPT_ENTRIES: u32 = 131_072;
 /// Time after which servers without ARP answer do not delay an upgrade.
 const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit of a change that loads another program: 10 s in a loaded, emulated machine.
 pub const PROGRAM_LIMIT: Duration = Duration::from_secs(60);
 /// Time after the start within which a controller should have sent a configuration.
-const CONFIGURATION_DUE: Duration = Duration::from_secs(5);
+const CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of counts, which read the whole table.
 const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -64,7 +64,7 @@ pub struct Forwarder {
     /// Servers without a route, in words.
     unrouted: BTreeSet<String>,
     /// Services' servers by the address of their neighbour: the server, or a router.
-    at_address: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
+    servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     name: String,
     /// All load balancers, itself included.
@@ -76,13 +76,13 @@ pub struct Forwarder {
     table_ages: TableAges,
     timers: Timers,
     /// Time of the last count of connections.
-    counted: Duration,
+    last_count: Duration,
     /// Newest confirmed generation of this stream; 0: none yet.
-    confirmed: u64,
+    confirmed_generation: u64,
     /// Number of the configuration; `None`: none yet, or it could not be applied.
     number: Option<u64>,
     /// Generation in force, of any controller; 0: none.
-    in_force: u64,
+    applied_generation: u64,
     /// Cookie keys in force; `None`: no configuration yet.
     keys: Option<FleetKeys>,
     /// When a missing configuration is logged; `None`: it was.
@@ -90,7 +90,7 @@ pub struct Forwarder {
     /// Whether the configuration in force is not saved yet.
     is_unsaved: bool,
     /// Whether a change did not apply to the configuration in force.
-    lacks_configuration: bool,
+    needs_configuration: bool,
     interface: String,
     /// VLAN of the VIPs and of load balancers.
     vlan: Vlan,
@@ -100,7 +100,7 @@ pub struct Forwarder {
     problems: BTreeSet<String>,
     table_to_kernel: LatencyHistogram,
     /// Number of announced VIPs; `None`: not by this daemon.
-    announced: Option<usize>,
+    announced_vips: Option<usize>,
     /// Reasons for which VIPs are not announced.
     blocked: Vec<String>,
     health: Health,
@@ -133,28 +133,28 @@ impl Forwarder {
             routes,
             next_hops: HashMap::new(),
             unrouted: BTreeSet::new(),
-            at_address: HashMap::new(),
+            servers_by_neighbour: HashMap::new(),
             services: BTreeMap::new(),
             name,
             peers: Vec::new(),
             report_interval: DEFAULT_REPORT_INTERVAL,
             table_lifetime: DEFAULT_TABLE_LIFETIME,
-            missing_logged_at: Some(monotonic() + CONFIGURATION_DUE),
+            missing_logged_at: Some(monotonic() + CONFIGURATION_TIMEOUT),
             table_ages: TableAges::new(monotonic()),
             timers,
-            counted: monotonic(),
-            confirmed: 0,
+            last_count: monotonic(),
+            confirmed_generation: 0,
             number: None,
-            in_force: 0,
+            applied_generation: 0,
             keys: None,
             is_unsaved: false,
-            lacks_configuration: false,
+            needs_configuration: false,
             interface,
             vlan,
             vlan_problems: BTreeSet::new(),
             problems: BTreeSet::new(),
             table_to_kernel: LatencyHistogram::default(),
-            announced: None,
+            announced_vips: None,
             blocked: Vec::new(),
             health,
             down: BTreeSet::new(),
@@ -167,9 +167,9 @@ impl Forwarder {
 
     /// Starts a stream. Confirmations of an earlier one do not count, because it may have been another controller's.
     pub fn begin_stream(&mut self) {
-        self.confirmed = 0;
+        self.confirmed_generation = 0;
         self.number = None;
-        self.lacks_configuration = false;
+        self.needs_configuration = false;
         self.refusals.clear();
         self.health.begin_stream();
     }
@@ -179,23 +179,23 @@ impl Forwarder {
         self.health.next_message()
     }
 
-    pub fn in_force(&self) -> u64 {
-        self.in_force
+    pub fn applied_generation(&self) -> u64 {
+        self.applied_generation
     }
 
     pub fn is_upgrade_pending(&self) -> bool {
         self.balancer.is_upgrade_pending()
     }
 
-    pub fn confirmed(&self) -> u64 {
-        self.confirmed
+    pub fn confirmed_generation(&self) -> u64 {
+        self.confirmed_generation
     }
 
     fn mac_of(&self, peer: &Peer) -> Option<MacAddress> {
         self.macs.get(&self.peer_neighbour(peer)?).copied()
     }
 
-    fn peer_moved(&mut self, change: Resolution) {
+    fn update_peer(&mut self, change: Resolution) {
         let Neighbour { vlan, address } = change.neighbour;
         let moved = |peer: &&Peer| peer.address == Some(address) && vlan == self.vlan && peer.name != self.name;
         for peer in self.peers.iter().filter(moved) {
@@ -279,7 +279,7 @@ impl Forwarder {
         if self.configured_at.is_some() && !self.services.values().any(is_stateful) {
             return Ok(Vec::new());
         }
-        let entries = self.balancer.connection_table_size().entries().div_ceil(SWEEP_BEATS).min(SWEPT_AT_ONCE);
+        let entries = self.balancer.connection_table_size().entries().div_ceil(SWEEP_CALLS).min(MAX_SWEPT_ENTRIES);
         let due = self.balancer.due_connections(&self.timers, entries);
         let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.needs_server_query());
         self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
@@ -324,8 +324,8 @@ impl Forwarder {
             Some(mac) => self.macs.insert(change.neighbour, mac),
             None => self.macs.remove(&change.neighbour),
         };
-        self.peer_moved(change);
-        let servers = self.at_address.get(&change.neighbour).into_iter().flatten();
+        self.update_peer(change);
+        let servers = self.servers_by_neighbour.get(&change.neighbour).into_iter().flatten();
         for (nth, (service_index, position)) in servers.enumerate() {
             let (service, index) = &self.services[service_index];
             let server = &service.servers[*position];
@@ -386,9 +386,9 @@ impl Forwarder {
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolvers.are_alive(), "a thread that resolves MAC addresses has ended");
         let now = monotonic();
-        if now.saturating_sub(self.counted) >= COUNT_INTERVAL {
+        if now.saturating_sub(self.last_count) >= COUNT_INTERVAL {
             self.balancer.count_connections();
-            self.counted = now;
+            self.last_count = now;
         }
         self.log_problems();
         self.update_symptoms();
@@ -476,7 +476,7 @@ impl Forwarder {
     /// Returns the state of the VIPs; `None`: no configuration yet, and pinned state continues. A VIP is announceable
     /// when one of its services has its table in force and the MAC address of one of its servers.
     pub fn announce_state(&self) -> Option<AnnounceState> {
-        if self.services.is_empty() && self.confirmed == 0 {
+        if self.services.is_empty() && self.confirmed_generation == 0 {
             return None;
         }
         let program = nix::net::if_::if_nametoindex(self.interface.as_str()).ok().and_then(|index| {
@@ -505,8 +505,8 @@ impl Forwarder {
     }
 
     /// Records the announced VIPs, and the reasons for others, for display.
-    pub fn announced(&mut self, count: usize, blocked: Vec<String>) {
-        (self.announced, self.blocked) = (Some(count), blocked);
+    pub fn set_announced_vips(&mut self, count: usize, blocked: Vec<String>) {
+        (self.announced_vips, self.blocked) = (Some(count), blocked);
     }
 
     fn unresolved(&self) -> BTreeSet<String> {
@@ -536,7 +536,7 @@ impl Forwarder {
             unresolved_servers: self.unresolved().into_iter().collect(),
             counters: COUNTER_NAMES.iter().map(|name| (*name).to_owned()).zip(packets).collect(),
             xdp_mode: mode.to_owned(),
-            configuration_generation: self.confirmed,
+            configuration_generation: self.confirmed_generation,
             events: EVENT_NAMES.iter().map(|name| (*name).to_owned()).zip(events).collect(),
             connections: self.balancer.occupancy(),
             unresolved_load_balancers,

@@ -36,18 +36,18 @@ pub struct Health {
 
 struct DataPlane(Arc<health_check_nat::NatTable>);
 
-fn checked(path: &Path) -> NatEntry {
+fn nat_entry(path: &Path) -> NatEntry {
     let Path { server, vip, port, own_port } = *path;
     NatEntry { server, vip, port, own_port }
 }
 
 impl NatTable for DataPlane {
     fn add(&self, path: &Path) -> anyhow::Result<()> {
-        self.0.add(&checked(path))
+        self.0.add(&nat_entry(path))
     }
 
     fn remove(&self, path: &Path) {
-        self.0.remove(&checked(path));
+        self.0.remove(&nat_entry(path));
     }
 }
 
@@ -68,7 +68,7 @@ impl Health {
         } else {
             self.problem = None;
         }
-        let wanted: Vec<_> = services.filter_map(|service| self.wanted(service)).collect();
+        let wanted: Vec<_> = services.filter_map(|service| self.checker_service(service)).collect();
         self.checker.check(wanted);
     }
 
@@ -76,7 +76,7 @@ impl Health {
         if self.paths.is_some() {
             return;
         }
-        match NatPrograms::hold(&self.interface) {
+        match NatPrograms::attach(&self.interface) {
             Ok(paths) => (self.paths, self.problem) = (Some(paths), None),
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
@@ -89,13 +89,13 @@ impl Health {
     }
 
     /// Returns the service's check; `None`: none, or impossible.
-    fn wanted(&self, service: &Service) -> Option<checker::Service<Target>> {
+    fn checker_service(&self, service: &Service) -> Option<checker::Service<Target>> {
         let check = service.check.clone()?;
         let paths = self.paths.as_ref().map(|held| Arc::new(DataPlane(held.paths().clone())) as Arc<dyn NatTable>);
         if check.probe_address == ProbeAddress::Vip && paths.is_none() {
             return None;
         }
-        let servers = service.servers.iter().filter(|server| !server.left);
+        let servers = service.servers.iter().filter(|server| !server.has_left);
         let servers = servers.map(|server| ((service.index, server.id), server.address)).collect();
         Some(checker::Service { check, vip: service.address.socket, servers, paths })
     }

@@ -16,14 +16,14 @@ use crate::forwarder::Forwarder;
 pub struct LastConfiguration {
     path: PathBuf,
     /// A configuration in force that is not written yet.
-    unsaved: Option<FleetConfiguration>,
+    pending: Option<FleetConfiguration>,
     /// Fault of the last reading or writing.
     problem: Option<String>,
 }
 
 impl LastConfiguration {
     pub fn new(state_directory: &Path, name: &str) -> Self {
-        Self { path: state_directory.join(format!("{name}.configuration")), unsaved: None, problem: None }
+        Self { path: state_directory.join(format!("{name}.configuration")), pending: None, problem: None }
     }
 
     /// Applies the saved configuration, if there is one that this version can read.
@@ -40,7 +40,7 @@ impl LastConfiguration {
             );
             Ok(())
         });
-        self.note(restored.context("the last configuration is not restored"));
+        self.log_outcome(restored.context("the last configuration is not restored"));
     }
 
     /// Writes the configuration in force, if it has changed. Called once a second, which also retries a failed write.
@@ -50,12 +50,12 @@ impl LastConfiguration {
 
     /// `changed`: the configuration in force, if it changed since the last call.
     fn save_changed(&mut self, changed: Option<FleetConfiguration>) {
-        let Some(configuration) = changed.or_else(|| self.unsaved.take()) else { return };
+        let Some(configuration) = changed.or_else(|| self.pending.take()) else { return };
         let written =
             self.write(&configuration).context("the configuration is not saved for a restart without controller");
         if written.is_err() {
-            self.unsaved = Some(configuration);
-        } else if self.unsaved.take().is_some() || self.problem.is_some() {
+            self.pending = Some(configuration);
+        } else if self.pending.take().is_some() || self.problem.is_some() {
             tracing::info!(
                 event = "configuration-saved",
                 generation = configuration.generation,
@@ -63,7 +63,7 @@ impl LastConfiguration {
                 "the configuration is saved for a restart"
             );
         }
-        self.note(written);
+        self.log_outcome(written);
     }
 
     pub fn problem(&self) -> Option<&str> {
@@ -88,7 +88,7 @@ impl LastConfiguration {
         coreward_tls::write_secret(&self.path, v1::FleetConfiguration::from(configuration).encode_to_vec())
     }
 
-    fn note(&mut self, outcome: anyhow::Result<()>) {
+    fn log_outcome(&mut self, outcome: anyhow::Result<()>) {
         let problem = outcome.err().map(|error| format!("{error:#}"));
         if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(problem)) {
             tracing::warn!(event = "configuration-not-saved", %problem, "the last configuration is not saved");

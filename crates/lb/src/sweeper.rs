@@ -15,9 +15,9 @@ use coreward_wire::sockets::MAX_CLIENTS;
 use coreward_wire::{SocketAnswer, SocketQuery};
 
 /// Limit of open queries.
-const UNDER_WAY: usize = 64;
+const MAX_OPEN_QUERIES: usize = 64;
 /// Limit of open queries to one server: the next one may wait there while it answers.
-const UNDER_WAY_PER_SERVER: usize = 2;
+const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
 /// Time after which an open query is forgotten: the agent is away, or it was lost.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a connection with a socket is checked again, or the idle time if that is shorter.
@@ -35,27 +35,27 @@ type Queue = (ServerId, ServiceAddress);
 /// Waiting and open queries.
 #[derive(Debug)]
 pub struct Sweeper {
-    ask_again: Duration,
+    requery_interval: Duration,
     number: u64,
     waiting: BTreeMap<Queue, Vec<Connection>>,
-    under_way: BTreeMap<u64, Asked>,
-    under_way_at: HashMap<ServerId, usize>,
+    open_queries: BTreeMap<u64, OpenQuery>,
+    open_queries_at: HashMap<ServerId, usize>,
     /// Time until which a connection is not queued again.
-    asked: HashMap<ConnectionIndex, Duration>,
-    away: HashMap<ServerId, Away>,
+    not_before: HashMap<ConnectionIndex, Duration>,
+    absent_agents: HashMap<ServerId, AbsentAgent>,
     cursor: Option<Queue>,
-    pruned: Duration,
+    last_prune: Duration,
 }
 
 #[derive(Debug)]
-struct Asked {
+struct OpenQuery {
     server: ServerId,
     connections: Vec<Connection>,
     forgotten: Duration,
 }
 
 #[derive(Debug)]
-struct Away {
+struct AbsentAgent {
     since: Duration,
     asked_again: Duration,
 }
@@ -63,15 +63,15 @@ struct Away {
 impl Sweeper {
     pub fn new(timers: &Timers) -> Self {
         Self {
-            ask_again: RECHECK_INTERVAL.min(timers.idle),
+            requery_interval: RECHECK_INTERVAL.min(timers.idle),
             number: 0,
             waiting: BTreeMap::new(),
-            under_way: BTreeMap::new(),
-            under_way_at: HashMap::new(),
-            asked: HashMap::new(),
-            away: HashMap::new(),
+            open_queries: BTreeMap::new(),
+            open_queries_at: HashMap::new(),
+            not_before: HashMap::new(),
+            absent_agents: HashMap::new(),
             cursor: None,
-            pruned: Duration::ZERO,
+            last_prune: Duration::ZERO,
         }
     }
 
@@ -79,7 +79,7 @@ impl Sweeper {
     pub fn queue(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<Connection> {
         let mut free = Vec::new();
         for (connection, service) in due {
-            if self.asked.get(&connection.index).is_some_and(|until| *until > now) {
+            if self.not_before.get(&connection.index).is_some_and(|until| *until > now) {
                 continue;
             }
             let queue = (connection.identity.server, *service);
@@ -88,32 +88,32 @@ impl Sweeper {
                 free.push(*connection);
                 continue;
             }
-            self.asked.insert(connection.index, Duration::MAX);
+            self.not_before.insert(connection.index, Duration::MAX);
             self.waiting.entry(queue).or_default().push(*connection);
         }
         free
     }
 
     fn is_lost(&self, server: ServerId, now: Duration) -> bool {
-        self.away.get(&server).is_some_and(|away| now.saturating_sub(away.since) >= MAX_AGENT_ABSENCE)
+        self.absent_agents.get(&server).is_some_and(|away| now.saturating_sub(away.since) >= MAX_AGENT_ABSENCE)
     }
 
     fn can_query(&self, server: ServerId, now: Duration) -> bool {
-        let most = match self.away.get(&server) {
+        let most = match self.absent_agents.get(&server) {
             Some(away) if now < away.asked_again => 0,
             Some(_) => 1,
-            None => UNDER_WAY_PER_SERVER,
+            None => MAX_OPEN_QUERIES_PER_SERVER,
         };
-        self.under_way_at.get(&server).copied().unwrap_or(0) < most
+        self.open_queries_at.get(&server).copied().unwrap_or(0) < most
     }
 
     /// Returns the next queries, at most `most`: of each queue in turn.
     pub fn next_queries(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
         self.forget_unanswered(now);
         self.prune(now);
-        let most = most.min(UNDER_WAY - self.under_way.len().min(UNDER_WAY));
+        let most = most.min(MAX_OPEN_QUERIES - self.open_queries.len().min(MAX_OPEN_QUERIES));
         let mut queries = Vec::new();
-        for queue in self.turns() {
+        for queue in self.queue_order() {
             if queries.len() == most {
                 break;
             }
@@ -126,7 +126,7 @@ impl Sweeper {
     }
 
     /// Returns all queues, from the one after the last.
-    fn turns(&self) -> Vec<Queue> {
+    fn queue_order(&self) -> Vec<Queue> {
         let queues = self.waiting.keys().copied();
         let Some(cursor) = self.cursor else { return queues.collect() };
         let (before, behind): (Vec<_>, Vec<_>) = queues.partition(|queue| *queue <= cursor);
@@ -142,8 +142,8 @@ impl Sweeper {
         let (server, service) = queue;
         let clients = connections.iter().map(|connection| connection.client).collect();
         self.number += 1;
-        *self.under_way_at.entry(server).or_default() += 1;
-        self.under_way.insert(self.number, Asked { server, connections, forgotten: now + TIMEOUT });
+        *self.open_queries_at.entry(server).or_default() += 1;
+        self.open_queries.insert(self.number, OpenQuery { server, connections, forgotten: now + TIMEOUT });
         Some(SocketQuery { number: self.number, load_balancer_session: 0, server, service, clients })
     }
 
@@ -152,61 +152,61 @@ impl Sweeper {
         if answer.is_absent() {
             return self.not_answered(asked, now);
         }
-        if asked.connections.len() != answer.open.len() {
+        if asked.connections.len() != answer.is_open.len() {
             self.restore_unsent(&asked.connections);
             return Vec::new();
         }
-        self.away.remove(&asked.server);
+        self.absent_agents.remove(&asked.server);
         let mut gone = Vec::new();
-        for (connection, open) in asked.connections.into_iter().zip(&answer.open) {
+        for (connection, open) in asked.connections.into_iter().zip(&answer.is_open) {
             if *open {
-                self.asked.insert(connection.index, now + self.ask_again);
+                self.not_before.insert(connection.index, now + self.requery_interval);
             } else {
-                self.asked.remove(&connection.index);
+                self.not_before.remove(&connection.index);
                 gone.push(connection);
             }
         }
         gone
     }
 
-    fn take(&mut self, number: u64) -> Option<Asked> {
-        let asked = self.under_way.remove(&number)?;
-        if let Some(count) = self.under_way_at.get_mut(&asked.server) {
+    fn take(&mut self, number: u64) -> Option<OpenQuery> {
+        let asked = self.open_queries.remove(&number)?;
+        if let Some(count) = self.open_queries_at.get_mut(&asked.server) {
             *count -= 1;
             if *count == 0 {
-                self.under_way_at.remove(&asked.server);
+                self.open_queries_at.remove(&asked.server);
             }
         }
         Some(asked)
     }
 
     /// Records that the agent is away; returns connections that may be freed nevertheless.
-    fn not_answered(&mut self, asked: Asked, now: Duration) -> Vec<Connection> {
+    fn not_answered(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
         self.restore_unsent(&asked.connections);
-        let away = self.away.entry(asked.server).or_insert(Away { since: now, asked_again: now });
+        let away = self.absent_agents.entry(asked.server).or_insert(AbsentAgent { since: now, asked_again: now });
         away.asked_again = now + ABSENT_AGENT_RETRY;
         if self.is_lost(asked.server, now) { asked.connections } else { Vec::new() }
     }
 
     fn restore_unsent(&mut self, connections: &[Connection]) {
         for connection in connections {
-            self.asked.remove(&connection.index);
+            self.not_before.remove(&connection.index);
         }
     }
 
     /// Forgets unanswered queries: their connections are due again in the next round.
     fn forget_unanswered(&mut self, now: Duration) {
         let over: Vec<u64> =
-            self.under_way.iter().filter(|(_, asked)| asked.forgotten <= now).map(|(number, _)| *number).collect();
+            self.open_queries.iter().filter(|(_, asked)| asked.forgotten <= now).map(|(number, _)| *number).collect();
         for asked in over.into_iter().filter_map(|number| self.take(number)).collect::<Vec<_>>() {
             self.not_answered(asked, now);
         }
     }
 
     fn prune(&mut self, now: Duration) {
-        if now.saturating_sub(self.pruned) >= PRUNE_INTERVAL {
-            self.asked.retain(|_, until| *until > now);
-            self.pruned = now;
+        if now.saturating_sub(self.last_prune) >= PRUNE_INTERVAL {
+            self.not_before.retain(|_, until| *until > now);
+            self.last_prune = now;
         }
     }
 }
@@ -270,7 +270,7 @@ mod tests {
         let many: Vec<_> = (2000..2200).map(|slot| due(slot, u64::from(slot))).collect();
         sweeper.queue(&many, at(1));
         assert_eq!(sweeper.next_queries(at(1), 10).len(), 10);
-        assert_eq!(sweeper.next_queries(at(1), 1000).len(), UNDER_WAY - 4 - 10);
+        assert_eq!(sweeper.next_queries(at(1), 1000).len(), MAX_OPEN_QUERIES - 4 - 10);
         assert_eq!(sweeper.next_queries(at(2), 1000), []);
     }
 
@@ -293,7 +293,7 @@ mod tests {
         sweeper.queue(&[due(1, 7)], at(0));
         let query = sweeper.next_queries(at(0), 10).remove(0);
         assert_eq!(
-            sweeper.answer(&SocketAnswer { number: 99, load_balancer_session: 0, open: vec![false] }, at(0)),
+            sweeper.answer(&SocketAnswer { number: 99, load_balancer_session: 0, is_open: vec![false] }, at(0)),
             []
         );
         assert_eq!(sweeper.answer(&query.answer(vec![false, false]), at(0)), []);
@@ -308,7 +308,7 @@ mod tests {
         for second in 0..100 {
             let mut now = sweeper.queue(&all, at(second));
             for query in sweeper.next_queries(at(second), 10) {
-                now.extend(sweeper.answer(&query.absent(), at(second)));
+                now.extend(sweeper.answer(&query.absent_answer(), at(second)));
             }
             assert!(second >= 60 || now.is_empty(), "after {second} s");
             freed.extend(now);
@@ -332,9 +332,9 @@ mod tests {
     }
 
     const SERVERS: u64 = 1000;
-    const BEATS_PER_SECOND: u32 = 10;
-    const CONNECTION_BEATS: u32 = 60 * BEATS_PER_SECOND;
-    const SWEEP_BEATS: usize = 10;
+    const CALLS_PER_SECOND: u32 = 10;
+    const CONNECTION_CALLS: u32 = 60 * CALLS_PER_SECOND;
+    const SWEEP_CALLS: usize = 10;
 
     impl Simulation {
         fn new(entries: usize) -> Self {
@@ -352,9 +352,9 @@ mod tests {
             let (mut connection, _) = due(position as u32, server);
             connection.closing = true;
             // It ends, with its last packet, after a minute; TIME-WAIT follows.
-            connection.last_seen = Clock(beat + CONNECTION_BEATS);
+            connection.last_seen = Clock(beat + CONNECTION_CALLS);
             self.entries[position] = Some(connection);
-            self.open_until[position] = beat + 2 * CONNECTION_BEATS;
+            self.open_until[position] = beat + 2 * CONNECTION_CALLS;
             true
         }
 
@@ -374,10 +374,10 @@ mod tests {
         /// Advances a tenth of a second. `answers`: behaviour of a server's agent.
         fn tick(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
             let service = due(0, 0).1;
-            let slice = self.entries.len() / SWEEP_BEATS;
+            let slice = self.entries.len() / SWEEP_CALLS;
             let inspected = (0..slice).filter_map(|n| self.entries[(self.next + n) % self.entries.len()]);
             let over = inspected
-                .filter(|connection| connection.last_seen.0 + CONNECTION_BEATS <= beat)
+                .filter(|connection| connection.last_seen.0 + CONNECTION_CALLS <= beat)
                 .map(|connection| (connection, service));
             let over: Vec<_> = over.collect();
             self.next = (self.next + slice) % self.entries.len();
@@ -385,12 +385,12 @@ mod tests {
             let free = self.sweeper.queue(&over, now);
             self.release(free);
             for query in self.sweeper.next_queries(now, 32) {
-                let asked = &self.sweeper.under_way[&query.number].connections;
+                let asked = &self.sweeper.open_queries[&query.number].connections;
                 let open = asked.iter().map(|connection| self.open_until[Self::position(connection)] > beat).collect();
                 let gone = match answers(query.server.get().into()) {
-                    Agent::Answers => self.sweeper.answer(&query.answer(open), now),
-                    Agent::IsAway => self.sweeper.answer(&query.absent(), now),
-                    Agent::IsSilent => Vec::new(),
+                    Agent::Responsive => self.sweeper.answer(&query.answer(open), now),
+                    Agent::Absent => self.sweeper.answer(&query.absent_answer(), now),
+                    Agent::Silent => Vec::new(),
                 };
                 self.release(gone);
             }
@@ -403,31 +403,31 @@ mod tests {
 
     #[derive(Clone, Copy)]
     enum Agent {
-        Answers,
-        IsAway,
-        IsSilent,
+        Responsive,
+        Absent,
+        Silent,
     }
 
     /// Returns the table's occupancy after ten minutes, relative to the connections that live or are in TIME-WAIT.
     fn occupancy(per_second: u32, dead: impl Fn(u64) -> Agent) -> f64 {
         let mut simulation = Simulation::new(262_144);
         let mut server = 0;
-        for beat in 0..10 * 60 * BEATS_PER_SECOND {
-            for _ in 0..per_second / BEATS_PER_SECOND {
+        for beat in 0..10 * 60 * CALLS_PER_SECOND {
+            for _ in 0..per_second / CALLS_PER_SECOND {
                 server = (server + 1) % SERVERS;
-                assert!(simulation.open(server, beat), "the table is full after {} s", beat / BEATS_PER_SECOND);
+                assert!(simulation.open(server, beat), "the table is full after {} s", beat / CALLS_PER_SECOND);
             }
             simulation.tick(beat, &dead);
         }
-        let live = f64::from(per_second) * f64::from(2 * CONNECTION_BEATS / BEATS_PER_SECOND);
+        let live = f64::from(per_second) * f64::from(2 * CONNECTION_CALLS / CALLS_PER_SECOND);
         simulation.in_use() as f64 / live
     }
 
     #[test]
     fn occupancy_is_that_of_live_connections_with_a_tenth_of_the_agents_dead() {
-        for dead in [Agent::Answers, Agent::IsAway, Agent::IsSilent] {
+        for dead in [Agent::Responsive, Agent::Absent, Agent::Silent] {
             // The first servers, whose turn is first.
-            let occupancy = occupancy(1000, |server| if server < SERVERS / 10 { dead } else { Agent::Answers });
+            let occupancy = occupancy(1000, |server| if server < SERVERS / 10 { dead } else { Agent::Responsive });
             assert!((0.9..1.1).contains(&occupancy), "{occupancy}");
         }
     }

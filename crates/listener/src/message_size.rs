@@ -18,20 +18,20 @@ const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
 /// body is read.
 pub struct SizedControl<T> {
     agents: ControlServer<T>,
-    others: ControlServer<T>,
+    other_calls: ControlServer<T>,
 }
 
 impl<T: Control> SizedControl<T> {
     pub fn new(methods: T) -> Self {
         let methods = Arc::new(methods);
         let limited = |bytes| ControlServer::from_arc(methods.clone()).max_decoding_message_size(bytes);
-        Self { agents: limited(AGENT_MESSAGE_BYTES), others: limited(MESSAGE_BYTES) }
+        Self { agents: limited(AGENT_MESSAGE_BYTES), other_calls: limited(MESSAGE_BYTES) }
     }
 }
 
 impl<T> Clone for SizedControl<T> {
     fn clone(&self) -> Self {
-        Self { agents: self.agents.clone(), others: self.others.clone() }
+        Self { agents: self.agents.clone(), other_calls: self.other_calls.clone() }
     }
 }
 
@@ -53,6 +53,6 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        if request.uri().path() == AGENT_PATH { self.agents.call(request) } else { self.others.call(request) }
+        if request.uri().path() == AGENT_PATH { self.agents.call(request) } else { self.other_calls.call(request) }
     }
 }

@@ -13,7 +13,9 @@ use coreward_metrics::table::{Component, Family, family};
 use coreward_tls::certificate::Fingerprint;
 use coreward_tls::failure::{Failure, Failures, Reason};
 use coreward_tls::verify::RevocationList;
-use coreward_tls::{AcceptedConnection, Caller, ClientCertificates, ConnectionAcceptor, Files, Limits, Role, Tls};
+use coreward_tls::{
+    AcceptedConnection, Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Limits, Role, Tls,
+};
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
 
@@ -27,7 +29,7 @@ metrics! {
 /// Configuration of a listening daemon.
 pub struct ListenerConfig<'a> {
     pub listen: SocketAddr,
-    pub tls: Option<&'a Files>,
+    pub tls: Option<&'a CredentialFiles>,
     pub revoked_certificates: &'a [Fingerprint],
     /// Whether a missing `tls` needs no warning.
     pub allow_plaintext: bool,
@@ -133,7 +135,7 @@ impl Acceptor for ApiAcceptor {
             let (fingerprint, not_after) = certificate;
             Some(CertificateIdentity { role, name: identity.to_string().into(), fingerprint, not_after })
         });
-        let peer = Peer { address: address.ip(), certified, encrypted: caller.is_protected };
+        let peer = Peer { address: address.ip(), certificate: certified, encrypted: caller.is_protected };
         Ok((admitted, peer))
     }
 }

@@ -95,7 +95,7 @@ metrics! {
 }
 
 /// Returns a snapshot with the values of every daemon.
-pub fn begin(part: Component) -> Snapshot {
+pub fn base_snapshot(part: Component) -> Snapshot {
     let mut page = Snapshot::default();
     page.add(&BUILD_INFO, [part.name(), env!("CARGO_PKG_VERSION")], 1.0);
     page
@@ -178,7 +178,7 @@ mod tests {
         let worker = v1::DispatchedWorker { worker: 3, dispatched: 7, ..Default::default() };
         let service =
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };
-        let mut page = begin(Component::Dispatch);
+        let mut page = base_snapshot(Component::Dispatch);
         dispatch(&mut page, "", &[service]);
         let served = METRICS.iter().filter(|metric| metric.parts.contains(&Component::Dispatch));
         let expected: BTreeSet<&str> = served.map(|metric| metric.name).collect();

@@ -14,7 +14,7 @@ const EXPECTED_ALPHA: f64 = 0.1;
 /// The allowance of one server, in connections.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Allowance {
-    left: f64,
+    remaining: f64,
     /// The fair part per second, smoothed.
     expected: f64,
     is_limited: bool,
@@ -23,24 +23,24 @@ pub struct Allowance {
 impl Allowance {
     /// Returns the allowance of a server that has taken none. `expected`: its fair part per second.
     pub fn full(expected: f64) -> Self {
-        Self { left: Self::most(expected), expected, is_limited: false }
+        Self { remaining: Self::max_allowance(expected), expected, is_limited: false }
     }
 
-    fn most(expected: f64) -> f64 {
+    fn max_allowance(expected: f64) -> f64 {
         (MAX_SHARE_MULTIPLE * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
     }
 
     /// Accounts for `seconds` (at most 10) with `expected` connections as the fair share and `opened` opened ones.
     pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
         self.expected += EXPECTED_ALPHA * (expected - self.expected * seconds);
-        let most = Self::most(self.expected);
-        self.left = (self.left + MAX_SHARE_MULTIPLE * expected - opened).clamp(-most, most);
-        self.is_limited = self.left < if self.is_limited { most / 2.0 } else { 0.0 };
+        let most = Self::max_allowance(self.expected);
+        self.remaining = (self.remaining + MAX_SHARE_MULTIPLE * expected - opened).clamp(-most, most);
+        self.is_limited = self.remaining < if self.is_limited { most / 2.0 } else { 0.0 };
     }
 
     /// Whether the server may take no connection now.
     pub fn is_spent(&self) -> bool {
-        self.left < 0.0
+        self.remaining < 0.0
     }
 
     /// Whether the server took too many. It stays so until half of the allowance is there again.
@@ -90,7 +90,7 @@ mod tests {
             (0..4).for_each(|_| parts.update(50.0, 75.0, 0.25));
         }
         assert!((whole.expected / parts.expected - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
-        assert!((whole.left / parts.left - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
+        assert!((whole.remaining / parts.remaining - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
     }
 
     #[test]

@@ -147,7 +147,8 @@ impl Workload {
     /// start within the ramp, each with the rest of its life: from the end of the ramp on the load is stationary.
     /// Panics when the log needs more connections than source addresses and ports can name.
     pub fn generate(&self, seed: u64) -> ArrivalLog {
-        let mut draw = Draw { rng: seeded_rng(seed, RNG_STREAM_ARRIVALS), used: HashSet::new(), workload: *self };
+        let mut draw =
+            ArrivalGenerator { rng: seeded_rng(seed, RNG_STREAM_ARRIVALS), used: HashSet::new(), workload: *self };
         let work_us_per_s = u64::from(self.cores) * u64::from(self.mean_load_permille) * 1_000;
         let elephant_work_us_per_s = work_us_per_s * u64::from(self.elephant_work_permille) / 1_000;
         let mouse_work_us_per_s = work_us_per_s - elephant_work_us_per_s;
@@ -168,12 +169,12 @@ impl Workload {
             };
             let (end_us, start_us) = (draw.below(life_us), draw.below(self.ramp_us));
             if start_us < end_us {
-                arrivals.extend(draw.elephant(start_us, end_us - start_us));
+                arrivals.extend(draw.elephant_arrival(start_us, end_us - start_us));
             }
         }
         for _ in 0..alive * self.duration_us / mean_life_us.max(1) {
             let (start_us, life_us) = (draw.below(self.duration_us), draw.between(life_min, life_max));
-            arrivals.extend(draw.elephant(start_us, life_us));
+            arrivals.extend(draw.elephant_arrival(start_us, life_us));
         }
         let (fewest, most) = self.mouse_requests;
         let mouse_work_us = u64::from(fewest + most) * u64::from(self.service_us) / 2;
@@ -187,13 +188,13 @@ impl Workload {
     }
 }
 
-struct Draw {
+struct ArrivalGenerator {
     rng: rand_xoshiro::Xoshiro256PlusPlus,
     used: HashSet<(u16, u16)>,
     workload: Workload,
 }
 
-impl Draw {
+impl ArrivalGenerator {
     /// Returns a uniform number below `bound` (0 for a bound of 0). The bias of a 64-bit remainder is below 2^-30 here.
     fn below(&mut self, bound: u64) -> u64 {
         self.rng.next_u64() % bound.max(1)
@@ -204,7 +205,7 @@ impl Draw {
         low + self.below(high - low + 1)
     }
 
-    fn elephant(&mut self, start_us: u64, life_us: u64) -> Option<Arrival> {
+    fn elephant_arrival(&mut self, start_us: u64, life_us: u64) -> Option<Arrival> {
         let interval_us = self.workload.elephant_interval_us();
         self.connection(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }

@@ -12,37 +12,37 @@ use crate::ServerId;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BucketHistory {
     /// By bucket; empty before the first table.
-    now: Vec<ServerId>,
-    before: Vec<Option<ServerId>>,
+    current: Vec<ServerId>,
+    previous: Vec<Option<ServerId>>,
 }
 
 impl BucketHistory {
     /// Returns a stored history; `None` when the two lists do not fit each other.
     pub fn restored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
-        (now.len() == before.len()).then_some(Self { now, before })
+        (now.len() == before.len()).then_some(Self { current: now, previous: before })
     }
 
     /// By bucket, its server; empty before the first table.
-    pub fn now(&self) -> &[ServerId] {
-        &self.now
+    pub fn current(&self) -> &[ServerId] {
+        &self.current
     }
 
     /// By bucket, its server before it last moved.
-    pub fn before(&self) -> &[Option<ServerId>] {
-        &self.before
+    pub fn previous(&self) -> &[Option<ServerId>] {
+        &self.previous
     }
 
     /// Records the choice of a new table; true when a bucket moved. A bucket without eligible server keeps its last
     /// one. Another number of buckets starts a new history, because no bucket is the same.
     pub fn update(&mut self, consistent: &[ServerId]) -> bool {
-        if consistent.is_empty() || consistent == self.now {
+        if consistent.is_empty() || consistent == self.current {
             return false;
         }
-        if consistent.len() != self.now.len() {
-            *self = Self { now: consistent.to_vec(), before: vec![None; consistent.len()] };
+        if consistent.len() != self.current.len() {
+            *self = Self { current: consistent.to_vec(), previous: vec![None; consistent.len()] };
             return true;
         }
-        for ((new, now), before) in consistent.iter().zip(&mut self.now).zip(&mut self.before) {
+        for ((new, now), before) in consistent.iter().zip(&mut self.current).zip(&mut self.previous) {
             if new != now {
                 *before = Some(std::mem::replace(now, *new));
             }
@@ -51,14 +51,14 @@ impl BucketHistory {
     }
 
     /// Returns the field of a placement table: empty where no bucket has moved.
-    pub fn consistent_before(&self) -> Vec<Option<ServerId>> {
-        if self.before.iter().all(Option::is_none) { Vec::new() } else { self.before.clone() }
+    pub fn previous_consistent(&self) -> Vec<Option<ServerId>> {
+        if self.previous.iter().all(Option::is_none) { Vec::new() } else { self.previous.clone() }
     }
 
     /// Returns the previous servers of the buckets of each server.
     pub fn predecessors(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
         let mut predecessors: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
-        for (now, before) in self.now.iter().zip(&self.before) {
+        for (now, before) in self.current.iter().zip(&self.previous) {
             if let Some(before) = before {
                 predecessors.entry(*now).or_default().insert(*before);
             }
@@ -79,13 +79,13 @@ mod tests {
     fn previous_server_is_remembered_for_one_change() {
         let mut history = BucketHistory::default();
         assert!(history.update(&ids(&[1, 2, 3, 1])));
-        assert_eq!(history.consistent_before(), []);
+        assert_eq!(history.previous_consistent(), []);
         assert!(!history.update(&ids(&[1, 2, 3, 1])));
         // Server 1 leaves, then 2: bucket 0 was 2's last, bucket 3 is 3's since 1 left.
         assert!(history.update(&ids(&[2, 2, 3, 3])));
         assert!(history.update(&ids(&[3, 3, 3, 3])));
         let before: Vec<u64> =
-            history.consistent_before().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
+            history.previous_consistent().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
         assert_eq!(before, [2, 2, 0, 1]);
         assert_eq!(history.predecessors(), BTreeMap::from([(ids(&[3])[0], ids(&[1, 2]).into_iter().collect())]));
     }
@@ -96,9 +96,9 @@ mod tests {
         history.update(&ids(&[1, 2]));
         assert!(!history.update(&[]));
         history.update(&ids(&[2, 2]));
-        assert_eq!(history.before(), [Some(ids(&[1])[0]), None]);
+        assert_eq!(history.previous(), [Some(ids(&[1])[0]), None]);
         assert!(history.update(&ids(&[2, 2, 2, 2])));
-        assert_eq!((history.consistent_before(), history.before().len()), (Vec::new(), 4));
+        assert_eq!((history.previous_consistent(), history.previous().len()), (Vec::new(), 4));
         assert_eq!(BucketHistory::restored(ids(&[1]), vec![]), None);
     }
 }

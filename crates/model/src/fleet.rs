@@ -58,7 +58,7 @@ pub struct SimulatedCluster {
     hasher_of_group: Vec<usize>,
     /// By position: whether the next tables give the server new connections.
     eligible: Vec<bool>,
-    of_requests: bool,
+    counts_requests: bool,
     racks: Option<Racks>,
 }
 
@@ -125,7 +125,7 @@ impl SimulatedCluster {
             hashers: vec![(plan.key.clone(), plan.key.tables())],
             hasher_of_group: Vec::new(),
             eligible: vec![true; plan.servers.len()],
-            of_requests: false,
+            counts_requests: false,
             racks: None,
             plan,
         })
@@ -144,7 +144,7 @@ impl SimulatedCluster {
 
     /// Each placement is of one request ([`Pool::counting_requests`]).
     pub fn place_requests(&mut self) {
-        self.of_requests = true;
+        self.counts_requests = true;
     }
 
     /// From the next report on servers report to racks.
@@ -162,7 +162,7 @@ impl SimulatedCluster {
     /// report's.
     pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
         let table = self.prepare(measured_ns, busy_ns, open_connections, policy);
-        self.switch(table);
+        self.install_table(table);
     }
 
     /// [`SimulatedCluster::report`] without the switch: the table comes into force with [`SimulatedCluster::switch`].
@@ -187,7 +187,7 @@ impl SimulatedCluster {
         policy: &mut dyn Policy,
     ) {
         let table = self.table_measured_at(measured_ns, busy_ns, open_connections, policy);
-        self.switch(table);
+        self.install_table(table);
     }
 
     fn table_measured_at(
@@ -217,12 +217,12 @@ impl SimulatedCluster {
             None => Pool::new(servers, 1),
         };
         let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connections));
-        let pool = if self.of_requests { pool.counting_requests() } else { pool };
+        let pool = if self.counts_requests { pool.counting_requests() } else { pool };
         policy.place(&pool, self.plan.buckets, self.sequence)
     }
 
     /// Puts a table in force as the data plane does: counts restart, turns continue.
-    pub fn switch(&mut self, table: PlacementTable) {
+    pub fn install_table(&mut self, table: PlacementTable) {
         self.state = PlacementState { round_robin: self.state.round_robin, ..PlacementState::for_table(&table) };
         self.hasher_of_group.clear();
         for key in &table.groups {

@@ -220,9 +220,9 @@ pub enum Verdict {
 pub struct HealthTracker {
     verdict: Option<Verdict>,
     /// Results in a row against the verdict.
-    contrary: u32,
+    contrary_results: u32,
     /// Checks in a row without a result.
-    blind: u32,
+    failed_checks: u32,
 }
 
 impl HealthTracker {
@@ -234,15 +234,15 @@ impl HealthTracker {
     /// Records a result and returns whether it changes the verdict. A server without verdict is up after one success,
     /// and down after as many failures as any other.
     pub fn observe(&mut self, passed: bool, thresholds: Thresholds) -> bool {
-        self.blind = 0;
+        self.failed_checks = 0;
         let (contrary, needed, then) = match self.verdict {
             None if passed => (true, 1, Verdict::Up),
             None => (true, thresholds.fall, Verdict::Down),
             Some(Verdict::Up) => (!passed, thresholds.fall, Verdict::Down),
             Some(Verdict::Down) => (passed, thresholds.rise, Verdict::Up),
         };
-        self.contrary = if contrary { self.contrary + 1 } else { 0 };
-        if self.contrary < needed {
+        self.contrary_results = if contrary { self.contrary_results + 1 } else { 0 };
+        if self.contrary_results < needed {
             return false;
         }
         *self = Self { verdict: Some(then), ..Self::default() };
@@ -252,8 +252,8 @@ impl HealthTracker {
     /// Records that the observer could not check, for a reason of its own. After as many times in a row as failures
     /// make a server down, the verdict is withdrawn; then returns true.
     pub fn local_fault(&mut self, thresholds: Thresholds) -> bool {
-        self.blind += 1;
-        if self.verdict.is_none() || self.blind < thresholds.fall {
+        self.failed_checks += 1;
+        if self.verdict.is_none() || self.failed_checks < thresholds.fall {
             return false;
         }
         *self = Self::default();

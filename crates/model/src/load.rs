@@ -79,7 +79,7 @@ pub const MAX_LOAD: f64 = 16.0;
 /// shared: copies are the same loads, and compare at no cost.
 #[derive(Debug, Clone)]
 pub struct CoreLoads {
-    each: Arc<[f64]>,
+    per_core: Arc<[f64]>,
     sum: f64,
 }
 
@@ -92,7 +92,7 @@ impl CoreLoads {
 
 impl From<Vec<f64>> for CoreLoads {
     fn from(each: Vec<f64>) -> Self {
-        Self { sum: each.iter().sum(), each: each.into() }
+        Self { sum: each.iter().sum(), per_core: each.into() }
     }
 }
 
@@ -106,13 +106,13 @@ impl Deref for CoreLoads {
     type Target = [f64];
 
     fn deref(&self) -> &[f64] {
-        &self.each
+        &self.per_core
     }
 }
 
 impl PartialEq for CoreLoads {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.each, &other.each) || self.each == other.each
+        Arc::ptr_eq(&self.per_core, &other.per_core) || self.per_core == other.per_core
     }
 }
 

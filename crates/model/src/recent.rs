@@ -23,7 +23,7 @@ impl<const N: usize> Default for Recent<N> {
 impl<const N: usize> Recent<N> {
     /// Takes the counters as of `now` and returns how much each has grown in the last [`WINDOW`], or since the first
     /// call. A counter that shrinks begins a new window.
-    pub fn growth(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
+    pub fn increase(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
         let is_less = |(_, newest): &(Duration, [u64; N])| newest.iter().zip(&counts).any(|(old, new)| new < old);
         if self.samples.back().is_some_and(is_less) {
             self.samples.clear();
@@ -51,7 +51,7 @@ mod tests {
     #[test]
     fn growth_covers_the_window_only() {
         let mut recent = Recent::default();
-        let mut at = |second, count| recent.growth(Duration::from_secs(second), [count])[0];
+        let mut at = |second, count| recent.increase(Duration::from_secs(second), [count])[0];
         assert_eq!(at(1, 1000), 0, "what was counted before the first call is not recent");
         assert_eq!(at(2, 1010), 10);
         assert_eq!(at(11, 1030), 30);

@@ -15,7 +15,7 @@ use coreward_intf as intf;
 use crate::cookie::{RESTORE_SLACK_MS, restore};
 
 /// Step that is sent in place of a larger one, ms: 2^15 - 1.
-pub const LARGEST_STEP_MS: u32 = intf::LARGEST_STEP_MS;
+pub const MAX_STEP_MS: u32 = intf::MAX_STEP_MS;
 
 /// A time part to be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub struct TimePart {
     pub original: u32,
 }
 
-/// A largest step that was sent (`struct held_timestamp`).
+/// A largest step that was sent (`struct clamped_timestamp`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ClampedTsval {
     time: TimePart,
@@ -40,7 +40,7 @@ struct ClampedTsval {
 pub struct PawsClamp {
     held: Option<ClampedTsval>,
     /// The server's own TSval of the last clamped packet, for a group of connections, so most packets need no look-up.
-    last_hold_ms: u32,
+    last_clamp_ms: u32,
 }
 
 impl PawsClamp {
@@ -51,34 +51,34 @@ impl PawsClamp {
         let elapsed = milliseconds.wrapping_sub(last_tsecr);
         // A restored TSecr is never further ahead; this one was forged.
         let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
-        if last_tsecr == 0 || forged || elapsed < LARGEST_STEP_MS && !self.clamped_recently(milliseconds) {
+        if last_tsecr == 0 || forged || elapsed < MAX_STEP_MS && !self.clamped_recently(milliseconds) {
             return plain;
         }
         let mut recent = last_tsecr as u16;
         match self.held {
             Some(held) if held.confirmed && held.time.original == last_tsecr => recent = held.time.sent,
             Some(held) if held.before.original == last_tsecr => {
-                self.last_hold_ms = milliseconds;
+                self.last_clamp_ms = milliseconds;
                 return held.time;
             }
             _ => {}
         }
         // From the client's value to now; more than a turn is counted as such.
         let distance = u32::from((last_tsecr as u16).wrapping_sub(recent)).wrapping_add(elapsed);
-        if distance < LARGEST_STEP_MS {
+        if distance < MAX_STEP_MS {
             return plain;
         }
-        let time = TimePart { sent: recent.wrapping_add(LARGEST_STEP_MS as u16), original: milliseconds };
+        let time = TimePart { sent: recent.wrapping_add(MAX_STEP_MS as u16), original: milliseconds };
         self.held =
             Some(ClampedTsval { time, before: TimePart { sent: recent, original: last_tsecr }, confirmed: false });
-        self.last_hold_ms = milliseconds;
+        self.last_clamp_ms = milliseconds;
         time
     }
 
     /// Whether a packet was clamped so recently that it may matter although the last TSecr is less than a largest step
     /// old (and that one may have been restored to a little after now).
     fn clamped_recently(&self, milliseconds: u32) -> bool {
-        milliseconds.wrapping_sub(self.last_hold_ms) as i32 <= (LARGEST_STEP_MS + RESTORE_SLACK_MS) as i32
+        milliseconds.wrapping_sub(self.last_clamp_ms) as i32 <= (MAX_STEP_MS + RESTORE_SLACK_MS) as i32
     }
 
     /// Returns the server's own TSval of a TSecr's time part at `now_ms`. Never 0, which the kernel reads as "no
@@ -109,7 +109,7 @@ impl PawsClamp {
         let (step, behind) = (time.wrapping_sub(sent), (original as u16).wrapping_sub(sent));
         match (step, step.checked_sub(behind)) {
             (0, _) => original,
-            (_, Some(later)) if u32::from(step) < LARGEST_STEP_MS => original.wrapping_add(later.into()),
+            (_, Some(later)) if u32::from(step) < MAX_STEP_MS => original.wrapping_add(later.into()),
             _ => restore(time, now_ms),
         }
     }
@@ -200,7 +200,7 @@ mod tests {
                     current: KeyIndex::First,
                 },
                 switch_ms: now.wrapping_sub(1000),
-                rule: PawsClamp { last_hold_ms: now.wrapping_sub(1 << 30), held: None },
+                rule: PawsClamp { last_clamp_ms: now.wrapping_sub(1 << 30), held: None },
                 last_tsecr: 0,
                 to_client: VecDeque::new(),
                 to_server: VecDeque::new(),
@@ -214,12 +214,12 @@ mod tests {
 
         fn round_trip(&mut self) {
             for (from_server, at_server) in [(true, false), (false, true)] {
-                self.happens(Event::Packet { from_server, lost: false });
-                self.happens(Event::Arrival { at_server });
+                self.apply_event(Event::Packet { from_server, lost: false });
+                self.apply_event(Event::Arrival { at_server });
             }
         }
 
-        fn happens(&mut self, event: Event) {
+        fn apply_event(&mut self, event: Event) {
             match event {
                 Event::Packet { from_server: true, lost } => {
                     let time = self.rule.time_to_send(self.now, self.last_tsecr);
@@ -257,8 +257,8 @@ mod tests {
                 }
                 Event::Silence { milliseconds } => {
                     while !self.to_client.is_empty() || !self.to_server.is_empty() {
-                        self.happens(Event::Arrival { at_server: false });
-                        self.happens(Event::Arrival { at_server: true });
+                        self.apply_event(Event::Arrival { at_server: false });
+                        self.apply_event(Event::Arrival { at_server: true });
                     }
                     self.now = self.now.wrapping_add(milliseconds);
                 }
@@ -283,15 +283,15 @@ mod tests {
         #[test]
         fn tsval_never_goes_back_for_a_client(start: u32, port: u16, events in events()) {
             let mut connection = Connection::new(start, port);
-            events.into_iter().for_each(|event| connection.happens(event));
+            events.into_iter().for_each(|event| connection.apply_event(event));
         }
 
         #[test]
         fn idle_connection_resumes_after_a_few_round_trips(start: u32, port: u16, silence in 0u32..2_000_000) {
             let mut connection = Connection::new(start, port);
-            connection.happens(Event::Silence { milliseconds: silence });
+            connection.apply_event(Event::Silence { milliseconds: silence });
             // Every largest step goes half the circle.
-            for _ in 0..=silence / LARGEST_STEP_MS {
+            for _ in 0..=silence / MAX_STEP_MS {
                 connection.round_trip();
                 // The kernel sees the time that has passed since it sent.
                 prop_assert_eq!(connection.last_tsecr, connection.now);

@@ -19,21 +19,21 @@ pub struct OrchestrateArgs {
 
 /// A daemon before it drops its capabilities.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct PreparedDaemon {
     config: Config,
     intake: RequestIntake,
 }
 
 /// Reads the file and opens what takes capabilities. Fails when the file has mistakes.
-pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<Prepared> {
+pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<PreparedDaemon> {
     let config = Config::load(&args.config)?;
     let intake = RequestIntake::open(&config);
-    Ok(Prepared { config, intake })
+    Ok(PreparedDaemon { config, intake })
 }
 
 /// Runs until SIGTERM or SIGINT. Returns the counters as JSON. Fails when sockets or memory are not available.
-pub fn run(prepared: Prepared) -> anyhow::Result<String> {
-    let Prepared { config, intake } = prepared;
+pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
+    let PreparedDaemon { config, intake } = prepared;
     let stop = Arc::new(AtomicBool::new(false));
     let signalled = stop.clone();
     ctrlc::set_handler(move || signalled.store(true, Relaxed)).context("SIGTERM and SIGINT")?;

@@ -191,7 +191,7 @@ impl Table {
     fn check(self, reader: &mut Reader<'_>) -> Option<Config> {
         let count = self.services.get_ref().len();
         if !(1..=MAX_SERVICES).contains(&count) {
-            reader.mistake(self.services.span(), format!("{count} services: expected 1 to {MAX_SERVICES}"));
+            reader.report(self.services.span(), format!("{count} services: expected 1 to {MAX_SERVICES}"));
         }
         let groups = self.groups(reader);
         let af_xdp_interface = self.af_xdp_interface(reader);
@@ -240,12 +240,12 @@ impl Table {
             (Some(intake), None) => {
                 let mistake =
                     "intake = \"af-xdp\" without `interface`: expected the interface at which requests arrive";
-                reader.mistake(intake.span(), mistake.to_owned());
+                reader.report(intake.span(), mistake.to_owned());
                 None
             }
             (None, Some(interface)) => {
                 let mistake = "interface without intake = \"af-xdp\": expected both or neither";
-                reader.mistake(interface.span(), mistake.to_owned());
+                reader.report(interface.span(), mistake.to_owned());
                 None
             }
             (Some(_), Some(interface)) => Some(interface.get_ref().0.clone()),
@@ -261,11 +261,11 @@ impl Table {
         for (number, spanned) in self.groups.iter().enumerate() {
             let name = &spanned.get_ref().name;
             if self.groups[..number].iter().any(|other| other.get_ref().name == *name) {
-                reader.mistake(spanned.span(), format!("group {:?} is listed twice: expected each once", name.0));
+                reader.report(spanned.span(), format!("group {:?} is listed twice: expected each once", name.0));
             }
         }
         if let Some(beyond) = self.groups.get(MAX_SERVICES) {
-            reader.mistake(beyond.span(), format!("{} groups: expected at most {MAX_SERVICES}", self.groups.len()));
+            reader.report(beyond.span(), format!("{} groups: expected at most {MAX_SERVICES}", self.groups.len()));
         }
         let config = |group: &Spanned<GroupTable>| {
             let GroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();

@@ -22,7 +22,7 @@ use crate::socket::BatchSocket;
 /// Interval at which workers are checked, in nanoseconds; a new worker is accepted no later.
 const CHECK_INTERVAL: u64 = 10_000_000;
 /// Time that the idle daemon polls before it sleeps, in nanoseconds.
-const SPIN: u64 = 20_000;
+const SPIN_NS: u64 = 20_000;
 
 #[derive(Debug)]
 pub struct Daemon {
@@ -81,12 +81,12 @@ impl Daemon {
         service_manager::notify_ready();
         let mut watchdog = Watchdog::default();
         while !stop.load(Relaxed) {
-            let work = self.turn()?;
+            let work = self.run_once()?;
             let now = self.now();
             watchdog.feed(Duration::from_nanos(now));
             if work > 0 {
                 idle_since = now;
-            } else if now - idle_since < SPIN || self.sleep.is_zero() {
+            } else if now - idle_since < SPIN_NS || self.sleep.is_zero() {
                 std::hint::spin_loop();
             } else {
                 self.wait(now)?;
@@ -98,7 +98,7 @@ impl Daemon {
 
     /// Performs one turn of the loop, without sleep. Returns the number of requests, responses and messages. Fails when
     /// a socket fails.
-    pub fn turn(&mut self) -> anyhow::Result<usize> {
+    pub fn run_once(&mut self) -> anyhow::Result<usize> {
         let now = self.now();
         let received = self.receive_af_xdp(now) + self.receive(now)?;
         let completed = self.poll(now);

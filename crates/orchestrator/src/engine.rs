@@ -82,7 +82,7 @@ pub struct CoreCounters {
     pub bad_messages: u64,
     pub bad_feedback: u64,
     /// Queues whose cursors were impossible.
-    pub damaged: u64,
+    pub damaged_queues: u64,
 }
 
 /// The engine. All times are nanoseconds of one monotonic clock.
@@ -103,7 +103,7 @@ struct Service {
     priority: u8,
     monitor: LoadMonitor,
     /// Core that has the hint in flight.
-    hinted: Option<u16>,
+    hinted_core: Option<u16>,
     counters: ServiceCounters,
 }
 
@@ -125,7 +125,7 @@ impl Engine {
             |service: &ServiceConfig| RankedService { priority: service.entry.priority, lambda: service.lambda };
         let ranked: Vec<_> = config.services.iter().map(ranked).collect();
         let ranks = RankArrays::new(config.cores, &ranked, config.rule, config.depth);
-        let mut balancer = JoinBoundedShortestRankedQueue::with(ranks, &config.scheduler)?;
+        let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler)?;
         for service in 0..config.services.len() as u8 {
             (0..config.cores).for_each(|core| balancer.set_runs(service, core, false));
         }
@@ -135,7 +135,7 @@ impl Engine {
         let services = entries.iter().map(|entry| Service {
             priority: entry.priority,
             monitor: LoadMonitor::default(),
-            hinted: None,
+            hinted_core: None,
             counters: ServiceCounters::default(),
         });
         let core = || Core {
@@ -196,7 +196,7 @@ impl Engine {
         if let Err(error) = sent {
             tracing::warn!(event = "request-rejected", core, service, %error, "a core rejected a request");
             self.services[usize::from(service)].counters.rejected += 1;
-            self.counters.damaged += u64::from(matches!(error, RuntimeError::Damaged { .. }));
+            self.counters.damaged_queues += u64::from(matches!(error, RuntimeError::Damaged { .. }));
             self.balancer.feedback(service, core, 1).expect("the request was counted");
             self.release_core(core);
         }
@@ -308,7 +308,7 @@ impl Engine {
             let entry = &mut self.services[usize::from(service)];
             entry.counters.lost += u64::from(outstanding);
             lost += outstanding;
-            if entry.hinted == Some(core) {
+            if entry.hinted_core == Some(core) {
                 entry.rearm();
             }
         }
@@ -332,7 +332,7 @@ impl Engine {
             let message = HintMessage { service, hint, waiting };
             let sent = core.filter(|core| self.queues.send_hint(*core, message).is_ok());
             let entry = &mut self.services[usize::from(service)];
-            entry.hinted = sent;
+            entry.hinted_core = sent;
             match sent {
                 Some(_) => self.counters.hints += 1,
                 None => entry.rearm(),
@@ -385,7 +385,7 @@ impl EngineConfig {
 
 impl Service {
     fn rearm(&mut self) {
-        self.hinted = None;
+        self.hinted_core = None;
         self.monitor.rearm();
     }
 }

@@ -76,7 +76,8 @@ impl ServiceReport {
 
 impl Report {
     fn events(&self) -> [(&'static str, u64); 9] {
-        let CoreCounters { workers, ended, stalls, hints, bad_messages, bad_feedback, damaged } = self.cores;
+        let CoreCounters { workers, ended, stalls, hints, bad_messages, bad_feedback, damaged_queues: damaged } =
+            self.cores;
         [
             ("workers", workers),
             ("ended", ended),
@@ -109,7 +110,7 @@ impl Report {
     }
 
     pub fn snapshot(&self) -> Snapshot {
-        let mut snapshot = component::begin(Component::Orchestrate);
+        let mut snapshot = component::base_snapshot(Component::Orchestrate);
         for (number, service) in self.services.iter().enumerate() {
             let number = number.to_string();
             for (outcome, count) in service.requests() {

@@ -22,7 +22,7 @@ pub struct BatchSocket {
     /// Datagrams to be sent, one after the other.
     outgoing: Vec<u8>,
     /// Receiver and end of each of them.
-    ends: Vec<(SocketAddrV4, usize)>,
+    receivers: Vec<(SocketAddrV4, usize)>,
     unsent: u64,
 }
 
@@ -36,7 +36,7 @@ impl BatchSocket {
         let slot_bytes = max_bytes + 1;
         let received = vec![0; slot_bytes * BATCH].into();
         let (outgoing, ends) = (Vec::new(), Vec::with_capacity(BATCH));
-        Ok(Self { socket: socket.into(), received, slot_bytes, outgoing, ends, unsent: 0 })
+        Ok(Self { socket: socket.into(), received, slot_bytes, outgoing, receivers: ends, unsent: 0 })
     }
 
     /// Passes each datagram of the next batch to `accept`, with its sender. Returns their number, 0 if there is none.
@@ -64,26 +64,26 @@ impl BatchSocket {
     /// Adds a datagram to the batch, which is sent when it is full or by [`flush`](Self::flush).
     pub fn send(&mut self, to: SocketAddrV4, payload: &[u8]) {
         self.outgoing.extend_from_slice(payload);
-        self.ends.push((to, self.outgoing.len()));
-        if self.ends.len() == BATCH {
+        self.receivers.push((to, self.outgoing.len()));
+        if self.receivers.len() == BATCH {
             self.flush();
         }
     }
 
     /// Sends the batch.
     pub fn flush(&mut self) {
-        if self.ends.is_empty() {
+        if self.receivers.is_empty() {
             return;
         }
         let (mut headers, mut begin) = (Headers::default(), 0);
-        for (number, (to, end)) in self.ends.iter().enumerate() {
+        for (number, (to, end)) in self.receivers.iter().enumerate() {
             let payload = &self.outgoing[begin..*end];
             let iov_base = payload.as_ptr().cast_mut().cast();
             headers.vectors[number] = libc::iovec { iov_base, iov_len: payload.len() };
             headers.addresses[number] = socket_address(*to);
             begin = *end;
         }
-        let (mut done, count) = (0, self.ends.len());
+        let (mut done, count) = (0, self.receivers.len());
         while done < count {
             match headers.send(self.socket.as_fd(), done..count) {
                 Ok(sent) => done += sent,
@@ -96,7 +96,7 @@ impl BatchSocket {
             }
         }
         self.outgoing.clear();
-        self.ends.clear();
+        self.receivers.clear();
     }
 
     pub fn local_address(&self) -> io::Result<SocketAddrV4> {

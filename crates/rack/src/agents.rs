@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use coreward_controller::Now;
-use coreward_fleet::clock::wall_now;
+use coreward_fleet::clock::wall_clock;
 use coreward_listener::REGISTRATION_TIMEOUT;
 use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_rpc::v1::control_server::Control;
@@ -25,7 +25,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use crate::reducer::Reducer;
 
 /// Queued updates of one agent. An agent that does not read them is disconnected.
-const QUEUED: usize = 64;
+const QUEUE_LENGTH: usize = 64;
 /// Average number of reports per agent that may wait for the controller. An agent whose report finds no room
 /// reconnects, since the dropped report may have been the one with its RSS.
 const WAITING: usize = 16;
@@ -33,20 +33,20 @@ const WAITING: usize = 16;
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
 /// State shared by the connection to the controller and those of agents.
-pub struct Shared {
+pub struct RackState {
     /// `None`: no controller.
-    up: Mutex<Option<Up>>,
+    controller: Mutex<Option<ControllerConnection>>,
     /// Number of the newest agent stream. Not reused with the next controller, which may still serve an earlier one.
     streams: AtomicU64,
     started: Instant,
 }
 
 /// Connection to the controller.
-struct Up {
+struct ControllerConnection {
     messages: mpsc::Sender<v1::RackMessage>,
     answers: HashMap<u64, Answers>,
     /// Unanswered questions by agent stream.
-    asked: HashMap<u64, u32>,
+    open_queries: HashMap<u64, u32>,
     reducer: Reducer,
     /// Reports to send with the next summaries.
     forwarded_to_previous: Vec<v1::FromAgent>,
@@ -58,43 +58,44 @@ pub struct Counts {
     pub agents: usize,
 }
 
-impl Default for Shared {
+impl Default for RackState {
     fn default() -> Self {
-        Self { up: Mutex::new(None), streams: AtomicU64::new(0), started: Instant::now() }
+        Self { controller: Mutex::new(None), streams: AtomicU64::new(0), started: Instant::now() }
     }
 }
 
-impl Shared {
+impl RackState {
     fn now(&self) -> Now {
-        let wall = wall_now();
+        let wall = wall_clock();
         // A rack has no records to date.
         Now { monotonic: self.started.elapsed(), wall, record: wall }
     }
 
     /// Held for microseconds, never across an await.
-    fn up(&self) -> MutexGuard<'_, Option<Up>> {
-        self.up.lock()
+    fn lock_controller(&self) -> MutexGuard<'_, Option<ControllerConnection>> {
+        self.controller.lock()
     }
 
     pub fn counts(&self) -> Counts {
-        let up = self.up();
+        let up = self.lock_controller();
         Counts { connected: up.is_some(), agents: up.as_ref().map_or(0, |up| up.reducer.agent_count()) }
     }
 
     /// Starts accepting agents for a new connection to the controller.
     pub fn connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
         let (answers, asked, forwarded_to_previous) = (HashMap::new(), HashMap::new(), Vec::new());
-        *self.up() = Some(Up { messages, answers, asked, reducer, forwarded_to_previous });
+        *self.lock_controller() =
+            Some(ControllerConnection { messages, answers, open_queries: asked, reducer, forwarded_to_previous });
     }
 
     /// Ends all agent streams, so that agents try their next address.
     pub fn disconnected(&self) {
-        *self.up() = None;
+        *self.lock_controller() = None;
     }
 
     /// Handles an update from the controller.
     pub fn update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
-        let mut up = self.up();
+        let mut up = self.lock_controller();
         let Some(up) = up.as_mut() else { return Ok(()) };
         match update.update {
             Some(v1::rack_update::Update::Configuration(configuration)) => {
@@ -108,12 +109,12 @@ impl Shared {
 
     /// Returns the interval of summaries; `None` without a configuration.
     pub fn report_interval(&self) -> Option<Duration> {
-        self.up().as_ref()?.reducer.report_interval()
+        self.lock_controller().as_ref()?.reducer.report_interval()
     }
 
     /// Returns the summaries that are due, split into messages.
     pub fn summaries(&self) -> Vec<v1::RackMessage> {
-        let (now, mut up) = (self.now(), self.up());
+        let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return Vec::new() };
         let summaries = up.reducer.summaries(now);
         rack_messages(std::mem::take(&mut up.forwarded_to_previous), summaries)
@@ -121,7 +122,7 @@ impl Shared {
 
     /// Registers an agent's stream. Returns its number and the sender to the controller.
     fn begin(&self, answers: Answers) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
-        let mut up = self.up();
+        let mut up = self.lock_controller();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
         let up = up.as_mut().ok_or_else(no_controller)?;
         let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
@@ -131,7 +132,7 @@ impl Shared {
     }
 
     fn end(&self, stream: u64) {
-        if let Some(up) = self.up().as_mut() {
+        if let Some(up) = self.lock_controller().as_mut() {
             up.forget(stream);
             up.forwarded_to_previous.retain(|from| from.stream != stream);
         }
@@ -147,7 +148,7 @@ impl Shared {
             error = refused.message(),
             "an agent is rejected"
         );
-        if let Some(answers) = self.up().as_ref().and_then(|up| up.answers.get(&stream)) {
+        if let Some(answers) = self.lock_controller().as_ref().and_then(|up| up.answers.get(&stream)) {
             let _ = answers.try_send(Err(refused));
         }
         false
@@ -156,14 +157,14 @@ impl Shared {
     /// Returns the time until the stream's next message may be read; zero: now.
     fn message_wait(&self, stream: u64) -> Duration {
         let now = self.now();
-        self.up().as_ref().map_or(Duration::ZERO, |up| up.reducer.message_wait(stream, now))
+        self.lock_controller().as_ref().map_or(Duration::ZERO, |up| up.reducer.message_wait(stream, now))
     }
 
     /// Counts a message like a report unless it answers a question.
-    fn other_message(&self, stream: u64, message: &Message) {
-        let (now, mut up) = (self.now(), self.up());
+    fn count_message(&self, stream: u64, message: &Message) {
+        let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return };
-        match up.asked.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
+        match up.open_queries.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
             Some(asked) if *asked > 0 => *asked -= 1,
             _ => up.reducer.unsolicited_message(stream, now),
         }
@@ -171,7 +172,7 @@ impl Shared {
 
     /// Returns false once the controller has ended the stream.
     fn report(&self, stream: u64, report: v1::Report) -> bool {
-        let (now, mut up) = (self.now(), self.up());
+        let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
         let (forwarded_to_previous, outcome) = up.reducer.report(stream, report, now);
         if let Err(refused) = outcome {
@@ -186,13 +187,13 @@ impl Shared {
     }
 }
 
-impl Up {
+impl ControllerConnection {
     fn send(&mut self, to_agent: v1::ToAgent) {
         let v1::ToAgent { stream, update, code, message } = to_agent;
         let Some(answers) = self.answers.get(&stream) else { return };
         let ends = update.is_none();
         if matches!(update.as_ref().and_then(|update| update.update.as_ref()), Some(Update::SocketQuery(_))) {
-            *self.asked.entry(stream).or_default() += 1;
+            *self.open_queries.entry(stream).or_default() += 1;
         }
         let reported = answers.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
         if ends || reported.is_err() {
@@ -202,7 +203,7 @@ impl Up {
 
     fn forget(&mut self, stream: u64) {
         self.answers.remove(&stream);
-        self.asked.remove(&stream);
+        self.open_queries.remove(&stream);
         self.reducer.end(stream);
     }
 }
@@ -213,7 +214,7 @@ fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
 
 /// Returns the next message. Over its limit nothing is read, so HTTP/2's flow control stops the agent.
 async fn next_message(
-    shared: &Shared,
+    shared: &RackState,
     stream: u64,
     printed: &mut Streaming<v1::AgentMessage>,
 ) -> Result<Option<v1::AgentMessage>, Status> {
@@ -227,7 +228,7 @@ async fn next_message(
 }
 
 async fn serve(
-    shared: Arc<Shared>,
+    shared: Arc<RackState>,
     peer: AuthenticatedPeer,
     stream: u64,
     mut printed: Streaming<v1::AgentMessage>,
@@ -252,7 +253,7 @@ async fn serve(
                 false
             }
             other => {
-                shared.other_message(stream, &other);
+                shared.count_message(stream, &other);
                 forward(from_agent(stream, other)).await
             }
         };
@@ -266,12 +267,12 @@ async fn serve(
 
 pub struct Service {
     /// State shared with the connection to the controller.
-    pub shared: Arc<Shared>,
+    pub shared: Arc<RackState>,
     /// Accepted certificates.
     pub security: Arc<Security>,
 }
 
-fn only_agents() -> Status {
+fn agents_only_status() -> Status {
     Status::unimplemented("this is a rack: expected an agent here, and everybody else at the controller")
 }
 
@@ -286,7 +287,7 @@ impl Control for Service {
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
         let peer = AuthenticatedPeer::of(&request, &self.security)?;
-        let (answers, updates) = mpsc::channel(QUEUED);
+        let (answers, updates) = mpsc::channel(QUEUE_LENGTH);
         let (stream, up) = self.shared.begin(answers)?;
         tokio::spawn(serve(self.shared.clone(), peer, stream, request.into_inner(), up));
         Ok(Response::new(ReceiverStream::new(updates)))
@@ -296,15 +297,15 @@ impl Control for Service {
         &self,
         _request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
-        Err(only_agents())
+        Err(agents_only_status())
     }
 
     async fn rack(&self, _request: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
-        Err(only_agents())
+        Err(agents_only_status())
     }
 
     async fn fleet(&self, _request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        Err(only_agents())
+        Err(agents_only_status())
     }
 }
 
@@ -314,7 +315,7 @@ mod tests {
 
     #[test]
     fn queue_for_a_stalled_controller_is_bounded() {
-        let shared = Shared::default();
+        let shared = RackState::default();
         let (messages, _controller) = mpsc::channel(1);
         shared.connected(messages, Reducer::new(Duration::from_secs(1), 8));
         let (answers, _agent) = mpsc::channel(1);
@@ -328,7 +329,7 @@ mod tests {
 
     #[test]
     fn streams_of_an_old_controller_are_not_relayed_to_the_next() {
-        let shared = Shared::default();
+        let shared = RackState::default();
         let mut streams = [0, 0];
         for stream in &mut streams {
             let (messages, _controller) = mpsc::channel(1);

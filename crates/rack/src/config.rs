@@ -8,7 +8,7 @@ use coreward_config::{Diagnostics, MILLISECOND, MINUTE, Name, Number, Period, So
 use coreward_daemon::Controllers;
 use coreward_listener::security::ListenerConfig;
 use coreward_model::policy::MAX_CANDIDATES;
-use coreward_tls::Files;
+use coreward_tls::CredentialFiles;
 use coreward_tls::certificate::Fingerprint;
 
 /// At most a minute, as `coreward status` shows these reports.
@@ -31,7 +31,7 @@ config_struct! {
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
-        pub tls: Option<Files>,
+        pub tls: Option<CredentialFiles>,
         /// Certificates that are rejected although they are valid, such as those of lost keys.
         pub revoked_certificates: Vec<Fingerprint>,
         /// Without `[tls]`: suppresses the warning about plain connections from beyond this host.

@@ -24,7 +24,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::agents::{Service, Shared};
+use crate::agents::{RackState, Service};
 use crate::config::Config;
 use crate::reducer::Reducer;
 
@@ -120,14 +120,14 @@ impl Rack {
     }
 
     async fn run(self) -> anyhow::Result<()> {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(RackState::default());
         let (asked, protected) = (shared.clone(), self.security.clone());
         metrics_endpoint::serve(
             self.config.metrics,
             || (),
             move || {
                 let counts = asked.counts();
-                let mut page = component::begin(Component::Rack);
+                let mut page = component::base_snapshot(Component::Rack);
                 page.add(&RACK_CONTROLLER_CONNECTED, [], f64::from(u8::from(counts.connected)));
                 page.add(&RACK_AGENTS, [], counts.agents as f64);
                 protected.add_metrics(&mut page);
@@ -145,7 +145,7 @@ impl Rack {
     }
 }
 
-async fn run_sessions(config: &Config, shared: &Shared) -> anyhow::Result<Infallible> {
+async fn run_sessions(config: &Config, shared: &RackState) -> anyhow::Result<Infallible> {
     let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     loop {
         let outcome = run_session(config, &mut connection, shared).await;
@@ -155,7 +155,7 @@ async fn run_sessions(config: &Config, shared: &Shared) -> anyhow::Result<Infall
     }
 }
 
-async fn run_session(config: &Config, connection: &mut Connection, shared: &Shared) -> anyhow::Result<()> {
+async fn run_session(config: &Config, connection: &mut Connection, shared: &RackState) -> anyhow::Result<()> {
     let mut client = ControlClient::new(connection.connect().await?);
     let (messages, receiver) = mpsc::channel(QUEUED);
     let registration =

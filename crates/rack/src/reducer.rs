@@ -13,7 +13,7 @@ use coreward_wire::rack::summary_message;
 use coreward_wire::{RackConfiguration, RackMember, RackServer, RackService, Report, ServiceIndex, v1};
 
 /// Lifetime of a forwarded report, in detail intervals.
-const HOLDS_FOR: u32 = 3;
+const VALID_INTERVALS: u32 = 3;
 
 /// Servers, services and reports of the rack.
 pub struct Reducer {
@@ -23,14 +23,14 @@ pub struct Reducer {
     /// Streams of draining servers, whose remaining connections are shown.
     drained: HashSet<u64>,
     /// By stream.
-    agents: BTreeMap<u64, Reported>,
+    agents: BTreeMap<u64, AgentState>,
     /// One per service: policies remember loads.
     policies: HashMap<ServiceIndex, Box<dyn Policy>>,
 }
 
 /// An agent's newest report and its forwarded part.
 #[derive(Default)]
-struct Reported {
+struct AgentState {
     agent: Agent,
     forwarded: Option<ForwardedReport>,
 }
@@ -90,7 +90,7 @@ impl Reducer {
     }
 
     pub fn begin(&mut self, stream: u64) {
-        self.agents.insert(stream, Reported::default());
+        self.agents.insert(stream, AgentState::default());
     }
 
     pub fn end(&mut self, stream: u64) {
@@ -144,7 +144,7 @@ impl Reducer {
                 rss_generation: report.rss_generation,
                 warnings,
             });
-            let holds = (HOLDS_FOR * detail_interval).as_millis() as u32;
+            let holds = (VALID_INTERVALS * detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }
         });
         // The controller handles acknowledgements.

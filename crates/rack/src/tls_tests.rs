@@ -12,7 +12,7 @@ use coreward_control_server::server::Server;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::connect::Connector;
-use coreward_tls::{Files, Identity, Role, Tls};
+use coreward_tls::{CredentialFiles, Identity, Role, Tls};
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use tokio::sync::mpsc;
@@ -36,18 +36,18 @@ impl Certificates {
         self.0.path()
     }
 
-    fn issue(&self, role: Role, name: &str) -> Files {
+    fn issue(&self, role: Role, name: &str) -> CredentialFiles {
         let authority = Authority::open(&self.path().join("authority")).unwrap();
         let identity = Identity { fleet: "test".parse().unwrap(), role, name: name.parse().unwrap() };
         let directory = self.path().join(format!("{role}-{name}"));
         let issued = authority.issue(&identity, &[], Validity::from_now(DAY)).unwrap();
         issued.write(&directory, &authority).unwrap();
         let file = |name| directory.join(name);
-        Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+        CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
     }
 
     fn table(&self, role: Role, name: &str) -> String {
-        let Files { ca, certificate, key } = self.issue(role, name);
+        let CredentialFiles { ca, certificate, key } = self.issue(role, name);
         format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
     }
 
@@ -79,7 +79,7 @@ impl Certificates {
 
 /// Returns the first answer to a peer with this certificate that registers as the agent of `server`.
 async fn first_answer(
-    files: &Files,
+    files: &CredentialFiles,
     expected: &'static [Role],
     server: &str,
     at: SocketAddr,
@@ -95,7 +95,7 @@ async fn first_answer(
 
 /// [`first_answer`], once the rack has its controller.
 async fn answer(
-    files: &Files,
+    files: &CredentialFiles,
     expected: &'static [Role],
     server: &str,
     at: SocketAddr,

@@ -81,7 +81,7 @@ impl ProposedFleet {
 }
 
 /// Returns the output of `coreward apply`. Fails when it cannot be written as JSON.
-pub fn shown(applied: &FleetApplied, format: Format) -> anyhow::Result<String> {
+pub fn format_applied(applied: &FleetApplied, format: Format) -> anyhow::Result<String> {
     match format {
         Format::Json => json(applied),
         Format::Text => Ok(format!("generation {} is in force", applied.generation)),

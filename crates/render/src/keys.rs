@@ -65,22 +65,25 @@ mod tests {
         }
     }
 
-    fn shown(keys: &Keys, age: u64) -> String {
+    fn format_keys(keys: &Keys, age: u64) -> String {
         text(keys, Duration::from_secs(1_000_000 + age))
     }
 
     #[test]
     fn keys_without_a_rotation_are_shown() {
         assert_eq!(
-            shown(&keys(), 59),
+            format_keys(&keys(), 59),
             "key 1 stamps, for 59 s now\n  rotation   by `coreward keys rotate`, not within 23 h 59 min\n"
         );
-        assert_eq!(shown(&keys(), 90_000), "key 1 stamps, for 1 d 1 h now\n  rotation   by `coreward keys rotate`\n");
+        assert_eq!(
+            format_keys(&keys(), 90_000),
+            "key 1 stamps, for 1 d 1 h now\n  rotation   by `coreward keys rotate`\n"
+        );
         let scheduled = Keys { rotation_interval_s: 604_800, ..keys() };
-        assert_eq!(shown(&scheduled, 604_700), "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n");
+        assert_eq!(format_keys(&scheduled, 604_700), "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n");
         let waiting = Keys { waiting_for: vec!["the agent of s3".into()], ..scheduled };
         assert_eq!(
-            shown(&waiting, 604_801),
+            format_keys(&waiting, 604_801),
             "key 1 stamps, for 7 d 0 h now\n  rotation   due now\n  ! configuration 7, which brought the keys, is not \
              confirmed by the agent of s3\n"
         );
@@ -94,12 +97,12 @@ mod tests {
             ..keys()
         };
         assert_eq!(
-            shown(&announced, 7200),
+            format_keys(&announced, 7200),
             "key 1 stamps, for 2 h 0 min now\n  rotation   the next key (configuration 7) waits for load balancer lb2, \
              the \
              agent of s3\n"
         );
         let ready = Keys { waiting_for: Vec::new(), ..announced };
-        assert!(shown(&ready, 0).ends_with("the next key is everywhere, and about to stamp\n"));
+        assert!(format_keys(&ready, 0).ends_with("the next key is everywhere, and about to stamp\n"));
     }
 }

@@ -12,7 +12,7 @@ use coreward_api::types::{Explain, Keys, RotateKeys};
 use coreward_http::client::Client;
 use serde::Serialize;
 
-use coreward_fleet::clock::wall_now;
+use coreward_fleet::clock::wall_clock;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
@@ -26,7 +26,7 @@ pub enum Format {
 pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result<String> {
     let status = block_on(client.status(rss_keys))?;
     match format {
-        Format::Text => Ok(status::text(&status, wall_now())),
+        Format::Text => Ok(status::text(&status, wall_clock())),
         Format::Json => json(&status),
     }
 }
@@ -53,7 +53,7 @@ pub fn rotate_keys(client: &Client, force: bool, format: Format) -> anyhow::Resu
 
 fn shown_keys(keys: &Keys, format: Format) -> anyhow::Result<String> {
     match format {
-        Format::Text => Ok(keys::text(keys, wall_now())),
+        Format::Text => Ok(keys::text(keys, wall_clock())),
         Format::Json => json(keys),
     }
 }

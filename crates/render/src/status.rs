@@ -20,7 +20,7 @@ pub fn text(reply: &Status, now: Duration) -> String {
         reply.configuration_generation,
         reply.report_interval_ms,
         reply.accepted_reports,
-        counts(&reply.refused_reports)
+        format_counts(&reply.refused_reports)
     );
     warnings(&mut text, &reply.warnings);
     for service in &reply.services {
@@ -55,13 +55,13 @@ fn rack_text(rack: &Rack, servers: usize) -> String {
 }
 
 /// Returns the counts above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
-fn counts(counts: &BTreeMap<String, u64>) -> String {
-    let listed = listed(counts);
+fn format_counts(counts: &BTreeMap<String, u64>) -> String {
+    let listed = format_list(counts);
     let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
     if listed.is_empty() { "0".to_owned() } else { format!("{sum} ({listed})") }
 }
 
-fn listed(counts: &BTreeMap<String, u64>) -> String {
+fn format_list(counts: &BTreeMap<String, u64>) -> String {
     let mut above: Vec<(&String, &u64)> = counts.iter().filter(|(_, count)| **count > 0).collect();
     above.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), *name));
     let words: Vec<String> = above.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
@@ -187,10 +187,10 @@ fn server_row(server: &Server) -> Vec<String> {
         age,
         or_dash(reported, server.open_connections.to_string()),
         server.weight.to_string(),
-        predicted(server.rss_matched, server.rss_mismatched),
+        prediction_text(server.rss_matched, server.rss_mismatched),
         or_dash(!loads.is_empty(), format!("{:.2}", mean(loads).unwrap_or(0.0))),
         or_dash(!loads.is_empty(), format!("{highest:.2}")),
-        loads.iter().map(|load| bar(*load)).collect(),
+        loads.iter().map(|load| load_bar(*load)).collect(),
     ]
 }
 
@@ -199,7 +199,7 @@ fn address_text(server: &Server) -> String {
 }
 
 /// Returns the number of SYNs at the predicted queue.
-fn predicted(matched: u64, mismatched: u64) -> String {
+fn prediction_text(matched: u64, mismatched: u64) -> String {
     match matched + mismatched {
         0 => "-".to_owned(),
         all => format!("{matched} of {all}"),
@@ -207,7 +207,7 @@ fn predicted(matched: u64, mismatched: u64) -> String {
 }
 
 /// One core: an eighth of a line per eighth of its capacity.
-fn bar(load: f64) -> char {
+fn load_bar(load: f64) -> char {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
 }
@@ -229,7 +229,7 @@ fn dispatched_text(server: &str, service: &DispatchedService) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     }
     text.extend(table.lines().map(|line| format!(" {}\n", line.trim_end())));
-    let counters = listed(&service.counters);
+    let counters = format_list(&service.counters);
     if !counters.is_empty() {
         let _ = writeln!(text, "  counters   {counters}");
     }
@@ -258,8 +258,8 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     if let Some(vlan) = state.vlan {
         let _ = writeln!(text, "  VLAN       {vlan}");
     }
-    let _ = writeln!(text, "  packets    {}", listed(&state.counters));
-    let events = listed(&state.events);
+    let _ = writeln!(text, "  packets    {}", format_list(&state.counters));
+    let events = format_list(&state.events);
     if !events.is_empty() {
         let _ = writeln!(text, "  events     {events}");
     }

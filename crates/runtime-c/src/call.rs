@@ -36,7 +36,7 @@ pub(crate) fn status(result: Result<(), impl Display>) -> c_int {
 /// # Safety
 ///
 /// `pointer` is null or of an object without other users during `'a`.
-pub(crate) unsafe fn object<'a, T>(pointer: *mut T) -> Option<&'a mut T> {
+pub(crate) unsafe fn exclusive_ref<'a, T>(pointer: *mut T) -> Option<&'a mut T> {
     // SAFETY: by this function's contract.
     let object = unsafe { pointer.as_mut() };
     if object.is_none() {
@@ -50,7 +50,7 @@ pub(crate) unsafe fn object<'a, T>(pointer: *mut T) -> Option<&'a mut T> {
 /// # Safety
 ///
 /// `pointer` is null or of an object that does not change during `'a`.
-pub(crate) unsafe fn shared<'a, T>(pointer: *const T) -> Option<&'a T> {
+pub(crate) unsafe fn shared_ref<'a, T>(pointer: *const T) -> Option<&'a T> {
     // SAFETY: by this function's contract.
     let object = unsafe { pointer.as_ref() };
     if object.is_none() {

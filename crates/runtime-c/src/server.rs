@@ -11,7 +11,7 @@ use coreward_runtime::message::HintMessage;
 use coreward_runtime::serve::{self, Reply};
 use coreward_runtime::worker;
 
-use crate::call::{free, object, set_error, shared};
+use crate::call::{exclusive_ref, free, set_error, shared_ref};
 use crate::worker::Worker;
 
 /// A request, valid until the handler returns.
@@ -137,7 +137,7 @@ impl serve::Handler for Functions<'_> {
 
     fn load_hint(&self, hint: HintMessage, worker: &mut worker::Worker<'_>) -> Result<(), RuntimeError> {
         match self.allocator {
-            Some(allocator) => allocator.act(hint, worker),
+            Some(allocator) => allocator.apply_hint(hint, worker),
             None => worker.rearm_load_monitor(hint.service),
         }
     }
@@ -164,7 +164,7 @@ pub unsafe extern "C" fn coreward_serve(
     counters: *mut ServeCounters,
 ) -> c_int {
     // SAFETY: by the interface's contract.
-    let Some(worker) = (unsafe { object(worker) }) else { return -1 };
+    let Some(worker) = (unsafe { exclusive_ref(worker) }) else { return -1 };
     let Some(handler) = handler else {
         set_error("a null pointer: expected a handler");
         return -1;
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn coreward_serve(
     let options = unsafe { options.as_ref() };
     let allocator = options.map(|options| options.allocator).filter(|allocator| !allocator.is_null());
     // SAFETY: by the interface's contract.
-    let allocator = allocator.and_then(|allocator| unsafe { shared(allocator) }).map(|shared| &shared.allocator);
+    let allocator = allocator.and_then(|allocator| unsafe { shared_ref(allocator) }).map(|shared| &shared.allocator);
     let Worker { worker, shared } = worker;
     let capacity = shared.payload_bytes();
     let functions = Functions { handler, user, allocator, capacity };

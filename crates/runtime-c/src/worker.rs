@@ -14,7 +14,7 @@ use coreward_runtime::RuntimeError;
 use coreward_runtime::message::Trigger;
 use coreward_runtime::worker::{self, TakenRequest};
 
-use crate::call::{free, object, set_error, shared, status};
+use crate::call::{exclusive_ref, free, set_error, shared_ref, status};
 
 /// A process that serves requests. It holds the registrations of its services.
 #[derive(Debug)]
@@ -99,21 +99,21 @@ pub unsafe extern "C" fn coreward_stop(runtime: *const Runtime) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_cores(runtime: *const Runtime) -> u16 {
     // SAFETY: by the interface's contract.
-    unsafe { shared(runtime) }.map_or(0, |runtime| runtime.shared.runtime.cores())
+    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.cores())
 }
 
 /// Returns the bytes of the longest request and response; 0 for null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_payload_bytes(runtime: *const Runtime) -> usize {
     // SAFETY: by the interface's contract.
-    unsafe { shared(runtime) }.map_or(0, |runtime| runtime.shared.runtime.payload_bytes())
+    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.payload_bytes())
 }
 
 /// Returns the number of services of the orchestrator; 0 for null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_services(runtime: *const Runtime) -> u8 {
     // SAFETY: by the interface's contract.
-    unsafe { shared(runtime) }.map_or(0, |runtime| runtime.shared.runtime.services().len() as u8)
+    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.services().len() as u8)
 }
 
 /// Claims a service for this process (RegisterService). Address (host byte order), port and priority must be those of
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn coreward_register_service(
     priority: u8,
 ) -> c_int {
     // SAFETY: by the interface's contract.
-    let Some(runtime) = (unsafe { shared(runtime) }) else { return -1 };
+    let Some(runtime) = (unsafe { shared_ref(runtime) }) else { return -1 };
     let address = SocketAddrV4::new(Ipv4Addr::from_bits(address), port);
     status(runtime.shared.runtime.register_service(service, address, priority))
 }
@@ -136,7 +136,7 @@ pub unsafe extern "C" fn coreward_register_service(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_worker_new(runtime: *const Runtime, core: u16) -> *mut Worker {
     // SAFETY: by the interface's contract.
-    let Some(runtime) = (unsafe { shared(runtime) }) else { return null_mut() };
+    let Some(runtime) = (unsafe { shared_ref(runtime) }) else { return null_mut() };
     let shared = runtime.shared.clone();
     // SAFETY: the reference counter keeps the runtime in its place until the worker has been dropped.
     let runtime: &'static SharedRuntime = unsafe { &*Arc::as_ptr(&shared) };
@@ -162,7 +162,7 @@ unsafe fn with_worker(
     call: impl FnOnce(&mut worker::Worker<'static>) -> Result<(), RuntimeError>,
 ) -> c_int {
     // SAFETY: by the interface's contract.
-    let Some(worker) = (unsafe { object(worker) }) else { return -1 };
+    let Some(worker) = (unsafe { exclusive_ref(worker) }) else { return -1 };
     status(call(&mut worker.worker))
 }
 
@@ -230,7 +230,9 @@ pub unsafe extern "C" fn coreward_rearm_load_monitor(worker: *mut Worker, servic
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_next_hint(worker: *mut Worker, hint: *mut Hint) -> c_int {
     // SAFETY: by the interface's contract.
-    let (Some(worker), Some(place)) = (unsafe { object(worker) }, unsafe { object(hint) }) else { return -1 };
+    let (Some(worker), Some(place)) = (unsafe { exclusive_ref(worker) }, unsafe { exclusive_ref(hint) }) else {
+        return -1;
+    };
     let Some(found) = worker.worker.next_hint() else { return 0 };
     let scale_up = u8::from(found.hint == LoadHint::ScaleUp);
     *place = Hint { waiting: found.waiting, service: found.service, scale_up };
@@ -250,7 +252,7 @@ pub unsafe extern "C" fn coreward_take_request(
 ) -> *mut Taken {
     *error = -1;
     // SAFETY: by the interface's contract.
-    let Some(worker) = (unsafe { object(worker) }) else { return null_mut() };
+    let Some(worker) = (unsafe { exclusive_ref(worker) }) else { return null_mut() };
     match worker.worker.take_request() {
         Ok(found) => {
             *error = 0;
@@ -276,7 +278,9 @@ pub unsafe extern "C" fn coreward_respond(
     length: usize,
 ) -> c_int {
     // SAFETY: by the interface's contract.
-    let (Some(worker), Some(taken)) = (unsafe { object(worker) }, unsafe { shared(request) }) else { return -1 };
+    let (Some(worker), Some(taken)) = (unsafe { exclusive_ref(worker) }, unsafe { shared_ref(request) }) else {
+        return -1;
+    };
     let response = match length {
         0 => &[],
         // SAFETY: by the interface's contract.

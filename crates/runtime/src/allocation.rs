@@ -37,7 +37,7 @@ impl CoreAllocator {
     }
 
     /// Acts on a hint that the worker received: opens or closes a core to a service, then rearms the monitor.
-    pub fn act(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+    pub fn apply_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         if hint.service < ALLOCATED_SERVICES {
             let other_waits = hint.waiting >> (1 - hint.service) & 1 == 1;
             let mut allocation = self.allocation();

@@ -20,7 +20,7 @@ pub enum RuntimeError {
         error: io::Error,
     },
     #[error("not the memory of an orchestrator")]
-    OtherContents,
+    ForeignContents,
     /// The orchestrator has another version of this library.
     #[error("layout version {found}: expected {expected}; run both sides from one release")]
     LayoutVersion {

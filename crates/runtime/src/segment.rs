@@ -77,7 +77,7 @@ fn io_error(action: &'static str, path: &Path, error: impl Into<std::io::Error>)
 }
 
 fn map(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUsize), RuntimeError> {
-    let bytes = NonZeroUsize::new(bytes).ok_or(RuntimeError::OtherContents)?;
+    let bytes = NonZeroUsize::new(bytes).ok_or(RuntimeError::ForeignContents)?;
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     // SAFETY: a new mapping at an address of the kernel's choice.
     let address = unsafe { mmap(None, bytes, protection, MapFlags::MAP_SHARED, file, 0) };
@@ -145,7 +145,7 @@ impl Segment {
             return Err(RuntimeError::OtherUser { owner: metadata.uid(), user });
         }
         if metadata.len() < LINE as u64 {
-            return Err(RuntimeError::OtherContents);
+            return Err(RuntimeError::ForeignContents);
         }
         let (address, bytes) = map(&file, metadata.len() as usize, path)?;
         let geometry = Geometry { cores: 1, priorities: 1, slots: 1, slot_bytes: LINE as u32 };
@@ -160,7 +160,7 @@ impl Segment {
     fn checked_geometry(&self, user: u32) -> Result<Geometry, RuntimeError> {
         let header = self.header();
         if header.magic.load(Acquire) != MAGIC {
-            return Err(RuntimeError::OtherContents);
+            return Err(RuntimeError::ForeignContents);
         }
         let found = header.layout_version.load(Relaxed);
         if found != LAYOUT_VERSION {

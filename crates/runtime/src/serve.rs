@@ -151,13 +151,13 @@ impl Worker<'_> {
 impl Preempt for Server<'_, '_> {
     #[inline]
     fn is_preempted(&mut self, priority: u8) -> bool {
-        self.worker.highest(priority).is_some() || self.worker.has_hint()
+        self.worker.highest_priority_request(priority).is_some() || self.worker.has_hint()
     }
 
     fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError> {
         // Requests of higher priority may not end, and a service has one hint in flight: it would get no further core.
         self.act_on_hint()?;
-        while let Some((higher, slot)) = self.worker.highest(priority) {
+        while let Some((higher, slot)) = self.worker.highest_priority_request(priority) {
             self.counters.preempting += 1;
             self.serve_request(higher, slot)?;
             self.act_on_hint()?;
@@ -197,7 +197,7 @@ impl Server<'_, '_> {
     #[inline]
     fn serve_one(&mut self) -> Result<bool, RuntimeError> {
         self.act_on_hint()?;
-        let Some((priority, slot)) = self.worker.highest(u8::MAX) else { return Ok(false) };
+        let Some((priority, slot)) = self.worker.highest_priority_request(u8::MAX) else { return Ok(false) };
         self.serve_request(priority, slot)?;
         Ok(true)
     }
@@ -216,7 +216,7 @@ impl Server<'_, '_> {
             self.worker.disable_service(service, core)?;
         }
         self.worker.wait_until_messages_are_read()?;
-        while let Some((priority, slot)) = self.worker.highest(u8::MAX) {
+        while let Some((priority, slot)) = self.worker.highest_priority_request(u8::MAX) {
             self.serve_request(priority, slot)?;
         }
         self.report_all()?;

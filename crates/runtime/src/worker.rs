@@ -223,7 +223,7 @@ impl Worker<'_> {
     /// It must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback). Fails when the
     /// request's length is out of range.
     pub fn take_request(&mut self) -> Result<Option<TakenRequest>, RuntimeError> {
-        let Some((priority, slot)) = self.highest(u8::MAX) else { return Ok(None) };
+        let Some((priority, slot)) = self.highest_priority_request(u8::MAX) else { return Ok(None) };
         let (header, payload) = self.read_request(priority, slot)?;
         let taken = TakenRequest { header, payload: payload.to_vec() };
         self.return_slot(priority);
@@ -241,7 +241,7 @@ impl Worker<'_> {
 
     /// Returns priority and slot of the oldest request of the highest priority above `limit`.
     #[inline]
-    pub(crate) fn highest(&self, limit: u8) -> Option<(u8, u32)> {
+    pub(crate) fn highest_priority_request(&self, limit: u8) -> Option<(u8, u32)> {
         let sequence = |priority, slot| self.segment.sequence(self.segment.geometry.request(self.core, priority, slot));
         (0..limit).zip(&self.rings.requests).find_map(|(priority, consumer)| {
             let slot = consumer.oldest_slot(|slot| sequence(priority, slot))?;

@@ -36,7 +36,7 @@ pub struct EmbeddedStore {
     /// `None` after a failed open or write; the next write tries again.
     database: Option<Database>,
     /// Content of a file that could not be opened for writing.
-    copy: Option<Database>,
+    read_only_copy: Option<Database>,
 }
 
 impl EmbeddedStore {
@@ -47,12 +47,12 @@ impl EmbeddedStore {
             Ok(database) => (Some(database), None),
             Err(error @ StoreError::InUse { .. }) => return Err(error),
             Err(error) => {
-                let Ok(copy) = copy(path) else { return Err(error) };
+                let Ok(copy) = open_copy(path) else { return Err(error) };
                 tracing::warn!(event = "store-read-only", %error, "nothing can be changed until the store is writable");
                 (None, Some(copy))
             }
         };
-        Ok(Self { path: path.to_owned(), database, copy })
+        Ok(Self { path: path.to_owned(), database, read_only_copy: copy })
     }
 
     /// Returns the records; `None` in a new file.
@@ -75,13 +75,16 @@ impl EmbeddedStore {
     fn reopen(&mut self) -> Result<(), StoreError> {
         if self.database.is_none() {
             self.database = Some(open(&self.path)?);
-            self.copy = None;
+            self.read_only_copy = None;
         }
         Ok(())
     }
 
     fn database(&self) -> anyhow::Result<&Database> {
-        self.database.as_ref().or(self.copy.as_ref()).context("it could not be opened again after its disk failed")
+        self.database
+            .as_ref()
+            .or(self.read_only_copy.as_ref())
+            .context("it could not be opened again after its disk failed")
     }
 
     fn content(&self, problem: anyhow::Error) -> StoreError {
@@ -133,7 +136,7 @@ impl EmbeddedStore {
                 load_balancers.insert(name.as_str(), encode(known)?.as_slice())?;
             }
             transaction.open_table(DOCUMENT)?.insert(rows.document.generation, &*rows.document.text)?;
-            keep(&transaction, AUDIT, rows.audit.iter().map(|entry| (entry.id, entry)))?;
+            sync_rows(&transaction, AUDIT, rows.audit.iter().map(|entry| (entry.id, entry)))?;
         }
         transaction.commit()?;
         Ok(())
@@ -141,7 +144,7 @@ impl EmbeddedStore {
 }
 
 /// Stores immutable rows: inserts new ones, removes missing ones.
-fn keep<'a, Row: Serialize + 'a>(
+fn sync_rows<'a, Row: Serialize + 'a>(
     transaction: &WriteTransaction,
     definition: TableDefinition<'_, u64, &'static [u8]>,
     rows: impl Iterator<Item = (u64, &'a Row)>,
@@ -197,7 +200,7 @@ fn open(path: &Path) -> Result<Database, StoreError> {
 }
 
 /// Reads the file into memory, since repairing it after a kill would write.
-fn copy(path: &Path) -> anyhow::Result<Database> {
+fn open_copy(path: &Path) -> anyhow::Result<Database> {
     let bytes = std::fs::read(path)?;
     anyhow::ensure!(!bytes.is_empty(), "nothing in it");
     let memory = InMemoryBackend::new();

@@ -34,7 +34,7 @@ const ENTRIES_OF_A_PART: u64 = 50;
 /// A part of servers that are in 1,000 services each fits a transaction.
 const SERVERS_OF_A_PART: u16 = 16;
 /// Largest piece of the document, bytes.
-const PIECE: usize = 256 << 10;
+const MAX_PIECE_BYTES: usize = 256 << 10;
 /// Largest value, bytes: etcd takes requests of 1.5 MiB. The further pieces of a longer row have the row's name, a
 /// blank (which no name contains) and a number.
 const VALUE_LIMIT: usize = 512 << 10;
@@ -105,7 +105,7 @@ fn add(parts: &mut Chunks, name: String, row: &impl Serialize) -> anyhow::Result
 }
 
 /// Returns the rows, joined from their pieces, by name.
-fn join(parts: &Chunks) -> BTreeMap<&str, Cow<'_, [u8]>> {
+fn join_rows(parts: &Chunks) -> BTreeMap<&str, Cow<'_, [u8]>> {
     let mut rows: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
     for (name, piece) in parts {
         match name.split_once(' ') {
@@ -118,7 +118,7 @@ fn join(parts: &Chunks) -> BTreeMap<&str, Cow<'_, [u8]>> {
 }
 
 fn decode(parts: &Chunks) -> anyhow::Result<Rows> {
-    let parts = join(parts);
+    let parts = join_rows(parts);
     let mut rows = Rows {
         fleet: part(&parts, FLEET)?,
         services: BTreeMap::new(),
@@ -154,7 +154,7 @@ fn part<Row: DeserializeOwned>(parts: &BTreeMap<&str, Cow<'_, [u8]>>, name: &str
 /// Splits the text at character boundaries.
 fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
-        let end = (0..=PIECE.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        let end = (0..=MAX_PIECE_BYTES.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
         let (piece, rest) = text.split_at(end);
         text = rest;
         (!piece.is_empty()).then_some(piece)
@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn parts_contain_all_records() {
         let mut records = records();
-        let text = "# \u{e4}\n".repeat(3 * PIECE / 5);
+        let text = "# \u{e4}\n".repeat(3 * MAX_PIECE_BYTES / 5);
         records.document.text = text.into();
         let parts = encode(&(&records).into()).unwrap();
         assert!(parts.keys().filter(|name| name.starts_with(DOCUMENT)).count() > 2);
@@ -190,7 +190,7 @@ mod tests {
     }
 
     /// A fleet whose services list 1,000 servers but `without`.
-    fn long_lists(without: usize) -> Source {
+    fn fleet_without(without: usize) -> Source {
         let names: Vec<String> = (0..1000).filter(|n| *n != without).map(|n| format!("server-{n:04}")).collect();
         let service = |port: u16| format!("[[service]]\nname = \"s{port}\"\nservers = {names:?}\n");
         Source::from_text("fleet.toml", &(service(80) + &service(443)))
@@ -201,7 +201,7 @@ mod tests {
         let mut records = records();
         for edit in 0..60 {
             let changes: Vec<String> =
-                difference(&long_lists(edit), &long_lists(edit + 1)).iter().map(ToString::to_string).collect();
+                difference(&fleet_without(edit), &fleet_without(edit + 1)).iter().map(ToString::to_string).collect();
             assert_eq!(changes.len(), 2);
             let after = describe_changes(&changes);
             let note = ChangeDescription { action: "apply", target: String::new(), before: String::new(), after };

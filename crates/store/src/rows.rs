@@ -171,7 +171,7 @@ impl FleetRow {
 
 impl From<&ServiceRecord> for ServiceRow {
     fn from(service: &ServiceRecord) -> Self {
-        let history = service.buckets.now().iter().zip(service.buckets.before());
+        let history = service.buckets.current().iter().zip(service.buckets.previous());
         let buckets = history.map(|(now, before)| (now.get(), before.map(ServerId::get))).collect();
         Self { index: service.index.get(), seed: service.seed, buckets }
     }

@@ -36,7 +36,7 @@ use crate::verify::{ClientVerifier, RevocationList};
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const ACCEPT_QUEUE: usize = 64;
 /// Pause after an error of the listening socket, such as too many open files.
-const PAUSE: Duration = Duration::from_millis(10);
+const RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Limits of handshakes and connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,7 +76,7 @@ struct Protection {
     protocols: &'static [&'static str],
     revoked: RevocationList,
     /// Credentials at the last check of open connections.
-    believed: Mutex<Arc<Credentials>>,
+    checked_credentials: Mutex<Arc<Credentials>>,
     config: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
 }
 
@@ -139,7 +139,8 @@ impl ConnectionAcceptor {
         failures: Arc<Failures>,
     ) -> Arc<Self> {
         let (accepted, config, believed) = (accepted.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
-        let protection = Some(Protection { tls, accepted, certificates, protocols, revoked, believed, config });
+        let protection =
+            Some(Protection { tls, accepted, certificates, protocols, revoked, checked_credentials: believed, config });
         Arc::new(Self { protection, limits, failures, connections: Mutex::default() })
     }
 
@@ -174,12 +175,12 @@ impl ConnectionAcceptor {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     self.failures.count(&"a connection", &Failure::of(&error));
-                    tokio::time::sleep(PAUSE).await;
+                    tokio::time::sleep(RETRY_DELAY).await;
                     continue;
                 }
             };
             // Before a task is spawned, so a flood costs only this.
-            let Ok(place) = self.place(address) else { continue };
+            let Ok(place) = self.reserve_slot(address) else { continue };
             let (acceptor, admitted) = (self.clone(), admitted.clone());
             tokio::spawn(async move {
                 if let Ok(connection) = acceptor.accept_peer(stream, address, place).await {
@@ -190,7 +191,7 @@ impl ConnectionAcceptor {
         }
     }
 
-    fn place(self: &Arc<Self>, address: SocketAddr) -> Result<HandshakeSlot, Failure> {
+    fn reserve_slot(self: &Arc<Self>, address: SocketAddr) -> Result<HandshakeSlot, Failure> {
         HandshakeSlot::take(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
     }
 
@@ -200,7 +201,7 @@ impl ConnectionAcceptor {
         stream: TcpStream,
         address: SocketAddr,
     ) -> Result<AcceptedConnection, Failure> {
-        let place = self.place(address)?;
+        let place = self.reserve_slot(address)?;
         self.accept_peer(stream, address, place).await
     }
 
@@ -210,12 +211,12 @@ impl ConnectionAcceptor {
         address: SocketAddr,
         place: HandshakeSlot,
     ) -> Result<AcceptedConnection, Failure> {
-        let outcome = self.shake_hands(stream, address).await;
+        let outcome = self.complete_handshake(stream, address).await;
         drop(place);
         outcome.inspect_err(|failure| self.failures.count(&address, failure))
     }
 
-    async fn shake_hands(
+    async fn complete_handshake(
         self: &Arc<Self>,
         stream: TcpStream,
         address: SocketAddr,
@@ -237,7 +238,7 @@ impl ConnectionAcceptor {
         let certificate = chain.first().map(Certificate::read).transpose();
         let certificate = certificate.map_err(|message| Failure { reason: Reason::NoIdentity, message })?;
         let guard = match certificate {
-            Some(certificate) => Some(self.enter(&certificate, chain)?),
+            Some(certificate) => Some(self.register_connection(&certificate, chain)?),
             None => None,
         };
         let identity = guard.as_ref().map(|guard| guard.connection.identity.clone());
@@ -245,7 +246,7 @@ impl ConnectionAcceptor {
         Ok(AcceptedConnection { io: Io::Tls(Box::new(stream.into())), caller, guard })
     }
 
-    fn enter(
+    fn register_connection(
         self: &Arc<Self>,
         certificate: &Certificate,
         chain: Vec<CertificateDer<'static>>,
@@ -311,7 +312,7 @@ impl Protection {
     /// Returns a verifier if an authority was removed since the last call.
     fn with_fewer_authorities(&self) -> Option<ClientVerifier> {
         let credentials = self.tls.credentials();
-        let mut believed = self.believed.lock();
+        let mut believed = self.checked_credentials.lock();
         let before = std::mem::replace(&mut *believed, credentials.clone());
         let is_still = |old: &Certificate| credentials.authorities.iter().any(|new| new.fingerprint == old.fingerprint);
         if Arc::ptr_eq(&before, &credentials) || before.authorities.iter().all(is_still) {
@@ -416,7 +417,7 @@ impl AcceptedConnection {
     }
 
     /// Moves the connection to another runtime. Fails without a free file descriptor.
-    pub fn moved_to(mut self, runtime: &Handle) -> io::Result<Self> {
+    pub fn move_to_runtime(mut self, runtime: &Handle) -> io::Result<Self> {
         self.io.move_to(runtime)?;
         Ok(self)
     }

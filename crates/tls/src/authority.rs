@@ -55,7 +55,7 @@ impl Validity {
 }
 
 /// Certificate and key (PEM).
-pub struct Issued {
+pub struct IssuedCertificate {
     /// The certificate.
     pub certificate: String,
     /// The key to it.
@@ -117,7 +117,7 @@ impl Authority {
         params.distinguished_name.push(DnType::CommonName, format!("coreward authority of {fleet}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        (params.not_before, params.not_after) = (at(validity.not_before)?, at(validity.not_after)?);
+        (params.not_before, params.not_after) = (to_date_time(validity.not_before)?, to_date_time(validity.not_after)?);
         let certificate = params.self_signed(&key)?;
         write(&self.path(&format!("{name}.crt")), &certificate.pem())?;
         self.publish(published)?;
@@ -140,7 +140,12 @@ impl Authority {
     }
 
     /// Issues a certificate with a new key. Fails if the authority ends earlier.
-    pub fn issue(&self, identity: &Identity, addresses: &[String], validity: Validity) -> anyhow::Result<Issued> {
+    pub fn issue(
+        &self,
+        identity: &Identity,
+        addresses: &[String],
+        validity: Validity,
+    ) -> anyhow::Result<IssuedCertificate> {
         let signer = self.read("authority.crt")?;
         let own = Certificate::read(&CertificateDer::from_pem_slice(signer.as_bytes())?).map_err(anyhow::Error::msg)?;
         ensure!(
@@ -166,9 +171,9 @@ impl Authority {
             params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
         }
         params.use_authority_key_identifier_extension = true;
-        (params.not_before, params.not_after) = (at(validity.not_before)?, at(validity.not_after)?);
+        (params.not_before, params.not_after) = (to_date_time(validity.not_before)?, to_date_time(validity.not_after)?);
         let certificate = params.signed_by(&key, &issuer)?;
-        Ok(Issued { certificate: certificate.pem(), key: key.serialize_pem() })
+        Ok(IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() })
     }
 
     /// Takes one step to the next authority. Fails if it is another step's turn.
@@ -229,11 +234,11 @@ impl Authority {
     }
 }
 
-fn at(since_1970: Duration) -> anyhow::Result<OffsetDateTime> {
+fn to_date_time(since_1970: Duration) -> anyhow::Result<OffsetDateTime> {
     Ok(OffsetDateTime::from_unix_timestamp(since_1970.as_secs().try_into()?)?)
 }
 
-impl Issued {
+impl IssuedCertificate {
     /// Writes ca.crt, own.crt and own.key to a directory.
     pub fn write(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;

@@ -184,10 +184,10 @@ fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyh
     );
     let length = length.unwrap_or(old.not_after.saturating_sub(old.not_before + CLOCK_TOLERANCE));
     issue(authority, &identity, &old.addresses, length, bundle)?;
-    Ok(format!("{}: for {identity}, until {}", bundle.display(), date(unix_now() + length)))
+    Ok(format!("{}: for {identity}, until {}", bundle.display(), format_date(unix_now() + length)))
 }
 
-fn date(since_1970: Duration) -> String {
+fn format_date(since_1970: Duration) -> String {
     humantime::format_rfc3339_seconds(UNIX_EPOCH + since_1970).to_string()
 }
 
@@ -210,8 +210,8 @@ fn row(file: &Path, certificate: &Certificate) -> [String; 6] {
         None => (certificate.subject.clone(), String::new()),
     };
     let validity = match certificate.remains(unix_now()) {
-        Duration::ZERO => format!("{} (expired)", date(certificate.not_after)),
-        _ => date(certificate.not_after),
+        Duration::ZERO => format!("{} (expired)", format_date(certificate.not_after)),
+        _ => format_date(certificate.not_after),
     };
     let addresses = certificate.addresses.join(", ");
     [file.display().to_string(), whose.0, whose.1, validity, addresses, certificate.fingerprint.to_string()]

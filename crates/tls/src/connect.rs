@@ -14,7 +14,7 @@ use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::credentials::{CredentialError, Credentials, Files, client_without_certificate};
+use crate::credentials::{CredentialError, CredentialFiles, Credentials, client_without_certificate};
 use crate::failure::Failure;
 use crate::identity::Role;
 use crate::io::Io;
@@ -42,11 +42,11 @@ impl Connector {
         stream.set_nodelay(true)?;
         let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
         let config = tls.credentials().client(roles, Host::Any, "h2").map_err(io::Error::other)?;
-        shake_hands(Arc::new(config), self.address.ip().into(), stream).await
+        complete_handshake(Arc::new(config), self.address.ip().into(), stream).await
     }
 }
 
-async fn shake_hands(config: Arc<ClientConfig>, host: ServerName<'static>, stream: TcpStream) -> io::Result<Io> {
+async fn complete_handshake(config: Arc<ClientConfig>, host: ServerName<'static>, stream: TcpStream) -> io::Result<Io> {
     let connected = TlsConnector::from(config).connect(host, stream).await;
     // Our message instead of the library's.
     let stream = connected.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
@@ -59,7 +59,7 @@ pub struct HttpsConnector(Arc<ClientConfig>);
 
 impl HttpsConnector {
     /// Uses a certificate; the controller must be of the same fleet.
-    pub fn with_certificate(files: &Files, host: Host) -> Result<Self, CredentialError> {
+    pub fn with_certificate(files: &CredentialFiles, host: Host) -> Result<Self, CredentialError> {
         let config = Credentials::load(files)?.client(&[Role::Controller], host, HTTP);
         let config = config.map_err(|error| CredentialError { key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))
@@ -76,7 +76,7 @@ impl HttpsConnector {
         let host = ServerName::try_from(host.to_owned()).map_err(wrong)?;
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
-        shake_hands(self.0.clone(), host, stream).await
+        complete_handshake(self.0.clone(), host, stream).await
     }
 }
 

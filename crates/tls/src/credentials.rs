@@ -16,7 +16,7 @@ use crate::identity::{Identity, Name, Role};
 use crate::verify::{ClientCertificates, ClientVerifier, Host, RevocationList, ServerVerifier};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Files {
+pub struct CredentialFiles {
     /// Certificates of trusted authorities (PEM).
     pub ca: PathBuf,
     /// Own certificate with its chain (PEM).
@@ -49,7 +49,7 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    pub fn problems(files: &Files) -> Vec<CredentialError> {
+    pub fn problems(files: &CredentialFiles) -> Vec<CredentialError> {
         let each = [
             authorities(&files.ca).err(),
             certificates("certificate", &files.certificate).err(),
@@ -62,7 +62,7 @@ impl Credentials {
         }
     }
 
-    pub fn load(files: &Files) -> Result<Self, CredentialError> {
+    pub fn load(files: &CredentialFiles) -> Result<Self, CredentialError> {
         let (roots, authorities) = authorities(&files.ca)?;
         let path = &files.certificate;
         let chain = certificates("certificate", path)?;

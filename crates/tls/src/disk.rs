@@ -33,14 +33,14 @@ fn write_with_mode(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()>
 }
 
 pub(crate) fn rename(from: &Path, to: &Path) -> anyhow::Result<()> {
-    changed(to, || fs::rename(from, to))
+    perform_change(to, || fs::rename(from, to))
 }
 
 pub(crate) fn remove(path: &Path) -> anyhow::Result<()> {
-    changed(path, || fs::remove_file(path))
+    perform_change(path, || fs::remove_file(path))
 }
 
-fn changed(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
+fn perform_change(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
     let change = || {
         #[cfg(test)]
         interruption::check()?;
@@ -61,7 +61,7 @@ pub(crate) mod interruption {
         static CHANGES_LEFT: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    pub(crate) fn after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
+    pub(crate) fn fail_after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
         CHANGES_LEFT.set(Some(changes));
         let outcome = run();
         CHANGES_LEFT.set(None);

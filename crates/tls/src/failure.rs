@@ -85,12 +85,12 @@ impl Reason {
 pub enum AcceptError {
     #[error("its certificate has no identity of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
     NoIdentity(String),
-    #[error("its certificate is for {identity} of fleet {}: expected fleet {ours}", identity.fleet)]
-    OtherFleet { identity: Identity, ours: Name },
+    #[error("its certificate is for {identity} of fleet {}: expected fleet {own_fleet}", identity.fleet)]
+    OtherFleet { identity: Identity, own_fleet: Name },
     #[error("its certificate is for {identity}: expected {}", roles(expected))]
     WrongRole { identity: Identity, expected: Vec<Role> },
-    #[error("its certificate is for {identity} at {}: expected one for {expected}", hosts_of(hosts))]
-    OtherHost { identity: Identity, hosts: Vec<String>, expected: String },
+    #[error("its certificate is for {identity} at {}: expected one for {expected}", describe_hosts(hosts))]
+    WrongHost { identity: Identity, hosts: Vec<String>, expected: String },
     #[error("the certificate of {0} is revoked")]
     Revoked(Identity),
 }
@@ -99,7 +99,7 @@ fn roles(roles: &[Role]) -> String {
     roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ")
 }
 
-fn hosts_of(hosts: &[String]) -> String {
+fn describe_hosts(hosts: &[String]) -> String {
     if hosts.is_empty() { "no host that it names".to_owned() } else { hosts.join(", ") }
 }
 
@@ -109,7 +109,7 @@ impl AcceptError {
             Self::NoIdentity(_) => Reason::NoIdentity,
             Self::OtherFleet { .. } => Reason::OtherFleet,
             Self::WrongRole { .. } => Reason::WrongRole,
-            Self::OtherHost { .. } => Reason::WrongName,
+            Self::WrongHost { .. } => Reason::WrongName,
             Self::Revoked(_) => Reason::Revoked,
         }
     }
@@ -146,12 +146,13 @@ impl Failure {
                 Some(not_accepted) => (not_accepted.reason(), not_accepted.to_string()),
                 None => (Reason::Broken, error.to_string()),
             },
-            Error::InvalidCertificate(Wrong::ExpiredContext { time, not_after }) => {
-                (Reason::Expired, format!("its certificate has expired: {}", clocks("until", *not_after, *time)))
-            }
+            Error::InvalidCertificate(Wrong::ExpiredContext { time, not_after }) => (
+                Reason::Expired,
+                format!("its certificate has expired: {}", describe_clocks("until", *not_after, *time)),
+            ),
             Error::InvalidCertificate(Wrong::NotValidYetContext { time, not_before }) => (
                 Reason::NotYetValid,
-                format!("its certificate is not valid yet: {}", clocks("from", *not_before, *time)),
+                format!("its certificate is not valid yet: {}", describe_clocks("from", *not_before, *time)),
             ),
             Error::InvalidCertificate(Wrong::UnknownIssuer | Wrong::BadSignature) => {
                 (Reason::UnknownAuthority, "its certificate is signed by no authority in `ca`".to_owned())
@@ -166,7 +167,7 @@ impl Failure {
             Error::AlertReceived(AlertDescription::CertificateRequired) => {
                 (Reason::RefusedByPeer, "the peer requires a certificate: expected `[tls]` with one".to_owned())
             }
-            Error::AlertReceived(alert) => (Reason::RefusedByPeer, refusal(*alert)),
+            Error::AlertReceived(alert) => (Reason::RefusedByPeer, describe_alert(*alert)),
             Error::InvalidMessage(_) | Error::PeerIncompatible(_) | Error::InappropriateMessage { .. } => {
                 (Reason::NotTls, format!("the peer does not speak TLS 1.3 ({error})"))
             }
@@ -177,13 +178,13 @@ impl Failure {
 }
 
 /// "valid from 2026-11-24T19:00:00Z, and this machine's clock is at 2026-11-22T19:00:00Z".
-fn clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
+fn describe_clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
     let date = |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
     format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", date(bound), date(now))
 }
 
 /// Returns the meaning of the peer's alert for its receiver.
-fn refusal(alert: AlertDescription) -> String {
+fn describe_alert(alert: AlertDescription) -> String {
     let why = match alert {
         // RFC 8446: also a certificate that is not valid yet.
         AlertDescription::CertificateExpired => {

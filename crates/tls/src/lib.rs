@@ -28,7 +28,7 @@ pub mod verify;
 
 pub use acceptor::{AcceptedConnection, ConnectionAcceptor, Limits};
 pub use caller::Caller;
-pub use credentials::{CredentialError, Files, read_certificates};
+pub use credentials::{CredentialError, CredentialFiles, read_certificates};
 pub use disk::write_secret;
 pub use file_watcher::FileWatcher;
 pub use identity::{Identity, Name, Role};

@@ -7,7 +7,7 @@ use coreward_config::{FromToml, Reader, Spanned, config_struct, parsed, serde_js
 use serde_json::{Value, json};
 
 use crate::certificate::Fingerprint;
-use crate::credentials::{Credentials, Files};
+use crate::credentials::{CredentialFiles, Credentials};
 use crate::tls::Tls;
 
 config_struct! {
@@ -24,7 +24,7 @@ config_struct! {
 }
 
 /// `[tls]`, if its files are usable for TLS: they are checked while the file is read, even if other keys are wrong.
-impl FromToml for Files {
+impl FromToml for CredentialFiles {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let Table { ca, certificate, key } = Table::read(value, reader)?;
         let files = Self {
@@ -40,7 +40,7 @@ impl FromToml for Files {
                 "key" => key.span(),
                 _ => certificate.span(),
             };
-            reader.mistake_within(span, problem);
+            reader.report_within(span, problem);
         }
         is_usable.then_some(files)
     }
@@ -55,7 +55,7 @@ impl FromToml for Files {
 }
 
 /// Loads what `[tls]` names; without it nothing. Fails when a file cannot be used.
-pub fn load(files: Option<&Files>) -> anyhow::Result<Option<std::sync::Arc<Tls>>> {
+pub fn load(files: Option<&CredentialFiles>) -> anyhow::Result<Option<std::sync::Arc<Tls>>> {
     Ok(files.cloned().map(Tls::load).transpose()?)
 }
 

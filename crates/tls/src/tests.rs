@@ -18,7 +18,7 @@ use crate::failure::{Failures, Reason};
 use crate::identity::{Identity, Name, Role};
 use crate::io::Io;
 use crate::verify::RevocationList;
-use crate::{Caller, ClientCertificates, ConnectionAcceptor, Files, Limits, Tls, read_certificates};
+use crate::{Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Limits, Tls, read_certificates};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 const PARTS: &[Role] = &[Role::Agent, Role::Lb];
@@ -42,15 +42,19 @@ impl Fleet {
         self.directory.path().join(name)
     }
 
-    fn write(&self, role: Role, name: &str, validity: Validity) -> Files {
+    fn write(&self, role: Role, name: &str, validity: Validity) -> CredentialFiles {
         self.try_write(role, name, validity).unwrap()
     }
 
-    fn try_write(&self, role: Role, name: &str, validity: Validity) -> anyhow::Result<Files> {
+    fn try_write(&self, role: Role, name: &str, validity: Validity) -> anyhow::Result<CredentialFiles> {
         let identity = Identity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
         let bundle = self.bundle(name);
         self.authority.issue(&identity, &[], validity)?.write(&bundle, &self.authority)?;
-        Ok(Files { ca: bundle.join("ca.crt"), certificate: bundle.join("own.crt"), key: bundle.join("own.key") })
+        Ok(CredentialFiles {
+            ca: bundle.join("ca.crt"),
+            certificate: bundle.join("own.crt"),
+            key: bundle.join("own.key"),
+        })
     }
 
     fn issue(&self, role: Role, name: &str) -> Arc<Tls> {
@@ -59,14 +63,14 @@ impl Fleet {
 }
 
 /// An acceptor that answers each line with the caller.
-struct Listening {
+struct TestListener {
     address: SocketAddr,
     acceptor: Arc<ConnectionAcceptor>,
     failures: Arc<Failures>,
     revoked: RevocationList,
 }
 
-impl Listening {
+impl TestListener {
     async fn start(tls: Option<Arc<Tls>>, limits: Limits) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -88,7 +92,7 @@ impl Listening {
     }
 
     /// Returns the peer's answer to `tls`, or the error.
-    async fn meet(&self, tls: &Arc<Tls>) -> Result<String, String> {
+    async fn connect(&self, tls: &Arc<Tls>) -> Result<String, String> {
         let connector = Connector::new(self.address, Some((tls.clone(), &[Role::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
         ask(&mut stream).await
@@ -156,7 +160,7 @@ fn connection_survives_the_end_of_its_first_runtime() {
         let connector = Connector::new(listener.local_addr().unwrap(), Some((balancer, &[Role::Controller])));
         let client = asking.spawn(async move { connector.connect().await.unwrap() });
         let connection = Box::pin(acceptor.admit(listener)).next().await.unwrap().unwrap();
-        (connection.moved_to(serving.handle()).unwrap(), client)
+        (connection.move_to_runtime(serving.handle()).unwrap(), client)
     });
     drop(accepting);
     serving.spawn(answer(connection));
@@ -167,9 +171,9 @@ fn connection_survives_the_end_of_its_first_runtime() {
 #[tokio::test]
 async fn certificate_of_the_fleet_identifies_the_peer() {
     let fleet = Fleet::new("prod");
-    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
-    assert_eq!(listening.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap(), "agent s1");
-    assert_eq!(listening.meet(&fleet.issue(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    assert_eq!(listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap(), "agent s1");
+    assert_eq!(listening.connect(&fleet.issue(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
     assert!(listening.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listening.failures.counts());
 }
 
@@ -183,7 +187,7 @@ async fn foreign_certificates_are_rejected() {
         name: "test".parse().unwrap(),
         authority: Authority::open(&fleet.bundle("authority")).unwrap(),
     };
-    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let now = unix_now();
     let expired = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
     let early = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
@@ -204,7 +208,7 @@ async fn foreign_certificates_are_rejected() {
         ),
     ];
     for (tls, reason, words) in cases {
-        let error = listening.meet(&tls).await.unwrap_err();
+        let error = listening.connect(&tls).await.unwrap_err();
         assert!(error.contains(words), "{reason:?}: {error}");
         if reason == Reason::OtherFleet {
             // The client saw it first, and sent an alert.
@@ -215,13 +219,13 @@ async fn foreign_certificates_are_rejected() {
         }
     }
     // A foreign authority: each side refuses the other; here the client comes first.
-    let error = listening.meet(&other.issue(Role::Agent, "s1")).await.unwrap_err();
+    let error = listening.connect(&other.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");
     // One whose authority calls itself the same, and that believes ours.
     let impostor = Fleet::new("prod");
     let files = impostor.write(Role::Agent, "s1", Validity::from_now(DAY));
-    let files = Files { ca: fleet.authority.ca(), ..files };
-    let error = listening.meet(&Tls::load(files).unwrap()).await.unwrap_err();
+    let files = CredentialFiles { ca: fleet.authority.ca(), ..files };
+    let error = listening.connect(&Tls::load(files).unwrap()).await.unwrap_err();
     assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
     listening.failed(Reason::UnknownAuthority).await;
 }
@@ -230,25 +234,25 @@ async fn foreign_certificates_are_rejected() {
 async fn server_certificate_must_be_a_controllers() {
     let fleet = Fleet::new("prod");
     // Its certificate does not allow serving.
-    let listening = Listening::start(Some(fleet.issue(Role::Agent, "s9")), Limits::default()).await;
-    let error = listening.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let listening = TestListener::start(Some(fleet.issue(Role::Agent, "s9")), Limits::default()).await;
+    let error = listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
     // A rack's may, and is no controller.
-    let listening = Listening::start(Some(fleet.issue(Role::Rack, "r1")), Limits::default()).await;
-    let error = listening.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let listening = TestListener::start(Some(fleet.issue(Role::Rack, "r1")), Limits::default()).await;
+    let error = listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
 }
 
 #[tokio::test]
 async fn other_protocols_are_rejected() {
     let fleet = Fleet::new("prod");
-    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let mut plain = TcpStream::connect(listening.address).await.unwrap();
     plain.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
     listening.failed(Reason::NotTls).await;
     // And the other way round.
-    let open = Listening::start(None, Limits::default()).await;
-    let error = open.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let open = TestListener::start(None, Limits::default()).await;
+    let error = open.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
 }
 
@@ -256,7 +260,7 @@ async fn other_protocols_are_rejected() {
 async fn silent_connections_take_few_slots_for_a_short_time() {
     let fleet = Fleet::new("prod");
     let limits = Limits { handshake: Duration::from_secs(1), handshakes_per_address: 3, ..Limits::default() };
-    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let mut silent = Vec::new();
     let refused = async {
@@ -267,7 +271,7 @@ async fn silent_connections_take_few_slots_for_a_short_time() {
     tokio::time::timeout(TIMEOUT, refused).await.expect("one too many");
     listening.failed(Reason::Timeout).await;
     let back = async {
-        while listening.meet(&agent).await.is_err() {
+        while listening.connect(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
@@ -278,7 +282,7 @@ async fn silent_connections_take_few_slots_for_a_short_time() {
 async fn connections_per_certificate_are_limited() {
     let fleet = Fleet::new("prod");
     let limits = Limits { connections_per_identity: 2, ..Limits::default() };
-    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
     let mut open = Vec::new();
@@ -287,12 +291,12 @@ async fn connections_per_certificate_are_limited() {
         ask(&mut stream).await.unwrap();
         open.push(stream);
     }
-    assert!(listening.meet(&agent).await.is_err());
+    assert!(listening.connect(&agent).await.is_err());
     listening.failed(Reason::TooMany).await;
-    assert!(listening.meet(&fleet.issue(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
+    assert!(listening.connect(&fleet.issue(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
     drop(open);
     let back = async {
-        while listening.meet(&agent).await.is_err() {
+        while listening.connect(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
@@ -303,7 +307,7 @@ async fn connections_per_certificate_are_limited() {
 #[tokio::test]
 async fn revocation_ends_open_connections() {
     let fleet = Fleet::new("prod");
-    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
@@ -312,7 +316,7 @@ async fn revocation_ends_open_connections() {
     listening.revoked.set([fingerprint]);
     let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
-    let error = listening.meet(&agent).await.unwrap_err();
+    let error = listening.connect(&agent).await.unwrap_err();
     assert!(error.contains("or revoked"), "{error}");
     listening.failed(Reason::Revoked).await;
 }
@@ -320,7 +324,7 @@ async fn revocation_ends_open_connections() {
 #[tokio::test]
 async fn connection_ends_with_its_certificate() {
     let fleet = Fleet::new("prod");
-    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent, &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
@@ -338,7 +342,7 @@ async fn authorities_are_replaced_without_rejections() {
     let fleet = Fleet::new("prod");
     let controller = fleet.issue(Role::Controller, "c1");
     let agent = fleet.issue(Role::Agent, "s1");
-    let listening = Listening::start(Some(controller.clone()), Limits::default()).await;
+    let listening = TestListener::start(Some(controller.clone()), Limits::default()).await;
     let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
     let mut open = connector.connect().await.unwrap();
     let renew = |role, name, tls: &Arc<Tls>| {
@@ -350,9 +354,9 @@ async fn authorities_are_replaced_without_rejections() {
         fleet.authority.roll_over(step, 30 * DAY).unwrap();
         // Here one half has gone the step, and the other has not.
         renew(Role::Agent, "s1", &agent);
-        assert_eq!(listening.meet(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
+        assert_eq!(listening.connect(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
         renew(Role::Controller, "c1", &controller);
-        assert_eq!(listening.meet(&agent).await.unwrap(), "agent s1", "{step:?}: both");
+        assert_eq!(listening.connect(&agent).await.unwrap(), "agent s1", "{step:?}: both");
         if step != RollOver::Finish {
             assert_eq!(ask(&mut open).await.unwrap(), "agent s1");
         }
@@ -419,25 +423,25 @@ async fn interrupted_step_is_completed_by_the_same_command() {
     for (position, interrupted) in STEPS.into_iter().enumerate() {
         let mut changes = 0;
         loop {
-            let site = RollingOver::start().await;
+            let env = RollOverTest::start().await;
             for step in &STEPS[..position] {
-                site.step(*step).await;
+                env.step(*step).await;
             }
-            let outcome = interruption::after(changes, || site.fleet.authority.roll_over(interrupted, 30 * DAY));
+            let outcome = interruption::fail_after(changes, || env.fleet.authority.roll_over(interrupted, 30 * DAY));
             let Err(error) = outcome else { break };
             let at = format!("{interrupted:?} after {changes} changes");
             assert!(format!("{error:#}").contains("interrupted"), "{at}: {error:#}");
-            match site.fleet.try_write(Role::Agent, "s1", Validity::from_now(DAY)) {
-                Ok(_) => site.believes(&at).await,
+            match env.fleet.try_write(Role::Agent, "s1", Validity::from_now(DAY)) {
+                Ok(_) => env.assert_mutual_trust(&at).await,
                 Err(error) => {
                     assert!(error.to_string().contains("`coreward certs roll-over switch` again"), "{at}: {error}")
                 }
             }
             for other in STEPS.into_iter().filter(|step| *step != interrupted) {
-                assert!(site.fleet.authority.roll_over(other, 30 * DAY).is_err(), "{at}: {other:?} is refused");
+                assert!(env.fleet.authority.roll_over(other, 30 * DAY).is_err(), "{at}: {other:?} is refused");
             }
             for step in &STEPS[position..] {
-                site.step(*step).await;
+                env.step(*step).await;
             }
             changes += 1;
         }
@@ -450,7 +454,7 @@ fn interrupted_authority_is_completed_by_the_same_command() {
     let init = |directory: &Path| Authority::init(directory, &"prod".parse().unwrap(), DAY);
     for changes in 0.. {
         let directory = tempfile::tempdir().unwrap();
-        if interruption::after(changes, || init(directory.path())).is_ok() {
+        if interruption::fail_after(changes, || init(directory.path())).is_ok() {
             return assert!(changes > 2);
         }
         assert!(Authority::open(directory.path()).is_err(), "after {changes} changes");
@@ -460,18 +464,18 @@ fn interrupted_authority_is_completed_by_the_same_command() {
 }
 
 /// A controller and an agent that are taken from one authority to the next.
-struct RollingOver {
+struct RollOverTest {
     fleet: Fleet,
     controller: Arc<Tls>,
     agent: Arc<Tls>,
-    listening: Listening,
+    listening: TestListener,
 }
 
-impl RollingOver {
+impl RollOverTest {
     async fn start() -> Self {
         let fleet = Fleet::new("prod");
         let (controller, agent) = (fleet.issue(Role::Controller, "c1"), fleet.issue(Role::Agent, "s1"));
-        let listening = Listening::start(Some(controller.clone()), Limits::default()).await;
+        let listening = TestListener::start(Some(controller.clone()), Limits::default()).await;
         Self { fleet, controller, agent, listening }
     }
 
@@ -479,15 +483,15 @@ impl RollingOver {
     async fn step(&self, step: RollOver) {
         self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
         self.fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
-        self.believes(&format!("{step:?}: the agent first")).await;
+        self.assert_mutual_trust(&format!("{step:?}: the agent first")).await;
         self.fleet.write(Role::Controller, "c1", Validity::from_now(DAY));
         self.controller.reload().unwrap();
-        self.believes(&format!("{step:?}: both")).await;
+        self.assert_mutual_trust(&format!("{step:?}: both")).await;
     }
 
     /// The agent's newest files are believed, and it believes the controller.
-    async fn believes(&self, when: &str) {
+    async fn assert_mutual_trust(&self, when: &str) {
         self.agent.reload().unwrap();
-        assert_eq!(self.listening.meet(&self.agent).await.as_deref(), Ok("agent s1"), "{when}");
+        assert_eq!(self.listening.connect(&self.agent).await.as_deref(), Ok("agent s1"), "{when}");
     }
 }

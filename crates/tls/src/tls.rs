@@ -7,7 +7,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::certificate::{Certificate, unix_now};
-use crate::credentials::{CredentialError, Credentials, Files};
+use crate::credentials::{CredentialError, CredentialFiles, Credentials};
 use crate::file_watcher::FileWatcher;
 use crate::identity::Identity;
 
@@ -17,13 +17,13 @@ const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// Credentials of a process.
 #[derive(Debug)]
 pub struct Tls {
-    files: Files,
+    files: CredentialFiles,
     credentials: watch::Sender<Arc<Credentials>>,
     watcher: FileWatcher,
 }
 
 impl Tls {
-    pub fn load(files: Files) -> Result<Arc<Self>, CredentialError> {
+    pub fn load(files: CredentialFiles) -> Result<Arc<Self>, CredentialError> {
         let watcher = FileWatcher::of([&files.ca, &files.certificate, &files.key]);
         let credentials = Arc::new(Credentials::load(&files)?);
         tracing::info!(

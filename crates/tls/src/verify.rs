@@ -39,7 +39,7 @@ impl RevocationList {
 pub enum Host {
     Any,
     /// The given host, if the certificate has hosts.
-    AskedFor,
+    Requested,
     /// One of these, as a host or as the name of the identity.
     OneOf(Vec<String>),
 }
@@ -55,8 +55,8 @@ impl Host {
         let names = |host: &ServerName<'_>| verify_server_name(parsed, host).is_ok();
         let expected = match self {
             Self::Any => return Ok(()),
-            Self::AskedFor if read.addresses.is_empty() || names(asked) => return Ok(()),
-            Self::AskedFor => asked.to_str().into_owned(),
+            Self::Requested if read.addresses.is_empty() || names(asked) => return Ok(()),
+            Self::Requested => asked.to_str().into_owned(),
             Self::OneOf(accepted) => {
                 let is = |text: &String| {
                     identity.name.as_str() == text || ServerName::try_from(text.as_str()).is_ok_and(|host| names(&host))
@@ -67,7 +67,7 @@ impl Host {
                 accepted.join(" or ")
             }
         };
-        Err(AcceptError::OtherHost { identity: identity.clone(), hosts: read.addresses.clone(), expected })
+        Err(AcceptError::WrongHost { identity: identity.clone(), hosts: read.addresses.clone(), expected })
     }
 }
 
@@ -84,7 +84,7 @@ impl Expected {
         let read = Certificate::read(certificate).map_err(AcceptError::NoIdentity)?;
         let identity = read.identity.clone().ok_or_else(|| AcceptError::NoIdentity(read.subject.clone()))?;
         if let Some(ours) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
-            return Err(AcceptError::OtherFleet { identity, ours });
+            return Err(AcceptError::OtherFleet { identity, own_fleet: ours });
         }
         if !self.roles.contains(&identity.role) {
             return Err(AcceptError::WrongRole { identity, expected: self.roles.clone() });

@@ -28,7 +28,7 @@ pub enum ClientEvent {
 
 impl Model {
     /// Adds an answer.
-    pub fn take(&mut self, event: ClientEvent) {
+    pub fn update(&mut self, event: ClientEvent) {
         match event {
             ClientEvent::Problem(problem) => self.problem = Some(problem),
             ClientEvent::Status(status) => {

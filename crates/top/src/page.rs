@@ -24,7 +24,7 @@ pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
         return frame.render_widget(Paragraph::new(words), area);
     };
     let warnings = warnings(status);
-    let [services, balancers, warned] = heights(
+    let [services, balancers, warned] = section_heights(
         [status.services.len() + 1, status.load_balancers.len() + 1, warnings.len()],
         status.servers.len(),
         area,
@@ -41,8 +41,8 @@ pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
     frame.render_widget(Paragraph::new(head_lines(seen, status, view.order)), head);
     frame.render_widget(services_table(status, services), services);
     frame.render_widget(balancers_table(seen, status, balancers), balancers);
-    view.room = usize::from(servers.height.saturating_sub(1));
-    view.skipped = view.skipped.min(status.servers.len().saturating_sub(view.room));
+    view.page_size = usize::from(servers.height.saturating_sub(1));
+    view.first_row = view.first_row.min(status.servers.len().saturating_sub(view.page_size));
     frame.render_widget(servers_table(seen, status, *view, servers), servers);
     let warn = Style::new().fg(Color::Yellow);
     let lines: Vec<Line<'_>> = warnings.into_iter().map(|warning| Line::styled(format!("! {warning}"), warn)).collect();
@@ -56,7 +56,7 @@ pub fn full_height(status: &Status) -> u16 {
 }
 
 /// Returns the lines of each section: all, else [`LINES`], fewer on a small page. Three are head and foot.
-fn heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
+fn section_heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut room = usize::from(area.height).saturating_sub(3);
     let all = needed.iter().sum::<usize>() + servers + 1;
     let most = if all <= room { usize::MAX } else { LINES };
@@ -96,8 +96,8 @@ fn head_lines<'a>(seen: &Model, status: &Status, order: Order) -> Vec<Line<'a>> 
 }
 
 fn foot_line<'a>(status: &Status, view: View) -> Line<'a> {
-    let (all, first) = (status.servers.len(), view.skipped);
-    let last = (first + view.room).min(all);
+    let (all, first) = (status.servers.len(), view.first_row);
+    let last = (first + view.page_size).min(all);
     let shown = if all == 0 { String::new() } else { format!("servers {} to {last} of {all}; ", (first + 1).min(all)) };
     let keys = "q quit, arrows and PageUp/PageDown, order by l load, n name, c new connections";
     Line::styled(format!("{shown}{keys}"), Style::new().add_modifier(Modifier::DIM))
@@ -109,7 +109,7 @@ fn header<'a>(names: &[&'a str]) -> Row<'a> {
 }
 
 /// Returns the first `height` - 1 rows; if not all fit, one fewer and their number.
-fn fitting<'a>(rows: Vec<Row<'a>>, height: u16) -> Vec<Row<'a>> {
+fn rows_that_fit<'a>(rows: Vec<Row<'a>>, height: u16) -> Vec<Row<'a>> {
     let (room, all) = (usize::from(height.saturating_sub(1)), rows.len());
     if all <= room || room == 0 {
         return rows;
@@ -135,7 +135,7 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
     let [name, policy, consistency, takes, table] = [14, 14, 11, 8, 8].map(Constraint::Length);
     let widths = [name, Constraint::Min(20), policy, consistency, takes, table];
     let rows = status.services.iter().map(row).collect();
-    Table::new(fitting(rows, area.height), widths).header(header(&[
+    Table::new(rows_that_fit(rows, area.height), widths).header(header(&[
         "service",
         "address",
         "policy",
@@ -148,8 +148,8 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
 fn balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Table<'a> {
     let row = |balancer: &'a LoadBalancer| {
         let rates = seen.packets(&balancer.name);
-        let sum = |is_counted: &dyn Fn(&str) -> bool| {
-            per_second(rates.iter().filter(|(name, _)| is_counted(name)).map(|(_, rate)| rate).sum())
+        let sum = |has_counted_connections: &dyn Fn(&str) -> bool| {
+            per_second(rates.iter().filter(|(name, _)| has_counted_connections(name)).map(|(_, rate)| rate).sum())
         };
         let (state, colour) = match (balancer.connected, balancer.alive) {
             (true, true) => ("connected", Color::Green),
@@ -168,7 +168,7 @@ fn balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Table<'a
     };
     let widths = [16, 13, 8, 11, 11, 11].map(Constraint::Length);
     let rows = status.load_balancers.iter().map(row).collect();
-    Table::new(fitting(rows, area.height), widths).header(header(&[
+    Table::new(rows_that_fit(rows, area.height), widths).header(header(&[
         "load balancer",
         "state",
         "XDP",
@@ -190,7 +190,7 @@ fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -
     }
     let room = usize::from(area.width.saturating_sub(BEFORE_CORES));
     let row = |server: &'a Server| server_row(server, loads.get(server.name.as_str()).copied(), rate(server), room);
-    let rows: Vec<Row<'a>> = servers.into_iter().skip(view.skipped).take(view.room).map(row).collect();
+    let rows: Vec<Row<'a>> = servers.into_iter().skip(view.first_row).take(view.page_size).map(row).collect();
     let widths = [16, 10, 8, 8, 7, 5, 5].map(Constraint::Length).into_iter().chain([Constraint::Min(0)]);
     Table::new(rows, widths)
         .column_spacing(1)

@@ -18,7 +18,7 @@ use crate::view::View;
 
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after a slow answer, as a multiple of its time: a large fleet's status has some MB.
-const REST: u32 = 4;
+const PAUSE_FACTOR: u32 = 4;
 /// Width without a terminal.
 const COLUMNS: u16 = 120;
 const MAX_LINES: u16 = 400;
@@ -28,15 +28,15 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut seen = Model::default();
     runtime.block_on(async {
-        seen.take(ClientEvent::Status(Box::new(client.status(false).await?)));
-        seen.take(ClientEvent::Loads(client.loads().await?));
+        seen.update(ClientEvent::Status(Box::new(client.status(false).await?)));
+        seen.update(ClientEvent::Loads(client.loads().await?));
         anyhow::Ok(())
     })?;
     if once || !std::io::stdout().is_terminal() {
         // Rates need two samples.
         runtime.block_on(async {
             tokio::time::sleep(INTERVAL).await;
-            seen.take(ClientEvent::Loads(client.loads().await?));
+            seen.update(ClientEvent::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
         return Ok(Some(text(&seen)?));
@@ -49,7 +49,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
         runtime.block_on(async {
             tokio::select! {
                 () = poll_controller(&client, &sender) => {}
-                _ = signalled() => reported.store(true, Ordering::Relaxed),
+                _ = wait_for_signal() => reported.store(true, Ordering::Relaxed),
             }
         });
     };
@@ -61,7 +61,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
 }
 
 /// Waits for a signal that ends the process: the terminal must be restored.
-async fn signalled() -> std::io::Result<()> {
+async fn wait_for_signal() -> std::io::Result<()> {
     let (mut terminate, mut hangup) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
     tokio::select! {
         _ = terminate.recv() => {}
@@ -84,7 +84,7 @@ async fn poll_controller(client: &Client, sender: &Sender<ClientEvent>) {
             }
         }
         let took = started.elapsed();
-        tokio::time::sleep(INTERVAL.saturating_sub(took).max(took * REST)).await;
+        tokio::time::sleep(INTERVAL.saturating_sub(took).max(took * PAUSE_FACTOR)).await;
     }
 }
 
@@ -103,11 +103,11 @@ fn event_loop(
             && key.kind != KeyEventKind::Release
         {
             let servers = seen.status.as_ref().map_or(0, |status| status.servers.len());
-            if !view.press(key, servers) {
+            if !view.handle_key(key, servers) {
                 return Ok(());
             }
         }
-        events.try_iter().for_each(|event| seen.take(event));
+        events.try_iter().for_each(|event| seen.update(event));
     }
     Ok(())
 }

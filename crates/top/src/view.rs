@@ -24,30 +24,30 @@ impl Order {
 pub struct View {
     pub order: Order,
     /// Servers above the page.
-    pub skipped: usize,
+    pub first_row: usize,
     /// Servers that fit the newest page.
-    pub room: usize,
+    pub page_size: usize,
 }
 
 impl View {
     /// Handles a key; `servers`: their number. Returns false on q, Esc and Ctrl-C.
-    pub fn press(&mut self, key: KeyEvent, servers: usize) -> bool {
-        let page = self.room.max(1);
+    pub fn handle_key(&mut self, key: KeyEvent, servers: usize) -> bool {
+        let page = self.page_size.max(1);
         match key.code {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
             KeyCode::Char('q') | KeyCode::Esc => return false,
             KeyCode::Char('l') => self.order = Order::Load,
             KeyCode::Char('n') => self.order = Order::Name,
             KeyCode::Char('c') => self.order = Order::NewConnections,
-            KeyCode::Up => self.skipped = self.skipped.saturating_sub(1),
-            KeyCode::Down => self.skipped += 1,
-            KeyCode::PageUp => self.skipped = self.skipped.saturating_sub(page),
-            KeyCode::PageDown => self.skipped += page,
-            KeyCode::Home => self.skipped = 0,
-            KeyCode::End => self.skipped = servers,
+            KeyCode::Up => self.first_row = self.first_row.saturating_sub(1),
+            KeyCode::Down => self.first_row += 1,
+            KeyCode::PageUp => self.first_row = self.first_row.saturating_sub(page),
+            KeyCode::PageDown => self.first_row += page,
+            KeyCode::Home => self.first_row = 0,
+            KeyCode::End => self.first_row = servers,
             _ => {}
         }
-        self.skipped = self.skipped.min(servers.saturating_sub(page));
+        self.first_row = self.first_row.min(servers.saturating_sub(page));
         true
     }
 }
@@ -58,10 +58,10 @@ mod tests {
 
     #[test]
     fn keys_scroll_within_the_servers() {
-        let mut view = View { room: 10, ..View::default() };
+        let mut view = View { page_size: 10, ..View::default() };
         let mut press = |code: KeyCode| {
-            let goes_on = view.press(code.into(), 25);
-            (goes_on, view.order, view.skipped)
+            let goes_on = view.handle_key(code.into(), 25);
+            (goes_on, view.order, view.first_row)
         };
         assert_eq!(press(KeyCode::Up), (true, Order::Name, 0));
         assert_eq!(press(KeyCode::Down).2, 1);
@@ -74,6 +74,6 @@ mod tests {
         assert_eq!(press(KeyCode::Char('l')).1, Order::Load);
         assert_eq!(press(KeyCode::Char('n')).1, Order::Name);
         assert!(!press(KeyCode::Char('q')).0);
-        assert!(!view.press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL), 25));
+        assert!(!view.handle_key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL), 25));
     }
 }

@@ -13,13 +13,13 @@ use crate::{Context as _, RefusedService, WireError, v1};
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetChange {
     /// Number of the previous configuration.
-    pub base: u64,
+    pub base_number: u64,
     /// Number of the next configuration.
     pub number: u64,
     /// The next configuration, with only the new and changed services.
     pub configuration: FleetConfiguration,
     /// Removed services.
-    pub gone: Vec<ServiceIndex>,
+    pub removed_services: Vec<ServiceIndex>,
 }
 
 impl FleetChange {
@@ -39,14 +39,15 @@ impl FleetChange {
             report_interval: new.report_interval,
             table_lifetime: new.table_lifetime,
         };
-        Self { base, number, configuration, gone }
+        Self { base_number: base, number, configuration, removed_services: gone }
     }
 
     /// Returns the message in the form that every load balancer's stream shares.
     pub fn encode(&self) -> Bytes {
         let configuration = v1::FleetConfiguration { number: self.number, ..(&self.configuration).into() };
-        let gone_service_index = self.gone.iter().map(|index| index.get().into()).collect();
-        let message = v1::FleetChange { base: self.base, configuration: Some(configuration), gone_service_index };
+        let gone_service_index = self.removed_services.iter().map(|index| index.get().into()).collect();
+        let message =
+            v1::FleetChange { base: self.base_number, configuration: Some(configuration), gone_service_index };
         message.encode_to_vec().into()
     }
 
@@ -57,13 +58,13 @@ impl FleetChange {
         let gone = message.gone_service_index.iter().map(|index| ServiceIndex::parse("gone_service_index", *index));
         let (base, number, gone) = (message.base, configuration.number, gone.collect::<Result<_, _>>()?);
         let (configuration, refused) = FleetConfiguration::read(configuration).within("configuration")?;
-        Ok((Self { base, number, configuration, gone }, refused))
+        Ok((Self { base_number: base, number, configuration, removed_services: gone }, refused))
     }
 
     /// Returns the next configuration.
     pub fn apply_to(self, before: FleetConfiguration) -> FleetConfiguration {
         let mut services = before.services;
-        services.retain(|service| !self.gone.contains(&service.index));
+        services.retain(|service| !self.removed_services.contains(&service.index));
         let mut places: HashMap<ServiceIndex, usize> =
             services.iter().enumerate().map(|(place, service)| (service.index, place)).collect();
         for changed in self.configuration.services {

@@ -124,7 +124,7 @@ pub struct Server {
     /// Whether it takes new connections; established ones reach it in any case.
     pub eligible: bool,
     /// Whether it has left the service: it is not checked.
-    pub left: bool,
+    pub has_left: bool,
     /// Its weight.
     pub weight: Weight,
     /// Its configured capacity.
@@ -136,7 +136,7 @@ pub struct Server {
 /// Configuration of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentConfiguration {
-    /// Grows with every change of anything but [`AgentConfiguration::servers_before`].
+    /// Grows with every change of anything but [`AgentConfiguration::previous_servers`].
     pub generation: u64,
     /// The services of this server.
     pub services: Vec<StampedService>,
@@ -149,7 +149,7 @@ pub struct AgentConfiguration {
     /// Seed of this server's indirection table.
     pub server_id: ServerId,
     /// Previous servers of this server's buckets, for daisy chaining. May change without a new generation.
-    pub servers_before: Vec<PreviousServer>,
+    pub previous_servers: Vec<PreviousServer>,
     /// Whether an operator waits for the remaining connections: they are counted more often.
     pub draining: bool,
     /// This server's address, to which load balancers send; `None`: from a controller of an older version.
@@ -227,7 +227,7 @@ impl From<&Server> for v1::Server {
             id: server.id.get().into(),
             address: address_bytes(server.address),
             eligible: server.eligible,
-            left: server.left,
+            left: server.has_left,
             weight: server.weight.get(),
             capacity: server.capacity.map_or(0.0, Capacity::get),
             vlan: server.vlan.get().into(),
@@ -254,7 +254,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             report_interval_ms: configuration.report_interval.as_millis() as u32,
             fleet_rss_key: configuration.fleet_rss_key.bytes().to_vec(),
             server_id: configuration.server_id.get().into(),
-            servers_before: configuration.servers_before.iter().map(before).collect(),
+            previous_servers: configuration.previous_servers.iter().map(before).collect(),
             draining: configuration.draining,
             address: configuration.address.map(address_bytes).unwrap_or_default(),
         }
@@ -444,7 +444,7 @@ impl TryFrom<&v1::Server> for Server {
             id: parse_server_id("id", message.id)?,
             address: parse_address("address", &message.address)?,
             eligible: message.eligible,
-            left: message.left,
+            has_left: message.left,
             weight: parse_weight(message.weight)?,
             capacity: parse_capacity(message.capacity)?,
             vlan: Vlan::from_word(message.vlan.into()).map_err(|error| WireError::new("vlan", error))?,
@@ -493,7 +493,7 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
             fleet_rss_key: RssKey::new(&message.fleet_rss_key)
                 .map_err(|error| WireError::new("fleet_rss_key", error))?,
             server_id: parse_server_id("server_id", message.server_id)?,
-            servers_before: parse_each("servers_before", &message.servers_before)?,
+            previous_servers: parse_each("previous_servers", &message.previous_servers)?,
             draining: message.draining,
             address: parse_optional_address("address", &message.address)?,
         })
@@ -515,7 +515,7 @@ pub struct RefusedService {
 
 impl RefusedService {
     /// Returns the previous service with the present servers: drains take effect.
-    pub fn kept(&self, before: &Service) -> Service {
+    pub fn with_servers_of(&self, before: &Service) -> Service {
         Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
     }
 

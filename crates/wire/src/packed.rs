@@ -42,7 +42,7 @@ pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
 }
 
 /// Returns the error of a `None` from [`read`].
-pub fn unreadable(field: &str) -> WireError {
+pub fn error_unreadable(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
 
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[derive(Clone, PartialEq, prost::Message)]
-    struct InBytes {
+    struct EncodedNumbers {
         #[prost(bytes = "bytes", tag = "3")]
         numbers: Bytes,
         #[prost(bytes = "bytes", tag = "5")]
@@ -87,7 +87,8 @@ mod tests {
             doubles in prop::collection::vec(any::<f64>().prop_filter("compared below", |load| !load.is_nan()), 0..50),
         ) {
             use prost::Message as _;
-            let in_bytes = InBytes { numbers: write(numbers.iter().copied()), doubles: write_doubles(doubles.iter().copied()) };
+            let encoded = write(numbers.iter().copied());
+            let in_bytes = EncodedNumbers { numbers: encoded, doubles: write_doubles(doubles.iter().copied()) };
             let repeated = Repeated { numbers, doubles };
             prop_assert_eq!(in_bytes.encode_to_vec(), repeated.encode_to_vec());
             prop_assert_eq!(count(&in_bytes.numbers), repeated.numbers.len());

@@ -7,8 +7,8 @@ use coreward_model::ServerId;
 use coreward_model::load::{Alpha, MAX_LOAD};
 use coreward_model::placement::{BucketCount, Core};
 use coreward_model::policy::{
-    Bin, CandidateList, Capacity, Class, LoadSpread, Loads, MAX_CANDIDATES, RackSummary, ReducedServer, SpreadBins,
-    Weight,
+    Bin, CandidateList, Capacity, LoadSpread, Loads, MAX_CANDIDATES, RackSummary, ReducedServer, ServerClass,
+    SpreadBins, Weight,
 };
 use prost::Message as _;
 
@@ -169,8 +169,8 @@ fn parse_server(message: &v1::RackServer) -> Result<RackServer, WireError> {
 
 fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     let count = message.server_id.len();
-    length_is("eligible", message.eligible.len(), count)?;
-    length_is("has_full_share", message.has_full_share.len(), count)?;
+    check_length("eligible", message.eligible.len(), count)?;
+    check_length("has_full_share", message.has_full_share.len(), count)?;
     let member = |position: usize| {
         Ok(RackMember {
             id: parse_server_id("server_id", message.server_id[position])?,
@@ -202,7 +202,7 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
             message.whole.push(v1::WholeServer { server_id: id, load: cores.to_vec() });
         }
     }
-    let spread = |(class, bins): &(Class, SpreadBins)| v1::LoadSpread {
+    let spread = |(class, bins): &(ServerClass, SpreadBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.speed,
         bin: packed::write(bins.iter().map(|(bin, _)| u64::from(*bin))),
@@ -231,7 +231,7 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         let unknown = || WireError::new("whole.server_id", format!("{id}: expected one of `server_id`"));
         let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown())?;
         whole.load.iter().try_for_each(|load| is_load("whole.load", *load))?;
-        length_is("whole.load", whole.load.len(), message.cores[position] as usize)?;
+        check_length("whole.load", whole.load.len(), message.cores[position] as usize)?;
         servers[position].loads = Loads::Relayed(whole.load.clone().into());
     }
     let spreads: Vec<_> = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
@@ -247,8 +247,8 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
 
 fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireError> {
     let count = message.server_id.len();
-    length_is("cores", message.cores.len(), count)?;
-    length_is("load_sum", message.load_sum.len(), count)?;
+    check_length("cores", message.cores.len(), count)?;
+    check_length("load_sum", message.load_sum.len(), count)?;
     if !message.server_id.is_sorted_by(|id, next| id < next) {
         return Err(WireError::new("server_id", "not in ascending order"));
     }
@@ -264,19 +264,19 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireEr
     parallel.map(server).collect()
 }
 
-fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, SpreadBins), WireError> {
+fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, SpreadBins), WireError> {
     let count = packed::count(&message.bin);
-    length_is("cores", packed::count(&message.cores), count)?;
-    length_is("sum", packed::count(&message.sum), count)?;
+    check_length("cores", packed::count(&message.cores), count)?;
+    check_length("sum", packed::count(&message.sum), count)?;
     if !(message.speed.is_finite() && message.speed > 0.0) {
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
-    let class = Class { weight: parse_weight(message.weight)?, speed: message.speed };
+    let class = ServerClass { weight: parse_weight(message.weight)?, speed: message.speed };
     let mut bins = SpreadBins::with_capacity(count);
     let numbers = packed::read(&message.bin).zip(packed::read(&message.cores)).zip(packed::read(&message.sum));
     for ((bin, cores), sum) in numbers {
         let (Some(bin), Some(cores), Some(sum)) = (bin, cores, sum) else {
-            return Err(packed::unreadable("bin, cores, sum"));
+            return Err(packed::error_unreadable("bin, cores, sum"));
         };
         let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BINS - 1));
         let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadSpread::BINS).ok_or_else(expected)?;
@@ -297,8 +297,8 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, SpreadBins), WireErr
 /// Parses a list. It is on the hot path: each message has thousands of candidates. `ids`: of the summary's servers.
 fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
     let count = packed::count(&message.server);
-    length_is("core", packed::count(&message.core), count)?;
-    length_is("load", packed::count_doubles("load", &message.load)?, count)?;
+    check_length("core", packed::count(&message.core), count)?;
+    check_length("load", packed::count_doubles("load", &message.load)?, count)?;
     if !(1..=u32::from(MAX_CANDIDATES)).contains(&message.per_bucket) {
         let problem = format!("{}: expected 1 to {MAX_CANDIDATES}", message.per_bucket);
         return Err(WireError::new("per_bucket", problem));
@@ -308,7 +308,7 @@ fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<Candidate
     let mut candidates = Vec::with_capacity(count);
     for ((server, core), load) in cores.zip(packed::read_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
-            return Err(packed::unreadable("server, core"));
+            return Err(packed::error_unreadable("server, core"));
         };
         let Some(id) = usize::try_from(server).ok().and_then(|at| ids.get(at)) else {
             return Err(WireError::new("server", format!("{server}: expected a position below {}", ids.len())));
@@ -335,7 +335,7 @@ fn is_load_of(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
     Err(WireError::new(field, format!("{load}: expected a number from 0 to {most}")))
 }
 
-fn length_is(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
+fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
     if length == expected {
         return Ok(());
     }

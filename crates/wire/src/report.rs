@@ -15,7 +15,7 @@ use crate::{Context as _, ReportedRss, WireError, v1};
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// Time of sending by the server's wall clock (since 1970).
-    pub sent: Duration,
+    pub sent_at: Duration,
     /// Time without a newer report after which the server counts as neutral.
     pub time_to_live: Duration,
     /// Sequence, time and busy time of the cores.
@@ -40,7 +40,7 @@ const SERVER_COUNTERS: [&[&str]; 3] =
     [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
 /// Returns whether the service has an address, which is a label of metrics.
-fn listens(service: &v1::DispatchedService) -> bool {
+fn has_address(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }
 
@@ -63,7 +63,7 @@ pub struct ReportDetails {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CountedConnections {
     /// Time since the start of the count, when the report was sent (whole ms, up to 49 days).
-    pub age: Duration,
+    pub elapsed: Duration,
     /// Generation of the agent's configuration that was in force when the count began.
     pub configuration_generation: u64,
     /// By service name: all of TCP in that configuration, also those without connections.
@@ -73,7 +73,7 @@ pub struct CountedConnections {
 impl From<v1::CountedConnections> for CountedConnections {
     fn from(message: v1::CountedConnections) -> Self {
         Self {
-            age: Duration::from_millis(message.age_ms.into()),
+            elapsed: Duration::from_millis(message.age_ms.into()),
             configuration_generation: message.configuration_generation,
             services: message.services.into_iter().map(|(name, count)| (sanitize(name), count)).collect(),
         }
@@ -83,7 +83,7 @@ impl From<v1::CountedConnections> for CountedConnections {
 impl From<CountedConnections> for v1::CountedConnections {
     fn from(counted: CountedConnections) -> Self {
         Self {
-            age_ms: u32::try_from(counted.age.as_millis()).unwrap_or(u32::MAX),
+            age_ms: u32::try_from(counted.elapsed.as_millis()).unwrap_or(u32::MAX),
             configuration_generation: counted.configuration_generation,
             services: counted.services.into_iter().collect(),
         }
@@ -100,14 +100,14 @@ pub enum ReportError {
     #[error("time_to_live_ms: {0}: expected 1 to {MAX_TIME_TO_LIVE_MS}")]
     TimeToLive(u32),
     /// More than one server can have.
-    #[error("{what}: {count}: expected at most {most}")]
+    #[error("{field}: {count}: expected at most {limit}")]
     TooLarge {
         /// The field.
-        what: &'static str,
+        field: &'static str,
         /// Number in the report.
         count: usize,
         /// Limit.
-        most: usize,
+        limit: usize,
     },
 }
 
@@ -141,7 +141,7 @@ impl TryFrom<v1::Report> for Report {
             ("connections", message.connections.as_ref().map_or(0, |counted| counted.services.len()), MAX_COUNTED),
         ] {
             if count > most {
-                return Err(ReportError::TooLarge { what, count, most });
+                return Err(ReportError::TooLarge { field: what, count, limit: most });
             }
         }
         let rss =
@@ -149,12 +149,12 @@ impl TryFrom<v1::Report> for Report {
         let details = (!message.without_details).then(|| ReportDetails {
             counters: retain_known_counters(message.counters, &SERVER_COUNTERS).into_iter().collect(),
             warnings: message.warnings.into_iter().map(sanitize).collect(),
-            dispatch: message.dispatch.into_iter().filter(listens).map(readable_dispatched).collect(),
+            dispatch: message.dispatch.into_iter().filter(has_address).map(readable_dispatched).collect(),
             connections: message.connections.map(CountedConnections::from),
             refused: readable_refused(message.refused),
         });
         Ok(Self {
-            sent: Duration::from_nanos(message.sent_unix_ns),
+            sent_at: Duration::from_nanos(message.sent_unix_ns),
             time_to_live: Duration::from_millis(message.time_to_live_ms.into()),
             readings: CoreReadings {
                 sequence: message.sequence,
@@ -193,7 +193,7 @@ impl From<Report> for v1::Report {
         let ReportDetails { counters, warnings, dispatch, connections, refused } = report.details.unwrap_or_default();
         Self {
             sequence: report.readings.sequence,
-            sent_unix_ns: report.sent.as_nanos() as u64,
+            sent_unix_ns: report.sent_at.as_nanos() as u64,
             time_to_live_ms: report.time_to_live.as_millis() as u32,
             measured_ns: report.readings.measured_ns,
             core_busy_ns: report.readings.busy_ns,

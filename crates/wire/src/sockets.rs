@@ -34,25 +34,25 @@ pub struct SocketAnswer {
     /// As in the query.
     pub load_balancer_session: u64,
     /// For each client of the query whether there is a socket; at most [`MAX_CLIENTS`]. Empty: the agent is away.
-    pub open: Vec<bool>,
+    pub is_open: Vec<bool>,
 }
 
 impl SocketQuery {
     /// Returns the answer for an absent agent.
-    pub fn absent(&self) -> SocketAnswer {
+    pub fn absent_answer(&self) -> SocketAnswer {
         self.answer(Vec::new())
     }
 
     /// Returns the answer to this query.
     pub fn answer(&self, open: Vec<bool>) -> SocketAnswer {
-        SocketAnswer { number: self.number, load_balancer_session: self.load_balancer_session, open }
+        SocketAnswer { number: self.number, load_balancer_session: self.load_balancer_session, is_open: open }
     }
 }
 
 impl SocketAnswer {
     /// Returns whether the agent was absent.
     pub fn is_absent(&self) -> bool {
-        self.open.is_empty()
+        self.is_open.is_empty()
     }
 }
 
@@ -93,7 +93,7 @@ impl TryFrom<&v1::SocketQuery> for SocketQuery {
 
 impl From<SocketAnswer> for v1::SocketAnswer {
     fn from(answer: SocketAnswer) -> Self {
-        Self { number: answer.number, load_balancer_session: answer.load_balancer_session, open: answer.open }
+        Self { number: answer.number, load_balancer_session: answer.load_balancer_session, open: answer.is_open }
     }
 }
 
@@ -102,7 +102,7 @@ impl TryFrom<v1::SocketAnswer> for SocketAnswer {
 
     fn try_from(message: v1::SocketAnswer) -> Result<Self, WireError> {
         at_most("open", message.open.len())?;
-        Ok(Self { number: message.number, load_balancer_session: message.load_balancer_session, open: message.open })
+        Ok(Self { number: message.number, load_balancer_session: message.load_balancer_session, is_open: message.open })
     }
 }
 

@@ -93,7 +93,7 @@ fn length_at_most(field: &str, length: usize, largest: u32) -> Result<(), WireEr
     Err(WireError::new(field, format!("{length} entries: expected at most {largest}")))
 }
 
-fn length_is(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
+fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
     if length == expected {
         return Ok(());
     }
@@ -103,7 +103,7 @@ fn length_is(field: &str, length: usize, expected: usize) -> Result<(), WireErro
 fn parse_groups(keys: &[Vec<u8>], inputs: &[u32]) -> Result<Vec<RssKey>, WireError> {
     length_at_most("group_keys", keys.len(), intf::MAX_RSS_GROUPS)?;
     if !inputs.is_empty() {
-        length_is("group_inputs", inputs.len(), keys.len())?;
+        check_length("group_inputs", inputs.len(), keys.len())?;
     }
     let inputs = inputs.iter().copied().chain(std::iter::repeat(0));
     keys.iter()
@@ -128,8 +128,8 @@ fn parse_before(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
 fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<Candidate>, WireError> {
     let count = message.candidate_load.len();
     length_at_most("candidate_load", count, intf::MAX_TABLE_CANDIDATES)?;
-    length_is("candidate_server_id", message.candidate_server_id.len(), count)?;
-    length_is("candidate_core_slot", message.candidate_core_slot.len(), count)?;
+    check_length("candidate_server_id", message.candidate_server_id.len(), count)?;
+    check_length("candidate_core_slot", message.candidate_core_slot.len(), count)?;
     let slots = message.core_slot.len();
     let parallel = message.candidate_load.iter().zip(&message.candidate_server_id).zip(&message.candidate_core_slot);
     parallel
@@ -154,7 +154,7 @@ fn parse_core_slots(cores: &[u32]) -> Result<Vec<Core>, WireError> {
 
 fn parse_members(message: &v1::PlacementTable) -> Result<Vec<Member>, WireError> {
     length_at_most("member_server_id", message.member_server_id.len(), intf::MAX_MEMBERS)?;
-    length_is("member_load", message.member_load.len(), message.member_server_id.len())?;
+    check_length("member_load", message.member_load.len(), message.member_server_id.len())?;
     let parallel = message.member_server_id.iter().zip(&message.member_load);
     parallel
         .map(|(server, load)| Ok(Member { server: parse_server_id("member_server_id", *server)?, load: *load }))
@@ -166,15 +166,15 @@ fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
     let buckets = table.bucket_count.get() as usize;
     let per_bucket = table.candidates_per_bucket as usize;
     if !table.core_slot_ages.is_empty() {
-        length_is("core_slot_age", table.core_slot_ages.len(), table.core_slots.len())?;
+        check_length("core_slot_age", table.core_slot_ages.len(), table.core_slots.len())?;
     }
-    length_is("candidate_load", table.candidates.len(), table.groups.len() * buckets * per_bucket)?;
+    check_length("candidate_load", table.candidates.len(), table.groups.len() * buckets * per_bucket)?;
     if table.members.is_empty() {
-        return length_is("consistent_server_id", table.consistent.len(), 0);
+        return check_length("consistent_server_id", table.consistent.len(), 0);
     }
-    length_is("consistent_server_id", table.consistent.len(), buckets)?;
+    check_length("consistent_server_id", table.consistent.len(), buckets)?;
     if !table.consistent_before.is_empty() {
-        length_is("consistent_before_id", table.consistent_before.len(), buckets)?;
+        check_length("consistent_before_id", table.consistent_before.len(), buckets)?;
     }
     if table.groups.is_empty() {
         return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::{Files, Identity, Name, Role};
+use coreward_tls::{CredentialFiles, Identity, Name, Role};
 
 /// An authority, and what it has signed.
 pub struct Certificates {
@@ -23,17 +23,17 @@ impl Certificates {
     }
 
     /// A new certificate. Fails when it cannot be written.
-    pub fn issue(&self, role: Role, name: &str) -> anyhow::Result<Files> {
+    pub fn issue(&self, role: Role, name: &str) -> anyhow::Result<CredentialFiles> {
         let identity = Identity { fleet: self.fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
         let bundle = self.directory.join(format!("{role}-{name}"));
         self.authority.issue(&identity, &[], Validity::from_now(DAY))?.write(&bundle, &self.authority)?;
         let file = |file: &str| bundle.join(file);
-        Ok(Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") })
+        Ok(CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") })
     }
 
     /// `[tls]` of a daemon's file, with a new certificate. Fails when it cannot be written.
     pub fn table(&self, role: Role, name: &str) -> anyhow::Result<String> {
-        let Files { ca, certificate, key } = self.issue(role, name)?;
+        let CredentialFiles { ca, certificate, key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))
     }
 }

@@ -229,7 +229,7 @@ impl Service {
             dispatch.add_worker(socket.as_fd(), std::process::id())?;
         }
         dispatch.attach(sockets[0].as_fd())?;
-        dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 2, 1, 4, 0));
+        dispatch.set_bounds(|workers| ClassBounds::with_reserved_cores(workers, 2, 1, 4, 0));
         let program = dispatch.program().try_clone_to_owned()?;
         let egress = dispatch.responses_program().try_clone_to_owned()?;
         let (clients, dispatch) = (clients(address)?, Some((dispatch, pins)));

@@ -43,8 +43,8 @@ impl Default for Args {
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const LOOPBACK_INDEX: u32 = 1;
 const IDLE_OF: usize = 100;
-/// More than LARGEST_STEP_MS of bpf/include/server.h.
-const SILENCE: Duration = Duration::from_millis(intf::LARGEST_STEP_MS as u64 + 1_000);
+/// More than MAX_STEP_MS of bpf/include/server.h.
+const SILENCE: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
 /// Connections that are not to be idle are asked so often.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -160,7 +160,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
              others were idle for more than {} ms before. `all`: every one was, and finds an entry of its own.",
             args.connections,
             args.rounds,
-            intf::LARGEST_STEP_MS,
+            intf::MAX_STEP_MS,
         ),
         tables: vec![table],
     })

@@ -157,8 +157,8 @@ fn millions_per_second(operations: u64, started: Instant) -> f64 {
 fn decide(cores: u16, decisions: u64) -> f64 {
     let ranked: Vec<_> = (0..SERVICES).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
     let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, DEPTH);
-    let mut balancer =
-        JoinBoundedShortestRankedQueue::with(ranks, &FeoConfig::strict(0..SERVICES)).expect("a valid configuration");
+    let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &FeoConfig::strict(0..SERVICES))
+        .expect("a valid configuration");
     let mut outstanding = VecDeque::new();
     let started = Instant::now();
     for number in 0..decisions {

@@ -39,7 +39,7 @@ fn rows() -> Vec<Row> {
         rows.push((name.to_string(), Box::new(move |seed| Some(named(name, seed).expect("a policy of the registry")))));
     }
     for share in [0.1, 0.25, 0.5, 1.0, 2.0] {
-        let make = move |seed| Some(Box::new(CrossRssPlus::counting(seed, share)) as Box<dyn Policy>);
+        let make = move |seed| Some(Box::new(CrossRssPlus::with_share(seed, share)) as Box<dyn Policy>);
         rows.push((format!("crossrss-plus, counting {share}"), Box::new(make)));
     }
     rows.push(("noise floor (perfect placement)".to_string(), Box::new(|_| None)));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use coreward_api::types::ReportState;
 use coreward_controller::Now;
-use coreward_fleet::clock::wall_now;
+use coreward_fleet::clock::wall_clock;
 use coreward_rack::reducer::Reducer;
 use coreward_tls::Role;
 use coreward_wire::v1;
@@ -134,7 +134,7 @@ impl Rack {
         // The first reports are no loads yet.
         for round in 0..=ROUNDS {
             let reports: Vec<v1::Report> = servers.iter_mut().map(FakeAgent::report).collect();
-            let wall = wall_now();
+            let wall = wall_clock();
             let now = Now { monotonic: interval * round as u32, wall, record: wall };
             let begun = thread_time();
             for (agent, report) in agents.clone().zip(reports) {

@@ -112,7 +112,7 @@ impl Cookies {
 
     /// The server that a packet with that TSecr reaches; `None`: it goes to all or is dropped.
     fn reached(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
-        let buckets = Buckets::OfService(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
+        let buckets = Buckets::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
         self.harness.change(&Change::Tokens(buckets, true))?;
         let ip = Ip {
             mac: OWN_MAC,

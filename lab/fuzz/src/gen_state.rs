@@ -309,7 +309,7 @@ impl GenState {
             _ => {
                 let mac = [2, 0, 0, 2, 0, rng.u8()];
                 self.owners.push(mac);
-                Change::Owner(number, Owner::At(mac))
+                Change::Owner(number, Owner::Reachable(mac))
             }
         }
     }
@@ -325,8 +325,8 @@ impl GenState {
             12 => {
                 let reason = rng.below(REASONS) as Reason;
                 let buckets = match rng.below(2) {
-                    0 => Buckets::OfAll(reason),
-                    _ => Buckets::OfSources(rng.below(8)),
+                    0 => Buckets::Total(reason),
+                    _ => Buckets::Sources(rng.below(8)),
                 };
                 Change::Tokens(buckets, rng.chance(3, 4))
             }
@@ -351,7 +351,7 @@ impl GenState {
             }
             2..4 => {
                 let reason = rng.below(REASONS) as Reason;
-                Change::Tokens(Buckets::OfService(planned.service_slot, reason), rng.chance(1, 2))
+                Change::Tokens(Buckets::Service(planned.service_slot, reason), rng.chance(1, 2))
             }
             4 if !planned.servers.is_empty() => Change::Server(planned.service_slot, rng.pick(&planned.servers), None),
             5 if !planned.servers.is_empty() => {

@@ -189,7 +189,7 @@ impl Instance {
             Change::LimitEntries(per_source) => self.memory.limit_entries(*per_source),
             Change::Owner(number, Owner::Unknown) => self.lb.forget_owner(*number),
             Change::Owner(number, Owner::Lost) => self.lb.set_owner_mac(*number, None),
-            Change::Owner(number, Owner::At(mac)) => self.lb.set_owner_mac(*number, Some(MacAddress(*mac))),
+            Change::Owner(number, Owner::Reachable(mac)) => self.lb.set_owner_mac(*number, Some(MacAddress(*mac))),
             Change::Clock(clock) => self.lb.tick(Duration::from_millis(u64::from(clock.0) * 100)),
             Change::Sweep => drop(self.lb.due_connections(&Timers::default(), 0)),
             Change::Free(_) => {
@@ -246,7 +246,7 @@ impl Harness {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST.burst - 1);
         let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
         let constants = Constants {
-            broadcast: [BroadcastRates { by_source: rate, by_service: rate, of_all: rate }; REASONS],
+            broadcast: [BroadcastRates { per_source: rate, per_service: rate, total: rate }; REASONS],
             flow_sets: setup.flow_sets,
             connection_table: setup.connection_table,
             count_traffic: setup.count_traffic,

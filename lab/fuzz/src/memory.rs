@@ -62,15 +62,15 @@ impl Memory {
         let word = |at: usize| at * size_of::<u64>();
         let set = |start: usize, at: usize| self.broadcast.store(start + word(at), paid_until);
         match buckets {
-            Buckets::OfService(service, reason) => {
+            Buckets::Service(service, reason) => {
                 set(
-                    offset_of!(intf::broadcast_buckets, by_service),
+                    offset_of!(intf::broadcast_buckets, per_service),
                     service * intf::LIMITED_KIND_SLOTS as usize + reason as usize,
                 );
             }
-            Buckets::OfAll(reason) => set(offset_of!(intf::broadcast_buckets, of_all), reason as usize),
-            Buckets::OfSources(first) => {
-                Buckets::sources(first).for_each(|at| set(offset_of!(intf::broadcast_buckets, by_source), at));
+            Buckets::Total(reason) => set(offset_of!(intf::broadcast_buckets, total), reason as usize),
+            Buckets::Sources(first) => {
+                Buckets::sources(first).for_each(|at| set(offset_of!(intf::broadcast_buckets, per_source), at));
             }
         }
     }

@@ -114,7 +114,7 @@ impl Promises {
                 service.members = table.members.iter().map(|member| member.server).collect();
                 service.down = table.down.iter().copied().collect();
             }
-            Change::Owner(number, Owner::At(mac)) => drop(self.owners.insert(number.get(), *mac)),
+            Change::Owner(number, Owner::Reachable(mac)) => drop(self.owners.insert(number.get(), *mac)),
             Change::Owner(number, _) => drop(self.owners.remove(&number.get())),
             _ => {}
         }

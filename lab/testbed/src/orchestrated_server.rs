@@ -138,7 +138,7 @@ impl Handler for CoreServer<'_> {
 
     fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         match &self.shared.allocator {
-            Some(allocator) => allocator.act(hint, worker),
+            Some(allocator) => allocator.apply_hint(hint, worker),
             None => worker.rearm_load_monitor(hint.service),
         }
     }

@@ -9,7 +9,7 @@ use coreward_metrics::snapshot::Snapshot;
 use coreward_metrics::table::Kind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, family};
 
-use super::{Agent, named};
+use super::{Agent, counters_by_name};
 use crate::dispatch;
 
 metrics! {
@@ -31,7 +31,7 @@ impl Agent {
     /// Returns all metrics as of now; the cores' busy time as of the newest report. `more_warnings`: those of the
     /// connection to the controller.
     pub fn metrics(&self, more_warnings: &[String]) -> Snapshot {
-        let mut page = component::begin(Component::Agent);
+        let mut page = component::base_snapshot(Component::Agent);
         let server = self.config.server.as_str();
         page.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation() as f64);
         page.add(&AGENT_REPORTS_TOTAL, [], self.sequence as f64);
@@ -41,10 +41,10 @@ impl Agent {
         for (core, busy_ns) in self.readings.iter().enumerate() {
             page.add(&AGENT_CORE_BUSY_SECONDS_TOTAL, [&core.to_string()], *busy_ns as f64 / 1e9);
         }
-        let counters = named(&self.programs.counters(), &self.steering).into_iter();
+        let counters = counters_by_name(&self.programs.counters(), &self.steering).into_iter();
         let counters: BTreeMap<String, u64> = counters.chain(self.decapsulator.counters()).collect();
         component::server_counters(&mut page, server, self.rss_counters(), counters.iter());
-        let dispatched = self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default();
+        let dispatched = self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default();
         component::dispatch(&mut page, server, &dispatched);
         page
     }

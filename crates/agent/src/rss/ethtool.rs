@@ -151,7 +151,7 @@ pub fn flow_rules(interface: &str) -> (bool, u64) {
 
 /// Returns the key of drivers that show none.
 fn host_key() -> Result<Vec<u8>, RssUnknown> {
-    let failed = |source| RssUnknown::Io { what: HOST_KEY.to_owned(), source };
+    let failed = |source| RssUnknown::Io { operation: HOST_KEY.to_owned(), source };
     let text = fs::read_to_string(HOST_KEY).map_err(failed)?;
     let bytes: Result<Vec<u8>, _> = text.trim().split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
     let mut bytes = bytes.map_err(|error| failed(io::Error::other(error)))?;
@@ -180,7 +180,7 @@ impl EthtoolRss {
         if source.raw_os_error() == Some(libc::EOPNOTSUPP) {
             return RssUnknown::Unsupported(self.interface.clone());
         }
-        RssUnknown::Io { what: format!("{}: {what}", self.interface), source }
+        RssUnknown::Io { operation: format!("{}: {what}", self.interface), source }
     }
 
     fn rxfh(&self) -> Result<Rxfh, RssUnknown> {

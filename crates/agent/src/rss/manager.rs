@@ -96,12 +96,12 @@ impl RssManager {
         let receive_queues = self.device.receive_queues();
         let known = match self.device.read() {
             Ok(rss) => {
-                self.problem = beyond_queues(&rss.indirection_table, receive_queues);
+                self.problem = queue_range_problem(&rss.indirection_table, receive_queues);
                 let input = self.observed_input.unwrap_or(rss.key.input());
                 Some(Rss { key: rss.key.with_input(input), ..rss })
             }
             Err(error) => {
-                self.note(error);
+                self.record_error(error);
                 None
             }
         };
@@ -111,7 +111,7 @@ impl RssManager {
         }
     }
 
-    fn note(&mut self, error: RssUnknown) {
+    fn record_error(&mut self, error: RssUnknown) {
         let text = format!("RSS is not known: {error}");
         if self.problem.as_ref() != Some(&text) {
             tracing::warn!(event = "rss-unknown", %error, "RSS is not known");
@@ -139,7 +139,7 @@ impl RssManager {
             indirection_table: table.queues().iter().map(|queue| u32::from(*queue)).collect(),
             input_transform: current.as_ref().map_or(0, |current| current.input_transform),
         };
-        if current.as_ref().is_ok_and(|current| holds(current, &settings)) {
+        if current.as_ref().is_ok_and(|current| has_settings(current, &settings)) {
             return Ok(());
         }
         if let Ok(current) = current
@@ -186,7 +186,7 @@ impl RssManager {
 }
 
 /// Returns whether a NIC has these settings: a longer key may follow, and a NIC that shows no key accepts none.
-fn holds(current: &RssSettings, desired: &RssSettings) -> bool {
+fn has_settings(current: &RssSettings, desired: &RssSettings) -> bool {
     let key = desired.key.as_deref().unwrap_or_default();
     current.indirection_table == desired.indirection_table
         && current.key.as_ref().is_none_or(|current| {
@@ -195,7 +195,7 @@ fn holds(current: &RssSettings, desired: &RssSettings) -> bool {
         })
 }
 
-fn beyond_queues(table: &IndirectionTable, receive_queues: u16) -> Option<String> {
+fn queue_range_problem(table: &IndirectionTable, receive_queues: u16) -> Option<String> {
     let highest = table.queues().iter().max().copied().unwrap_or(0);
     (highest >= receive_queues)
         .then(|| format!("the RSS table names receive queue {highest}, but there are {receive_queues} queues"))

@@ -43,10 +43,10 @@ pub enum RssUnknown {
     #[error("{interface}: {source}")]
     Key { interface: String, source: RssKeyLength },
     /// An error of the kernel or the file system.
-    #[error("{what}: {source}")]
+    #[error("{operation}: {source}")]
     Io {
         /// The attempted operation.
-        what: String,
+        operation: String,
         source: std::io::Error,
     },
 }

@@ -7,9 +7,9 @@
 use coreward_model::rss::IndirectionTable;
 
 /// Log of the odds at which it decides.
-const CERTAIN: f64 = 13.8; // ln 10^6
+const DECISION_LOG_ODDS: f64 = 13.8; // ln 10^6
 /// Fraction of SYNs on other queues while the table is in force: a rule for one flow, a change in between.
-const STRAYS: f64 = 0.02;
+const STRAY_FRACTION: f64 = 0.02;
 
 /// Conclusion from the sampled SYNs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
@@ -46,13 +46,14 @@ impl RssVerifier {
     pub fn observe(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> Verdict {
         let (matched_before, mismatched_before) = self.last_counters.replace((matched, mismatched)).unwrap_or_default();
         let chance = match_probability(table);
-        if chance > 1.0 - STRAYS {
+        if chance > 1.0 - STRAY_FRACTION {
             return self.verdict;
         }
         let new_matches = matched.saturating_sub(matched_before) as f64;
         let new_mismatches = mismatched.saturating_sub(mismatched_before) as f64;
-        self.log_odds += new_mismatches * ((1.0 - chance) / STRAYS).ln() + new_matches * (chance / (1.0 - STRAYS)).ln();
-        if self.log_odds.abs() >= CERTAIN {
+        self.log_odds += new_mismatches * ((1.0 - chance) / STRAY_FRACTION).ln()
+            + new_matches * (chance / (1.0 - STRAY_FRACTION)).ln();
+        if self.log_odds.abs() >= DECISION_LOG_ODDS {
             self.verdict = if self.log_odds > 0.0 { Verdict::NotInForce } else { Verdict::InForce };
             self.log_odds = 0.0;
         }

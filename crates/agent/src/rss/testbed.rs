@@ -24,14 +24,14 @@ impl TestbedRss {
     }
 
     fn failed(&self, source: std::io::Error) -> RssUnknown {
-        RssUnknown::Io { what: format!("emulated NIC {}", self.pin.display()), source }
+        RssUnknown::Io { operation: format!("emulated NIC {}", self.pin.display()), source }
     }
 
     fn open(&self) -> Result<MapHandle, RssUnknown> {
         MapHandle::from_pinned_path(&self.pin).map_err(|error| self.failed(std::io::Error::other(error)))
     }
 
-    fn registers(&self) -> Result<Box<intf::emulated_rss>, RssUnknown> {
+    fn read_registers(&self) -> Result<Box<intf::emulated_rss>, RssUnknown> {
         let bytes = self.open()?.lookup(&0u32.to_ne_bytes(), MapFlags::ANY).ok().flatten();
         let registers = bytes.and_then(|bytes| intf::emulated_rss::read_from_bytes(&bytes).ok());
         registers.map(Box::new).ok_or_else(|| self.failed(std::io::Error::other("no struct emulated_rss")))
@@ -55,7 +55,7 @@ impl RssDevice for TestbedRss {
     }
 
     fn read(&self) -> Result<Rss, RssUnknown> {
-        let rss = Rss::from_emulated(&*self.registers()?);
+        let rss = Rss::from_emulated(&*self.read_registers()?);
         let rss = rss.map_err(|error| self.failed(std::io::Error::other(error)))?;
         Ok(Rss { key: rss.key.with_input(InputTransform::None), ..rss })
     }
@@ -65,7 +65,7 @@ impl RssDevice for TestbedRss {
     }
 
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
-        let registers = self.registers()?;
+        let registers = self.read_registers()?;
         let rss = match Rss::from_emulated(&registers) {
             Ok(current) => Rss {
                 key: settings

@@ -132,7 +132,7 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned(pin_directory) {
         // Closed sockets have taken the program with them.
         for listener in listeners::waiting(&listeners::listening(address)?)?.iter().take(1) {
-            if let Err(error) = reuseport::detach(listeners::take(listener)?.as_fd()) {
+            if let Err(error) = reuseport::detach(listeners::duplicate_socket(listener)?.as_fd()) {
                 tracing::debug!(event = "steering-kept", %address, error = format!("{error:#}"), "cannot detach");
             }
         }
@@ -207,7 +207,7 @@ impl Service {
         let mut slots = Vec::with_capacity(found.len());
         let mut attached = false;
         for listener in found {
-            let socket = listeners::take(listener)?;
+            let socket = listeners::duplicate_socket(listener)?;
             let cookie = reuseport::socket_cookie(socket.as_fd())?;
             slots.push(match steered.get(&cookie) {
                 Some(slot) => *slot,

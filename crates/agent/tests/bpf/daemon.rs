@@ -103,7 +103,7 @@ fn run_agent_until(
 }
 
 /// Whether a controller has got so many reports, and so many of them with details.
-fn reported(listener: &Listener, count: usize, detailed: usize) -> bool {
+fn has_reports(listener: &Listener, count: usize, detailed: usize) -> bool {
     let reports = reports(&listener.received.lock().unwrap());
     reports.len() >= count && reports.iter().filter(|report| report.details.is_some()).count() >= detailed
 }
@@ -136,7 +136,7 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         assert_eq!(sysctl(), "1", "nothing is stamped yet");
         std::fs::write(busy_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
         let began = Instant::now();
-        let received = run_agent_until(&mut agent, Listener::default(), |listener| reported(listener, 30, 3))?;
+        let received = run_agent_until(&mut agent, Listener::default(), |listener| has_reports(listener, 30, 3))?;
         let elapsed = began.elapsed();
         assert_eq!(sysctl(), "2");
 
@@ -212,7 +212,7 @@ fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
             let served = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
             assert!(served.is_err(), "it ended: {served:?}");
         });
-        let received = run_agent_until(&mut agent, Listener::default(), |listener| reported(listener, 6, 0))?;
+        let received = run_agent_until(&mut agent, Listener::default(), |listener| has_reports(listener, 6, 0))?;
         assert!(reports(&received).len() > 5);
         agent.detach()
     })
@@ -282,8 +282,8 @@ fn socket_query_returns_open_sockets() -> anyhow::Result<()> {
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
         let server_before = |id, address| PreviousServer { id: ServerId::try_from(id).unwrap(), address };
-        let servers_before = vec![server_before(1, there), server_before(2, missing)];
-        agent.configure(AgentConfiguration { servers_before, ..configuration() }, &[]);
+        let previous_servers = vec![server_before(1, there), server_before(2, missing)];
+        agent.configure(AgentConfiguration { previous_servers, ..configuration() }, &[]);
         wait_until("one of two servers is found", || {
             agent.maintain();
             let missing = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
@@ -291,7 +291,7 @@ fn socket_query_returns_open_sockets() -> anyhow::Result<()> {
         })?;
         let both = agent.warnings().iter().any(|warning| warning.contains(&missing.to_string()));
         assert!(both, "{:?}", agent.warnings());
-        agent.configure(AgentConfiguration { servers_before: vec![], ..configuration() }, &[]);
+        agent.configure(AgentConfiguration { previous_servers: vec![], ..configuration() }, &[]);
         assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
 
         let listener = TcpListener::bind(SERVICE)?;
@@ -308,7 +308,7 @@ fn socket_query_returns_open_sockets() -> anyhow::Result<()> {
         };
         assert_eq!(
             agent.answer(&query)?,
-            SocketAnswer { number: 7, load_balancer_session: 8, open: vec![false, true] }
+            SocketAnswer { number: 7, load_balancer_session: 8, is_open: vec![false, true] }
         );
         let udp = ServiceAddress { protocol: Protocol::Udp, ..service };
         assert!(agent.answer(&SocketQuery { service: udp, ..query }).is_err());

@@ -8,18 +8,18 @@ use serde::{Deserialize, Deserializer};
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Number {
-    Whole(u64),
-    Other(f64),
+    Integer(u64),
+    Float(f64),
 }
 
-fn of<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Number) -> Result<T, E> {
+fn to_integer<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Number) -> Result<T, E> {
     let whole = match number {
-        Number::Whole(whole) => whole,
+        Number::Integer(whole) => whole,
         // Exact below 2^53, the limit in requests.
-        Number::Other(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_INTEGER as f64 => {
+        Number::Float(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_INTEGER as f64 => {
             other as u64
         }
-        Number::Other(other) => return Err(E::custom(format!("{other}: expected a whole number from 0 on"))),
+        Number::Float(other) => return Err(E::custom(format!("{other}: expected a whole number from 0 on"))),
     };
     T::try_from(whole).map_err(|error| E::custom(format!("{whole}: {error}")))
 }
@@ -29,5 +29,5 @@ pub fn whole_number<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(
 ) -> Result<T, D::Error> {
     let number =
         Number::deserialize(deserializer).map_err(|_| D::Error::custom("expected a whole number from 0 on"))?;
-    of(number)
+    to_integer(number)
 }

@@ -51,7 +51,7 @@ pub async fn forget(
     Path(name): Path<String>,
 ) -> Result<Answer, Problem> {
     let shared = api.shared()?;
-    let made = shared.change_by((&caller).into(), Change::Forget(name.clone())).await;
+    let made = shared.request_change((&caller).into(), Change::Forget(name.clone())).await;
     made.map_err(|error| match error.downcast_ref::<ForgetError>() {
         Some(refused @ ForgetError::Unknown(_)) => Problem::new(ProblemKind::NotFound, refused.to_string()),
         Some(refused @ ForgetError::Connected(_)) => Problem::new(ProblemKind::Conflict, refused.to_string()),

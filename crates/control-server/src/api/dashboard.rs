@@ -47,13 +47,13 @@ pub async fn log_in(
     // The caller has used one of the three. A session alone cannot be renewed, or it would never end.
     let shown = if headers.contains_key(header::AUTHORIZATION) {
         SessionProof::Token
-    } else if let Some(CertificateIdentity { fingerprint, not_after, .. }) = peer.certified {
+    } else if let Some(CertificateIdentity { fingerprint, not_after, .. }) = peer.certificate {
         SessionProof::Certificate { fingerprint, not_after }
     } else {
         let detail = "a session cannot begin another one: expected a token, or an operator's or viewer's certificate";
         return Err(Problem::new(ProblemKind::Forbidden, detail));
     };
-    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin(shown, peer.encrypted))]))
+    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().create(shown, peer.encrypted))]))
 }
 
 /// End the browser session

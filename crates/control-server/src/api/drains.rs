@@ -89,11 +89,12 @@ async fn change(
     change: Change,
     (caller, event): (&Caller, &str),
 ) -> Result<Json<DrainStatus>, Problem> {
-    let made =
-        shared.change_by(caller.into(), change).await.map_err(|error| match error.downcast_ref::<DrainError>() {
+    let made = shared.request_change(caller.into(), change).await.map_err(|error| {
+        match error.downcast_ref::<DrainError>() {
             Some(refused) => not_drained(refused),
             None => api.not_changed(&error),
-        })?;
+        }
+    })?;
     if made.is_new {
         let event = format!("{caller}: {event}");
         tracing::info!(event = "drain-changed", server, "{event}");

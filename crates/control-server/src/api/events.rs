@@ -17,7 +17,7 @@ pub struct EventLog {
     run: String,
     events: Mutex<VecDeque<Event>>,
     newest: watch::Sender<u64>,
-    seen: Mutex<Option<Overview>>,
+    last_overview: Mutex<Option<Overview>>,
 }
 
 impl Default for EventLog {
@@ -28,7 +28,7 @@ impl Default for EventLog {
             run: bytes.map(|byte| format!("{byte:02x}")).concat(),
             events: Mutex::default(),
             newest: watch::Sender::new(0),
-            seen: Mutex::default(),
+            last_overview: Mutex::default(),
         }
     }
 }
@@ -51,12 +51,12 @@ impl EventLog {
 
     /// Adds an event that is not visible in the status. `wall`: since 1970.
     pub fn add(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall: Duration) {
-        self.push([Happened { severity: Severity::Info, event, kind, name: name.to_owned(), message }], wall);
+        self.push([NewEvent { severity: Severity::Info, event, kind, name: name.to_owned(), message }], wall);
     }
 
     /// Records the present fleet. `wall`: since 1970.
     pub fn record_changes(&self, overview: &Overview, wall: Duration) {
-        let mut seen = self.seen.lock();
+        let mut seen = self.last_overview.lock();
         let happened = match &*seen {
             Some(before) if before == overview => return,
             Some(before) => differences(before, overview),
@@ -64,18 +64,18 @@ impl EventLog {
                 let message =
                     format!("the controller has started, configuration {}", overview.configuration_generation);
                 let (kind, event) = (EventKind::Controller, EventId::ControllerStarted);
-                vec![Happened { severity: Severity::Info, event, kind, name: String::new(), message }]
+                vec![NewEvent { severity: Severity::Info, event, kind, name: String::new(), message }]
             }
         };
         *seen = Some(overview.clone());
         self.push(happened, wall);
     }
 
-    fn push(&self, happened: impl IntoIterator<Item = Happened>, wall: Duration) {
+    fn push(&self, happened: impl IntoIterator<Item = NewEvent>, wall: Duration) {
         let mut events = self.events();
         let before = *self.newest.borrow();
         let mut id = before;
-        for Happened { severity, event, kind, name, message } in happened {
+        for NewEvent { severity, event, kind, name, message } in happened {
             id += 1;
             match severity {
                 Severity::Info => tracing::info!(event = event.name(), id, name, "{message}"),
@@ -97,7 +97,7 @@ impl EventLog {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Happened {
+struct NewEvent {
     severity: Severity,
     event: EventId,
     kind: EventKind,
@@ -106,8 +106,8 @@ struct Happened {
 }
 
 /// Returns the events between two states.
-fn differences(before: &Overview, after: &Overview) -> Vec<Happened> {
-    let mut found = Found(Vec::new());
+fn differences(before: &Overview, after: &Overview) -> Vec<NewEvent> {
+    let mut found = NewEvents(Vec::new());
     if before.fleet_generation != after.fleet_generation {
         let message = format!("the document of generation {} is in force", after.fleet_generation);
         found.info((EventKind::Fleet, EventId::FleetInForce), "", message);
@@ -119,9 +119,9 @@ fn differences(before: &Overview, after: &Overview) -> Vec<Happened> {
     found.0
 }
 
-struct Found(Vec<Happened>);
+struct NewEvents(Vec<NewEvent>);
 
-impl Found {
+impl NewEvents {
     fn info(&mut self, kind: (EventKind, EventId), name: &str, message: impl Into<String>) {
         self.add(Severity::Info, kind, name, message);
     }
@@ -131,7 +131,7 @@ impl Found {
     }
 
     fn add(&mut self, severity: Severity, (kind, event): (EventKind, EventId), name: &str, message: impl Into<String>) {
-        self.0.push(Happened { severity, event, kind, name: name.to_owned(), message: message.into() });
+        self.0.push(NewEvent { severity, event, kind, name: name.to_owned(), message: message.into() });
     }
 
     /// Records new and ended warnings. (Numbers in them change often: that is no event.)
@@ -152,7 +152,7 @@ fn without_numbers(text: &str) -> String {
     text.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
-fn services(before: &Overview, after: &Overview, found: &mut Found) {
+fn services(before: &Overview, after: &Overview, found: &mut NewEvents) {
     let kind = EventKind::Service;
     let [old, new] = [before, after]
         .map(|overview| overview.services.iter().map(|service| (&*service.name, service)).collect::<BTreeMap<_, _>>());
@@ -180,7 +180,7 @@ fn services(before: &Overview, after: &Overview, found: &mut Found) {
         .for_each(|name| found.info((kind, EventId::ServiceGone), name, "left the document"));
 }
 
-fn servers(before: &Overview, after: &Overview, found: &mut Found) {
+fn servers(before: &Overview, after: &Overview, found: &mut NewEvents) {
     let kind = EventKind::Server;
     let [old, new] = [before, after]
         .map(|overview| overview.servers.iter().map(|server| (server.id, server)).collect::<BTreeMap<_, _>>());
@@ -217,7 +217,7 @@ fn servers(before: &Overview, after: &Overview, found: &mut Found) {
     });
 }
 
-fn load_balancers(before: &Overview, after: &Overview, found: &mut Found) {
+fn load_balancers(before: &Overview, after: &Overview, found: &mut NewEvents) {
     let kind = EventKind::LoadBalancer;
     let state = |balancer: &OverviewLoadBalancer| match (balancer.connected, balancer.alive) {
         (true, true) => "connected",
@@ -244,7 +244,7 @@ fn load_balancers(before: &Overview, after: &Overview, found: &mut Found) {
     }
 }
 
-fn keys(before: &Overview, after: &Overview, found: &mut Found) {
+fn keys(before: &Overview, after: &Overview, found: &mut NewEvents) {
     let (old, new) = (&before.keys, &after.keys);
     if (old.phase, new.phase) == (KeyPhase::Steady, KeyPhase::Announced) {
         found.info((EventKind::Keys, EventId::KeysAnnounced), "", "the next cookie key is being distributed");

@@ -21,7 +21,7 @@ pub struct Feed {
     loads: watch::Sender<Text>,
     overview: watch::Sender<Text>,
     last: Mutex<Option<Overview>>,
-    places: Arc<Semaphore>,
+    watcher_slots: Arc<Semaphore>,
 }
 
 impl Default for Feed {
@@ -30,7 +30,7 @@ impl Default for Feed {
             loads: watch::Sender::new(Text::from("")),
             overview: watch::Sender::new(Text::from("")),
             last: Mutex::default(),
-            places: Arc::new(Semaphore::new(WATCHERS)),
+            watcher_slots: Arc::new(Semaphore::new(WATCHERS)),
         }
     }
 }
@@ -53,11 +53,11 @@ impl Feed {
 
     /// Adds a watcher. Fails when there are too many.
     pub fn watch(&self) -> Result<Watcher, Problem> {
-        let place = self.places.clone().try_acquire_owned().map_err(|_| {
+        let place = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
             let detail = format!("{WATCHERS} watchers are connected already: expected fewer; retry later");
             Problem::new(ProblemKind::TooManyRequests, detail).retry_after(10)
         })?;
-        Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _place: place })
+        Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _slot: place })
     }
 }
 
@@ -72,5 +72,5 @@ pub struct Watcher {
     /// Every [`MIN_INTERVAL`].
     pub loads: watch::Receiver<Text>,
     pub overview: watch::Receiver<Text>,
-    _place: OwnedSemaphorePermit,
+    _slot: OwnedSemaphorePermit,
 }

@@ -87,7 +87,7 @@ pub async fn put_fleet(
     .await?;
     let in_words = changes.iter().map(ToString::to_string).collect();
     let change = Change::Apply(Box::new(DocumentRequest { fleet, changes: in_words, generation, dry_run }));
-    let made = shared.change_by((&caller).into(), change).await.map_err(|error| api.not_applied(&error))?;
+    let made = shared.request_change((&caller).into(), change).await.map_err(|error| api.not_applied(&error))?;
     let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: applied the document of generation {now_in_force}");
@@ -109,7 +109,7 @@ pub async fn put_fleet(
 impl Api {
     fn not_applied(&self, error: &anyhow::Error) -> Problem {
         match error.downcast_ref::<ApplyError>() {
-            Some(ApplyError::Wrong(mistakes)) => mistakes.into(),
+            Some(ApplyError::Invalid(mistakes)) => mistakes.into(),
             Some(conflict @ (ApplyError::GenerationConflict(..) | ApplyError::ManagedByFile { .. })) => {
                 Problem::new(ProblemKind::Conflict, conflict.to_string())
             }
@@ -204,14 +204,15 @@ mod tests {
         let put = |generation: u64| {
             let text = format!("max_connection_lifetime = \"{}h\"\n", generation + 1);
             let request = NewFleet { name: "fleet.toml".to_owned(), text, generation, dry_run: false };
-            let caller = Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]), who: "alice".into() };
+            let caller =
+                Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]), principal: "alice".into() };
             put_fleet(State(api.clone()), Extension(caller), Json(request))
         };
         let first_has_come = tokio::sync::Notify::new();
         let both_at_once = async {
             let mut reported = Vec::new();
             for _ in 0..2 {
-                let ChangeRequest { change, author, done } = changes.recv().await.unwrap();
+                let ChangeRequest { change, author, reply: done } = changes.recv().await.unwrap();
                 first_has_come.notify_one();
                 let (back, outcome) = apply_change(manager, &shared, change, author).await.unwrap();
                 manager = back;

@@ -81,14 +81,14 @@ fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
 struct ApiThread {
     /// Longest CPU time without a yield, in nanoseconds.
     longest: AtomicU64,
-    looks: AtomicU64,
+    lock_count: AtomicU64,
 }
 
 impl ApiThread {
     /// Returns the longest time since the last call, with the one that ends now.
     async fn longest(&self) -> Duration {
-        let looks = self.looks.load(Ordering::Relaxed);
-        while self.looks.load(Ordering::Relaxed) < looks + 2 {
+        let looks = self.lock_count.load(Ordering::Relaxed);
+        while self.lock_count.load(Ordering::Relaxed) < looks + 2 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         Duration::from_nanos(self.longest.swap(0, Ordering::Relaxed))
@@ -104,7 +104,7 @@ async fn watch_thread(api_thread: Arc<ApiThread>) {
         tokio::time::sleep(Duration::from_millis(1)).await;
         let now = cpu_time();
         api_thread.longest.fetch_max(now - before, Ordering::Relaxed);
-        api_thread.looks.fetch_add(1, Ordering::Relaxed);
+        api_thread.lock_count.fetch_add(1, Ordering::Relaxed);
         before = now;
     }
 }
@@ -121,10 +121,10 @@ impl TestEnv {
 
     /// Returns the answer, and the delays by the API's thread and by the controller's lock.
     async fn measure(&self, request: &Request) -> (String, Duration, Duration) {
-        self.waited();
+        self.take_longest_wait();
         self.api_thread.longest().await;
         let (status, bytes) = self.request(request).await;
-        let (thread, waited) = (self.api_thread.longest().await, self.waited());
+        let (thread, waited) = (self.api_thread.longest().await, self.take_longest_wait());
         let (method, path, _, body) = request;
         let beginning: String = body.chars().take(60).collect();
         let seen = format!("{method} {path} {beginning}: {status}, {bytes} bytes, API {thread:?}, lock {waited:?}");
@@ -133,7 +133,7 @@ impl TestEnv {
     }
 
     /// Returns the longest wait for the controller since the last call.
-    fn waited(&self) -> Duration {
+    fn take_longest_wait(&self) -> Duration {
         Duration::from_nanos(self.longest_wait.swap(0, Ordering::Relaxed))
     }
 }
@@ -141,7 +141,7 @@ impl TestEnv {
 type Request = (Method, String, Role, String);
 
 /// A controller that leads the largest fleet, and its API.
-fn with_site(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
+fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
@@ -162,16 +162,16 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let (api_thread, longest_wait) = (Arc::default(), Arc::<AtomicU64>::default());
     let (weak, waits) = (Arc::downgrade(&shared), longest_wait.clone());
     std::thread::spawn(move || watch_lock(|| weak.upgrade().map(|shared| drop(shared.controller())), waits));
-    let site = TestEnv { address, shared: shared.clone(), client, tokens, api_thread, longest_wait };
+    let env = TestEnv { address, shared: shared.clone(), client, tokens, api_thread, longest_wait };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
         let (router, api) = router(Arc::new(election), drawn).unwrap();
-        let watch = watch_thread(site.api_thread.clone());
+        let watch = watch_thread(env.api_thread.clone());
         let beside = async {
             tokio::join!(poll_loop(api), watch);
         };
         let _serving = listener.serve(Plain, router, || (), beside).unwrap();
         let keep = async {
-            while let Some(ChangeRequest { change, author, done }) = changes.recv().await {
+            while let Some(ChangeRequest { change, author, reply: done }) = changes.recv().await {
                 let (back, outcome) = apply_change(manager, &shared, change, author).await.unwrap();
                 manager = back;
                 let _ = done.send(outcome);
@@ -179,7 +179,7 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
         };
         tokio::select! {
             () = keep => {}
-            () = test(&site) => {}
+            () = test(&env) => {}
         }
     });
 }
@@ -188,12 +188,12 @@ fn document(text: &str) -> String {
     json!({ "name": "fleet.toml", "text": text }).to_string()
 }
 
-fn repeated(unit: &str) -> String {
+fn repeat_server(unit: &str) -> String {
     let bytes = json!(unit).to_string().len() - 2;
     document(&unit.repeat((DOCUMENT_BODY - 100) / bytes))
 }
 
-fn worst() -> Vec<Request> {
+fn largest_requests() -> Vec<Request> {
     let fleet = fleet("");
     let check = |text| (Method::POST, "/v1/check".to_owned(), Role::Viewer, text);
     let mut requests: Vec<Request> = [
@@ -214,7 +214,7 @@ fn worst() -> Vec<Request> {
         "'''",
     ]
     .into_iter()
-    .map(|unit| check(repeated(unit)))
+    .map(|unit| check(repeat_server(unit)))
     .collect();
     let unknown: String = (0..300_000).map(|n| format!("\"server-{n}x\",")).collect();
     requests.push(check(document(&format!("{fleet}[[service]]\nname=\"x\"\nservers=[{unknown}]\n"))));
@@ -249,12 +249,12 @@ fn worst() -> Vec<Request> {
 /// A hypervisor's pause counts as CPU time, but not in every attempt.
 const ATTEMPTS: u64 = 5;
 
-async fn keeps_nobody_waiting(site: &TestEnv, request: impl Fn(u64) -> Request) {
+async fn assert_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
     let mut seen = String::new();
     for attempt in 0..ATTEMPTS {
         let (thread, waited);
         let request = request(attempt);
-        (seen, thread, waited) = site.measure(&request).await;
+        (seen, thread, waited) = env.measure(&request).await;
         // A check takes no lock: its parsing would count as a wait.
         let takes_lock = request.1 != "/v1/check";
         if thread < MAX_DELAY && (waited < MAX_DELAY || !takes_lock) {
@@ -267,17 +267,17 @@ async fn keeps_nobody_waiting(site: &TestEnv, request: impl Fn(u64) -> Request) 
 #[test]
 fn largest_request_delays_no_table() {
     let directory = tempfile::tempdir().unwrap();
-    with_site(directory.path(), async |site| {
-        keeps_nobody_waiting(site, |attempt| {
+    with_env(directory.path(), async |env| {
+        assert_no_delay(env, |attempt| {
             let text = fleet(&format!("# {attempt}\n"));
             let put = json!({ "name": "fleet.toml", "text": text, "generation": attempt, "dry_run": false });
             (Method::PUT, "/v1/fleet".to_owned(), Role::Operator, put.to_string())
         })
         .await;
         // Policies are no requests.
-        site.shared.make_due_tables(Duration::from_secs(3600));
-        for request in worst() {
-            keeps_nobody_waiting(site, |_| request.clone()).await;
+        env.shared.make_due_tables(Duration::from_secs(3600));
+        for request in largest_requests() {
+            assert_no_delay(env, |_| request.clone()).await;
         }
     });
 }

@@ -51,12 +51,12 @@ pub async fn status(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<Answer, Problem> {
-    let shared = seen(&api, caller, query)?;
+    let shared = visible_state(&api, caller, query)?;
     answer(Size::Small, move || Ok(shared.status(query.rss_keys))).await
 }
 
 /// Returns the status that this caller may read.
-fn seen(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
+fn visible_state(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
         let detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
         return Err(Problem::new(ProblemKind::Forbidden, detail));
@@ -74,7 +74,7 @@ pub async fn services(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<Answer, Problem> {
-    let shared = seen(&api, caller, query)?;
+    let shared = visible_state(&api, caller, query)?;
     answer(Size::Small, move || Ok(Services { services: shared.services(query.rss_keys, shared.now()) })).await
 }
 
@@ -94,7 +94,7 @@ pub async fn service(
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
 ) -> Result<Answer, Problem> {
-    let shared = seen(&api, caller, query)?;
+    let shared = visible_state(&api, caller, query)?;
     answer(Size::Small, move || {
         let found = shared.service(&name, query.rss_keys, shared.now());
         found.ok_or_else(|| Problem::not_found("service", &name))
@@ -113,7 +113,7 @@ pub async fn servers(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<Answer, Problem> {
-    let shared = seen(&api, caller, query)?;
+    let shared = visible_state(&api, caller, query)?;
     answer(Size::Small, move || Ok(Servers { servers: shared.servers(query.rss_keys, shared.now()) })).await
 }
 
@@ -133,7 +133,7 @@ pub async fn server(
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
 ) -> Result<Answer, Problem> {
-    let shared = seen(&api, caller, query)?;
+    let shared = visible_state(&api, caller, query)?;
     answer(Size::Small, move || {
         let found = shared.server(&name, query.rss_keys, shared.now());
         found.ok_or_else(|| Problem::not_found("server", &name))

@@ -24,7 +24,7 @@ use crate::server::controller_state::ControllerState;
 /// Interval of keep-alive messages, by which both sides detect a broken connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// Delay before browsers reconnect (ms).
-const COME_BACK: Duration = Duration::from_secs(1);
+const RECONNECT_DELAY: Duration = Duration::from_secs(1);
 
 /// Kept events of the fleet
 #[utoipa::path(
@@ -86,7 +86,7 @@ pub async fn watch(
     let missed = api.events.after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_EVENTS } else { 100 });
     let stream = Changes {
         shared,
-        permission_changes: api.guard.changes(),
+        permission_changes: api.guard.permission_changes(),
         newest: api.events.newest(),
         last_event_id: missed.last().map(|event| event.id).or(last_event_id).unwrap_or(0),
         waiting: missed.into(),
@@ -126,7 +126,7 @@ impl Changes {
             }
             if let Some(event) = self.waiting.pop_front() {
                 let id = format!("{}-{}", self.api.events.run(), event.id);
-                return sse::Event::default().event("event").id(id).retry(COME_BACK).json_data(event).ok();
+                return sse::Event::default().event("event").id(id).retry(RECONNECT_DELAY).json_data(event).ok();
             }
             let loads_due = tokio::time::sleep_until(self.due);
             tokio::select! {

@@ -166,18 +166,18 @@ pub fn store_place(
             if let Some(span) = fleet {
                 let message = "several controllers may each have another file: expected no `fleet` with [etcd], but \
                                `coreward apply` with the file";
-                reader.mistake(span, message);
+                reader.report(span, message);
             }
             check(etcd, listens, reader).map(StoreLocation::Etcd)
         }
         (Some(_), Some(etcd)) => {
             let message =
                 "both `store` and [etcd]: expected one of them (`coreward store copy` moves what is on record)";
-            reader.mistake(etcd.span(), message);
+            reader.report(etcd.span(), message);
             None
         }
         (None, None) => {
-            reader.mistake(
+            reader.report(
                 0..0,
                 "neither `store` nor [etcd]: expected `store = \"/var/lib/coreward/controller.redb\"`, or [etcd] for \
                  several controllers",
@@ -191,31 +191,31 @@ fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<
     let whole = etcd.span();
     let EtcdFile { endpoints, prefix, lease, advertise, advertise_api, tls } = etcd.into_inner();
     if endpoints.is_empty() && !reader.has_diagnostics() {
-        reader.mistake(whole.clone(), "no endpoints: expected at least one member of etcd");
+        reader.report(whole.clone(), "no endpoints: expected at least one member of etcd");
     }
     let mut seen: Vec<String> = Vec::new();
     for endpoint in &endpoints {
         let Endpoint(text) = endpoint.get_ref();
         if seen.contains(text) {
-            reader.mistake(endpoint.span(), format!("{text} is named twice: expected each member once"));
+            reader.report(endpoint.span(), format!("{text} is named twice: expected each member once"));
         }
         let encrypted = text.starts_with("https://");
         if encrypted != tls.is_some() {
             let expected = if encrypted { "[etcd.tls] with `ca`" } else { "https:// where there is [etcd.tls]" };
-            reader.mistake(endpoint.span(), format!("{text}: expected {expected}"));
+            reader.report(endpoint.span(), format!("{text}: expected {expected}"));
         }
         seen.push(text.clone());
     }
     let Period(time) = *lease.get_ref();
     if time.subsec_nanos() != 0 {
-        reader.mistake(lease.span(), "a lease in parts of a second: expected whole seconds");
+        reader.report(lease.span(), "a lease in parts of a second: expected whole seconds");
     }
     let advertise = advertise.or(listens.parts);
     if let Some(advertise) = advertise.filter(|advertise| advertise.ip().is_unspecified()) {
         let message = format!(
             "others cannot reach {advertise}: expected `advertise`, the address at which daemons reach this controller"
         );
-        reader.mistake(whole, message);
+        reader.report(whole, message);
     }
     let tls = tls.and_then(|tls| {
         let span = tls.span();
@@ -224,7 +224,7 @@ fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<
             (None, None) => None,
             (Some(certificate), Some(key)) => Some((reader.resolve_path(&certificate), reader.resolve_path(&key))),
             _ => {
-                reader.mistake(span, "only one of `certificate` and `key`: expected both, or neither");
+                reader.report(span, "only one of `certificate` and `key`: expected both, or neither");
                 return None;
             }
         };

@@ -10,7 +10,7 @@ use coreward_tls::certificate::Fingerprint;
 use super::DEFAULT_API;
 use super::etcd::EtcdFile;
 
-const IN_THE_FLEETS_FILE: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
+const FLEET_FILE_HINT: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
 
 config_struct! {
     /// The controller's own.
@@ -34,7 +34,7 @@ config_struct! {
         /// File with the key that agents with manage_rss = true set; without it one is drawn once, then stored.
         pub rss_key_file: Option<Secret<RssKey>>,
         /// This controller's certificate, and the authorities it trusts.
-        pub tls: Option<coreward_tls::Files>,
+        pub tls: Option<coreward_tls::CredentialFiles>,
         /// Certificates that are refused though they are right, as their keys were lost.
         pub revoked_certificates: Vec<Fingerprint>,
         /// Without `[tls]`: accept plain connections from other hosts without a warning at every start.
@@ -42,15 +42,15 @@ config_struct! {
     }
     elsewhere {
         "rss_key" => "`rss_key_file = \"FILE\"`, with the key in FILE, as it is a secret",
-        "report_interval_ms" => IN_THE_FLEETS_FILE,
-        "report_interval" => IN_THE_FLEETS_FILE,
-        "load_ewma_alpha" => IN_THE_FLEETS_FILE,
-        "buckets" => IN_THE_FLEETS_FILE,
-        "retire_after_s" => IN_THE_FLEETS_FILE,
-        "max_connection_lifetime" => IN_THE_FLEETS_FILE,
-        "key_rotation_hours" => IN_THE_FLEETS_FILE,
-        "key_rotation" => IN_THE_FLEETS_FILE,
-        "server" => IN_THE_FLEETS_FILE,
-        "service" => IN_THE_FLEETS_FILE,
+        "report_interval_ms" => FLEET_FILE_HINT,
+        "report_interval" => FLEET_FILE_HINT,
+        "load_ewma_alpha" => FLEET_FILE_HINT,
+        "buckets" => FLEET_FILE_HINT,
+        "retire_after_s" => FLEET_FILE_HINT,
+        "max_connection_lifetime" => FLEET_FILE_HINT,
+        "key_rotation_hours" => FLEET_FILE_HINT,
+        "key_rotation" => FLEET_FILE_HINT,
+        "server" => FLEET_FILE_HINT,
+        "service" => FLEET_FILE_HINT,
     }
 }

@@ -32,7 +32,7 @@ pub struct ControllerConfig {
     /// The key that agents with `manage_rss = true` set; `None`: the store's.
     pub rss_key: Option<Secret<RssKey>>,
     /// Own identity; `None`: connections are neither encrypted nor authenticated.
-    pub tls: Option<coreward_tls::Files>,
+    pub tls: Option<coreward_tls::CredentialFiles>,
     /// Certificates that are rejected although they are valid.
     pub revoked_certificates: Vec<Fingerprint>,
     /// Whether listening beyond this host without TLS needs no warning.
@@ -88,7 +88,7 @@ impl ControllerConfig {
             let api = *file.api.get_ref();
             if file.tls.is_none() && !api.ip().is_loopback() {
                 let expected = "expected `[tls]`, or an address of this host only, as \"127.0.0.1:7401\"";
-                reader.mistake(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
+                reader.report(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
             }
             let fleet = file.fleet.as_ref().map(Spanned::span);
             let store =

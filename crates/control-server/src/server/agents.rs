@@ -66,7 +66,7 @@ pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messa
     };
     tracing::info!(event = "agent-connected", server = session.server(), "an agent is connected");
     let outcome = tokio::select! {
-        outcome = converse(&shared, &session, &mut messages, &answers) => outcome,
+        outcome = serve_stream(&shared, &session, &mut messages, &answers) => outcome,
         _ = shared.deposed() => Err(not_leading(None)),
     };
     shared.sockets.forget_agent(session.number());
@@ -117,7 +117,7 @@ async fn register(
     session.map_err(|refused| rejection_status(&refused))
 }
 
-async fn converse(
+async fn serve_stream(
     shared: &ControllerState,
     session: &Session,
     messages: &mut impl Messages,
@@ -134,7 +134,7 @@ async fn converse(
     loop {
         tokio::select! {
             message = next_message(shared, session, messages, &mut log) => match message? {
-                Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
+                Some(v1::agent_message::Message::Report(report)) => record_report(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
                     if !shared.sockets.answer(session.number(), SocketAnswer::try_from(answer).map_err(invalid_argument)?) {
                         shared.controller().unsolicited_message(session, shared.now());
@@ -180,7 +180,7 @@ async fn next_message(
         }
         if !std::mem::replace(&mut log.is_delayed, true) {
             shared.controller().message_delayed(session);
-            log.delayed(session);
+            log.log_delay(session);
         }
         tokio::time::sleep(wait).await;
     }
@@ -190,7 +190,12 @@ async fn next_message(
 }
 
 /// Records a report. An invalid one is counted and logged; the stream ends only with the session.
-fn take(shared: &ControllerState, session: &Session, report: v1::Report, log: &mut RefusalLog) -> Result<(), Status> {
+fn record_report(
+    shared: &ControllerState,
+    session: &Session,
+    report: v1::Report,
+    log: &mut RefusalLog,
+) -> Result<(), Status> {
     let report = Report::try_from(report);
     let now = shared.now();
     let outcome = shared.controller().report(session, report, now);
@@ -228,7 +233,7 @@ impl RefusalLog {
         self.newest = Some(refused.reason());
     }
 
-    fn delayed(&mut self, session: &Session) {
+    fn log_delay(&mut self, session: &Session) {
         if !std::mem::replace(&mut self.was_delayed, true) {
             let server = session.server();
             tracing::warn!(

@@ -22,7 +22,7 @@ use coreward_controller::explain::{ExplainError, ServiceView};
 use coreward_controller::on_change::InputCursor;
 use coreward_controller::{Controller, NewTable, Now, ServiceIndexes, metrics, tables};
 use coreward_fleet::audit::Author;
-use coreward_fleet::clock::{RecordClock, wall_now};
+use coreward_fleet::clock::{RecordClock, wall_clock};
 use coreward_fleet::config::TableTiming;
 use coreward_fleet::fleet::{Fleet, FleetServer};
 use coreward_metrics::metrics;
@@ -61,7 +61,7 @@ pub struct ControllerState {
     deposed: watch::Sender<bool>,
     changes: mpsc::Sender<ChangeRequest>,
     /// Whether tables are made: after a restart not at once.
-    settled: AtomicBool,
+    has_settled: AtomicBool,
     /// Inputs of the newest configurations, apart from the fleet.
     last_published: Mutex<LastPublished>,
     /// From servers' newest reports to their tables.
@@ -76,12 +76,12 @@ pub struct ChangeRequest {
     pub change: Change,
     pub author: Author,
     /// Result, sent when the change is in force or rejected.
-    pub done: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
+    pub reply: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
 }
 
 impl ChangeRequest {
-    pub fn without_answer(change: Change, author: Author) -> Self {
-        Self { change, author, done: oneshot::channel().0 }
+    pub fn without_reply(change: Change, author: Author) -> Self {
+        Self { change, author, reply: oneshot::channel().0 }
     }
 }
 
@@ -95,7 +95,7 @@ pub struct ChangeOutcome {
 }
 
 /// Servers read without a pause: some hundred microseconds.
-const SERVERS_AT_ONCE: usize = 32;
+const SERVERS_PER_STEP: usize = 32;
 
 const CHANGES: usize = 64;
 
@@ -104,7 +104,7 @@ struct LastPublished {
     alive: BTreeSet<String>,
     predecessor_changes: u64,
     /// Time of the last tables.
-    ticked: Duration,
+    last_tick: Duration,
 }
 
 impl ControllerState {
@@ -114,7 +114,7 @@ impl ControllerState {
         (clock, counts): (RecordClock, Arc<Counts>),
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<ChangeRequest>) {
-        let start = Now { monotonic: Duration::ZERO, wall: wall_now(), record: clock.now() };
+        let start = Now { monotonic: Duration::ZERO, wall: wall_clock(), record: clock.now() };
         let configuration = controller.fleet_configuration(start);
         let (changes, receiver) = mpsc::channel(CHANGES);
         let shared = Self {
@@ -126,7 +126,7 @@ impl ControllerState {
             leadership,
             deposed: watch::Sender::new(false),
             changes,
-            settled: AtomicBool::new(false),
+            has_settled: AtomicBool::new(false),
             last_published: Mutex::new(LastPublished { alive: controller.alive(start), ..LastPublished::default() }),
             report_to_table: Mutex::default(),
             controller: Mutex::new(controller),
@@ -139,12 +139,12 @@ impl ControllerState {
 
     /// Changes the records, and returns when that is in force. Fails when it cannot be written.
     pub async fn change(&self, change: Change) -> anyhow::Result<ChangeOutcome> {
-        self.change_by(Author::controller(), change).await
+        self.request_change(Author::controller(), change).await
     }
 
-    pub async fn change_by(&self, author: Author, change: Change) -> anyhow::Result<ChangeOutcome> {
+    pub async fn request_change(&self, author: Author, change: Change) -> anyhow::Result<ChangeOutcome> {
         let (done, outcome) = oneshot::channel();
-        self.changes.send(ChangeRequest { change, author, done }).await.context("the controller is ending")?;
+        self.changes.send(ChangeRequest { change, author, reply: done }).await.context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
     }
 
@@ -171,7 +171,7 @@ impl ControllerState {
     }
 
     pub fn now(&self) -> Now {
-        Now { monotonic: self.started.elapsed(), wall: wall_now(), record: self.clock.now() }
+        Now { monotonic: self.started.elapsed(), wall: wall_clock(), record: self.clock.now() }
     }
 
     /// Locks the controller. Held for microseconds; never across an await.
@@ -181,7 +181,7 @@ impl ControllerState {
     }
 
     /// Runs one of many steps. Other callers get the lock before the next step.
-    fn step<T>(&self, step: impl FnOnce(&mut Controller) -> T) -> T {
+    fn with_lock<T>(&self, step: impl FnOnce(&mut Controller) -> T) -> T {
         let mut controller = self.controller();
         let result = step(&mut controller);
         MutexGuard::unlock_fair(controller);
@@ -279,13 +279,13 @@ impl ControllerState {
         let (mut found, mut after) = (Vec::new(), None);
         loop {
             let before = found.len();
-            self.step(|controller| {
-                for (id, server) in controller.servers_after(after).take(SERVERS_AT_ONCE) {
+            self.with_lock(|controller| {
+                for (id, server) in controller.servers_after(after).take(SERVERS_PER_STEP) {
                     found.push(read(controller, id, server));
                     after = Some(id);
                 }
             });
-            if found.len() - before < SERVERS_AT_ONCE {
+            if found.len() - before < SERVERS_PER_STEP {
                 return found;
             }
         }
@@ -299,7 +299,7 @@ impl ControllerState {
         read: impl FnOnce(&Controller, usize, Option<&Pool>) -> Option<T>,
     ) -> Option<T> {
         let pool = self.pool_if_unknown(position, now);
-        self.step(|controller| read(controller, position, pool.as_ref()))
+        self.with_lock(|controller| read(controller, position, pool.as_ref()))
     }
 
     fn service_at(&self, position: usize, rss_keys: bool, now: Now) -> Option<Service> {
@@ -313,8 +313,9 @@ impl ControllerState {
     fn with_members(&self, position: usize, service: Service, now: Now) -> Service {
         let (mut members, mut after) = (Vec::new(), None);
         loop {
-            let part = self
-                .step(|controller| controller.members_after((position, service.address), after, SERVERS_AT_ONCE, now));
+            let part = self.with_lock(|controller| {
+                controller.members_after((position, service.address), after, SERVERS_PER_STEP, now)
+            });
             let Some((last, _)) = part.last() else { return service.with_members(members) };
             after = Some(*last);
             members.extend(part.into_iter().map(|(_, member)| member));
@@ -327,7 +328,8 @@ impl ControllerState {
             return None;
         }
         let mut servers = Vec::new();
-        while !self.step(|controller| controller.add_pool_servers(position, &mut servers, SERVERS_AT_ONCE, now)) {}
+        while !self.with_lock(|controller| controller.add_pool_servers(position, &mut servers, SERVERS_PER_STEP, now)) {
+        }
         self.controller().pool_of(position, servers, now)
     }
 
@@ -345,12 +347,12 @@ impl ControllerState {
     }
 
     pub fn is_settled(&self) -> bool {
-        self.settled.load(Ordering::Relaxed)
+        self.has_settled.load(Ordering::Relaxed)
     }
 
     pub fn metrics(&self) -> Snapshot {
         let now = self.now();
-        let mut page = component::begin(Component::Controller);
+        let mut page = component::base_snapshot(Component::Controller);
         metrics::add_status(&mut page, &self.status(false), now.wall);
         self.controller().add_metrics(&mut page, now);
         self.counts.add_metrics(&mut page);
@@ -365,7 +367,7 @@ impl ControllerState {
         page
     }
 
-    pub fn all_report(&self) -> bool {
+    pub fn have_all_reported(&self) -> bool {
         let now = self.now();
         let controller = self.controller();
         controller.all_report(now) && controller.all_have_checked(now)
@@ -391,7 +393,7 @@ impl ControllerState {
 
     /// Every service's table (`table_updates = "interval"`).
     fn make_all_tables(&self, now: Now) {
-        let since = std::mem::replace(&mut self.last_published().ticked, now.monotonic);
+        let since = std::mem::replace(&mut self.last_published().last_tick, now.monotonic);
         let (tables, received) = {
             let mut controller = self.controller();
             let tables = controller.tick(now);
@@ -414,7 +416,7 @@ impl ControllerState {
 
     /// Makes due tables if the budget allows. Returns the time of the next turn.
     pub fn make_tables_within_budget(&self) -> Instant {
-        self.table_budget.spend(|limit| self.make_due_tables(limit))
+        self.table_budget.run_within(|limit| self.make_due_tables(limit))
     }
 
     /// Makes tables after new loads, if the budget allows, in the task that received the loads. A separate task would
@@ -481,7 +483,7 @@ impl ControllerState {
         // Earlier tables may name servers that are gone: the data plane knows which are.
         self.publisher.publish_configuration(configuration, |service| kept.contains(&service));
         self.agent_configurations.send_modify(|count| *count += 1);
-        if !self.settled.load(Ordering::Relaxed) {
+        if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
         let timing = self.controller().fleet().tables;
@@ -493,7 +495,7 @@ impl ControllerState {
 
     /// With tables on change: makes the tables that are due by other changes than reports.
     pub fn poll_inputs(&self) {
-        if !self.settled.load(Ordering::Relaxed) {
+        if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
         let timing = self.controller().fleet().tables;
@@ -506,13 +508,13 @@ impl ControllerState {
     fn poll_all_inputs(&self, now: Now, interval_ended: bool) {
         let mut next = Some(InputCursor::default());
         while let Some(from) = next {
-            next = self.step(|controller| controller.poll_inputs_from(from, now, interval_ended));
+            next = self.with_lock(|controller| controller.poll_inputs_from(from, now, interval_ended));
         }
     }
 
     /// Enables tables.
     pub fn settle(&self) {
-        self.settled.store(true, Ordering::Relaxed);
+        self.has_settled.store(true, Ordering::Relaxed);
     }
 
     pub fn agent_configurations(&self) -> watch::Receiver<u64> {

@@ -18,7 +18,7 @@ use tokio_stream::{Stream, StreamExt as _};
 use super::{Service, builder, service};
 use crate::server::leader_election::LeaderElection;
 
-const WAITING: usize = 64;
+const QUEUE_LENGTH: usize = 64;
 
 pub struct LbRuntime {
     runtime: Option<Runtime>,
@@ -28,14 +28,14 @@ pub struct LbRuntime {
 
 impl LbRuntime {
     /// Starts the thread. Fails when no thread can be created.
-    pub fn begin(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
+    pub fn start(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("load-balancers")
             .enable_all()
             .build()
             .context("no thread for load balancers")?;
-        let (connections, receiver) = mpsc::channel(WAITING);
+        let (connections, receiver) = mpsc::channel(QUEUE_LENGTH);
         let server = builder().add_service(service(Service { election }));
         let serving = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
         Ok(Self { runtime: Some(runtime), connections, serving })
@@ -67,7 +67,7 @@ impl LbRuntime {
     }
 
     /// Returns when the thread has ended.
-    pub async fn ended(&mut self) -> anyhow::Result<()> {
+    pub async fn wait_for_end(&mut self) -> anyhow::Result<()> {
         (&mut self.serving).await?.context("load balancers are not served")
     }
 }
@@ -91,6 +91,6 @@ fn hand_over(
     thread: &Handle,
 ) -> anyhow::Result<()> {
     let caller = connection.caller().clone();
-    let moved = connection.moved_to(thread).with_context(|| caller.to_string())?;
+    let moved = connection.move_to_runtime(thread).with_context(|| caller.to_string())?;
     connections.try_send(Ok(moved)).map_err(|error| anyhow::anyhow!("{caller}: {error}"))
 }

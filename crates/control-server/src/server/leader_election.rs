@@ -71,9 +71,9 @@ impl fmt::Display for Leader {
 
 #[derive(Clone)]
 enum Role {
-    Leads(Arc<ControllerState>),
+    Leader(Arc<ControllerState>),
     /// The leader, if known.
-    Follows(Option<Leader>),
+    Follower(Option<Leader>),
 }
 
 /// Leadership as this controller knows it.
@@ -89,7 +89,7 @@ impl LeaderElection {
     /// Starts without a leader. `cluster`: the election's etcd.
     pub fn new(cluster: Option<Arc<Cluster>>, security: Security) -> Self {
         Self {
-            role: Mutex::new(Role::Follows(None)),
+            role: Mutex::new(Role::Follower(None)),
             cluster,
             security: Arc::new(security),
             api_requests: Arc::default(),
@@ -97,12 +97,12 @@ impl LeaderElection {
     }
 
     pub fn become_leader(&self, shared: Arc<ControllerState>) {
-        self.set(Role::Leads(shared));
+        self.set(Role::Leader(shared));
     }
 
     /// Records another leader, or none.
     pub fn become_follower(&self, leader: Option<Leader>) {
-        self.set(Role::Follows(leader));
+        self.set(Role::Follower(leader));
     }
 
     fn set(&self, role: Role) {
@@ -116,17 +116,17 @@ impl LeaderElection {
     /// Returns the leader's state. Fails on a follower: UNAVAILABLE, with the leader's address.
     pub fn shared(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
-            Role::Leads(shared) if shared.leads() => Ok(shared),
-            Role::Leads(_) => Err(not_leading(None)),
-            Role::Follows(leader) => Err(not_leading(leader)),
+            Role::Leader(shared) if shared.leads() => Ok(shared),
+            Role::Leader(_) => Err(not_leading(None)),
+            Role::Follower(leader) => Err(not_leading(leader)),
         }
     }
 
     /// Returns the leader, if that is another controller.
     pub fn leader(&self) -> Option<Leader> {
         match self.role() {
-            Role::Leads(_) => None,
-            Role::Follows(leader) => leader,
+            Role::Leader(_) => None,
+            Role::Follower(leader) => leader,
         }
     }
 
@@ -134,10 +134,10 @@ impl LeaderElection {
         let leads = self.shared().ok();
         let mut page = match &leads {
             Some(shared) => shared.metrics(),
-            None => component::begin(Component::Controller),
+            None => component::base_snapshot(Component::Controller),
         };
         self.security.add_metrics(&mut page);
-        for (status, count) in self.api_requests.all() {
+        for (status, count) in self.api_requests.by_status() {
             page.add(&API_REQUESTS_TOTAL, [&status.to_string()], count as f64);
         }
         page.add(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leads.is_some())));

@@ -26,7 +26,7 @@ pub async fn serve(
     mut messages: Streaming<v1::LoadBalancerMessage>,
     updates: Updates,
 ) {
-    let (name, session) = match introduce(&shared, &peer, &mut messages).await {
+    let (name, session) = match register(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
             tracing::warn!(
@@ -68,7 +68,7 @@ async fn leave(shared: &ControllerState, name: String, session: u64) {
 }
 
 /// Registers it, and returns whether it accepts changes. From then on others know its number and its address.
-async fn introduce(
+async fn register(
     shared: &ControllerState,
     peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
@@ -152,7 +152,7 @@ fn relay_query(shared: &ControllerState, session: u64, query: SocketQuery) {
     let query = SocketQuery { load_balancer_session: session, ..query };
     match agent {
         Some(agent) => shared.sockets.relay_query(agent, query),
-        None => shared.sockets.reply(query.absent()),
+        None => shared.sockets.reply(query.absent_answer()),
     }
 }
 

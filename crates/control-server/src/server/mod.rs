@@ -66,11 +66,11 @@ use state_manager::{Change, ForgetError, StateManager};
 use table_scheduler::make_tables;
 
 /// Roles with a gRPC stream.
-const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
+const STREAM_ROLES: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 /// Pause of a controller that has led before the next election: others are first.
 const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
 /// Tables sent to a load balancer before it confirms one: several, but not so many that newer ones wait behind them.
-const TABLES_ON_THE_WAY: usize = 4;
+const MAX_UNCONFIRMED_TABLES: usize = 4;
 /// Tasks after which tokio polls I/O and timers: a rack's message takes up to some hundred microseconds (tokio's
 /// default of 61 would be 10 ms).
 const EVENT_INTERVAL: u32 = 7;
@@ -113,11 +113,11 @@ pub struct Server {
     address: SocketAddr,
     api: Listener,
     tokens: Arc<Tokens>,
-    hangups: Hangups,
+    hangups: HangupSignals,
 }
 
 /// SIGHUP, for each task that waits for it.
-struct Hangups {
+struct HangupSignals {
     files: Signal,
     tokens: Signal,
 }
@@ -136,7 +136,7 @@ impl Server {
 
     async fn open(path: &Path) -> anyhow::Result<Self> {
         // Watches before the files are read: later changes are not missed.
-        let hangups = Hangups { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
+        let hangups = HangupSignals { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
         let file = path.to_owned();
         let (config, store, security) = tokio::task::spawn_blocking(move || open(&file)).await??;
         let cluster = match &store {
@@ -179,15 +179,15 @@ impl Server {
         // Before the first request: the starter of the only controller may query it at once.
         let mode = match self.store {
             OpenedStore::Own(manager) => {
-                LeadershipMode::Permanent(Box::new(Term::begin(*manager, &self.election, None)))
+                LeadershipMode::Permanent(Box::new(Term::start(*manager, &self.election, None)))
             }
             OpenedStore::Etcd(cluster, etcd) => LeadershipMode::Elected(cluster, etcd),
         };
         let api_acceptor = self.election.security.api_acceptor(self.config.api);
-        let Hangups { mut files, tokens } = self.hangups;
+        let HangupSignals { mut files, tokens } = self.hangups;
         let _api = api::serve(self.api, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
-        let mut load_balancers = LbRuntime::begin(self.election.clone())?;
-        let admitted = self.election.security.grpc_acceptor(PARTS, Limits::default()).admit(self.listener);
+        let mut load_balancers = LbRuntime::start(self.election.clone())?;
+        let admitted = self.election.security.grpc_acceptor(STREAM_ROLES, Limits::default()).admit(self.listener);
         let others = builder()
             .add_service(service(Service { election: self.election.clone() }))
             .serve_with_incoming(load_balancers.split_off(admitted));
@@ -202,7 +202,7 @@ impl Server {
         };
         tokio::select! {
             outcome = others => outcome.context("the controller's socket failed"),
-            outcome = load_balancers.ended() => outcome,
+            outcome = load_balancers.wait_for_end() => outcome,
             outcome = work => outcome,
             never = self.election.security.maintenance_loop() => match never {},
             never = api_acceptor.maintenance_loop() => match never {},
@@ -261,7 +261,7 @@ async fn lead_and_follow(
         let reason = match opened.await? {
             Ok(manager) => {
                 tracing::info!(event = "leading", term, "this controller leads");
-                let term = Term::begin(manager, election, Some(leadership.clone()));
+                let term = Term::start(manager, election, Some(leadership.clone()));
                 let shared = term.shared.clone();
                 let reason = tokio::select! {
                     outcome = term.lead(hangup) => return outcome,
@@ -302,7 +302,7 @@ struct Term {
 
 impl Term {
     /// Starts to answer requests.
-    fn begin(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
+    fn start(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
         let (shared, changes) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
         let shared = Arc::new(shared);
@@ -315,14 +315,14 @@ impl Term {
         let Self { manager, shared, changes } = self;
         tokio::select! {
             () = make_tables(&shared, manager.restarted()) => Ok(()),
-            outcome = keep(manager, &shared, changes, hangup) => outcome,
+            outcome = process_changes(manager, &shared, changes, hangup) => outcome,
             () = maintenance_loop(&shared) => Ok(()),
         }
     }
 }
 
 /// Makes changes of configuration and records in order, forever.
-async fn keep(
+async fn process_changes(
     mut manager: StateManager,
     shared: &ControllerState,
     mut changes: mpsc::Receiver<ChangeRequest>,
@@ -331,11 +331,11 @@ async fn keep(
     let mut retire = tokio::time::interval(RETIRE_INTERVAL);
     loop {
         let (change, waiting) = tokio::select! {
-            _ = hangup.recv() => (ChangeRequest::without_answer(Change::Reload, Author::signal()), false),
-            _ = retire.tick() => (ChangeRequest::without_answer(Change::Retire, Author::controller()), false),
+            _ = hangup.recv() => (ChangeRequest::without_reply(Change::Reload, Author::signal()), false),
+            _ = retire.tick() => (ChangeRequest::without_reply(Change::Retire, Author::controller()), false),
             Some(change) = changes.recv() => (change, true),
         };
-        let ChangeRequest { change, author, done } = change;
+        let ChangeRequest { change, author, reply: done } = change;
         let waiting = waiting.then_some(done);
         let (back, outcome) = apply_change(manager, shared, change, author).await?;
         manager = back;
@@ -495,7 +495,7 @@ impl Control for Service {
         request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
         let peer = self.peer(&request, &[Role::Lb])?;
-        let (updates, stream) = mpsc::channel(TABLES_ON_THE_WAY);
+        let (updates, stream) = mpsc::channel(MAX_UNCONFIRMED_TABLES);
         let shared = self.election.shared()?;
         let begun = stream_response(&shared, stream);
         tokio::spawn(load_balancers::serve(shared, peer, request.into_inner(), updates));
@@ -512,7 +512,7 @@ impl Control for Service {
     }
 
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        self.peer(&request, PARTS)?;
+        self.peer(&request, STREAM_ROLES)?;
         Ok(Response::new(doctor_rpc::fleet(&*self.election.shared()?)))
     }
 }

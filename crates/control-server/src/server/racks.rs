@@ -102,7 +102,7 @@ async fn listen(
                         return;
                     }
                     let relay = RackRelay { rack: session, name: name.into(), stream };
-                    let agent = served.entry(stream).or_insert_with(|| begin(shared, relay, updates.clone()));
+                    let agent = served.entry(stream).or_insert_with(|| start(shared, relay, updates.clone()));
                     // Its task has ended, and the rack has the reason.
                     let _ = agent.send(Ok(message)).await;
                 }
@@ -123,7 +123,7 @@ async fn listen(
     }
 }
 
-fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> AgentMessages {
+fn start(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> AgentMessages {
     let (printed, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);
     let stream = relay.stream;

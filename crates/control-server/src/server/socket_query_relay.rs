@@ -11,18 +11,18 @@ use tokio::sync::mpsc;
 /// Waiting queries of up to 256 connections for one agent, or answers for one load balancer.
 const QUEUED: usize = 64;
 /// Open queries of an agent: twice those of all load balancers with a connection table.
-const OPEN: usize = 1024;
+const MAX_OPEN_QUERIES: usize = 1024;
 
 /// Agents and load balancers by session.
 #[derive(Default)]
 pub struct Sockets {
-    agents: Mutex<HashMap<u64, Asked>>,
+    agents: Mutex<HashMap<u64, QueriedAgent>>,
     load_balancers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
 }
 
 /// An agent that can be queried.
-struct Asked {
-    questions: mpsc::Sender<SocketQuery>,
+struct QueriedAgent {
+    queries: mpsc::Sender<SocketQuery>,
     /// Open queries: load balancer, and the query's number there.
     open: VecDeque<(u64, u64)>,
 }
@@ -35,7 +35,7 @@ impl Sockets {
     /// Returns the queue of queries of a new agent session.
     pub fn register_agent(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
         let (questions, receiver) = mpsc::channel(QUEUED);
-        locked(&self.agents).insert(agent, Asked { questions, open: VecDeque::new() });
+        locked(&self.agents).insert(agent, QueriedAgent { queries: questions, open: VecDeque::new() });
         receiver
     }
 
@@ -58,8 +58,8 @@ impl Sockets {
         let mut agents = locked(&self.agents);
         let Some(asked) = agents.get_mut(&agent) else { return };
         let question = (query.load_balancer_session, query.number);
-        if asked.questions.try_send(query).is_ok() {
-            asked.open.truncate(OPEN - 1);
+        if asked.queries.try_send(query).is_ok() {
+            asked.open.truncate(MAX_OPEN_QUERIES - 1);
             asked.open.push_front(question);
         }
     }
@@ -111,7 +111,7 @@ mod tests {
         sockets.answer(1, query(7, 6).answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it was not asked that");
         sockets.answer(1, asked.answer(vec![true]));
-        assert_eq!(answers.try_recv().unwrap().open, [true]);
+        assert_eq!(answers.try_recv().unwrap().is_open, [true]);
         sockets.answer(1, asked.answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it has answered");
     }
@@ -120,7 +120,7 @@ mod tests {
     fn unanswered_query_is_forgotten() {
         let sockets = Sockets::default();
         let (mut questions, mut answers) = (sockets.register_agent(1), sockets.register_load_balancer_session(7));
-        for number in 0..=OPEN as u64 {
+        for number in 0..=MAX_OPEN_QUERIES as u64 {
             sockets.relay_query(1, query(7, number));
             questions.try_recv().unwrap();
         }

@@ -17,7 +17,7 @@ use rand::rngs::SysRng;
 use crate::config::ControllerConfig;
 use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
-use coreward_fleet::clock::{RecordClock, wall_now, whole_seconds};
+use coreward_fleet::clock::{RecordClock, wall_clock, whole_seconds};
 use coreward_fleet::config::{FleetConfig, difference};
 use coreward_fleet::drains::{self, DrainRequest};
 use coreward_fleet::fleet::Fleet;
@@ -156,7 +156,7 @@ pub enum ApplyError {
     #[error("generation {0} is in force, not {1}, with which this was compared: expected a comparison with it")]
     GenerationConflict(u64, u64),
     #[error(transparent)]
-    Wrong(#[from] Diagnostics),
+    Invalid(#[from] Diagnostics),
 }
 
 /// Returns the operating system's generator of secrets.
@@ -182,7 +182,7 @@ impl StateManager {
         let stored = store.load()?;
         let restarted = stored.is_some();
         let clock = RecordClock::from(stored.as_ref().and_then(|records| records.clock));
-        let (fleet, records, refused) = match (begin(file, stored.as_ref(), clock.now()), &stored) {
+        let (fleet, records, refused) = match (start(file, stored.as_ref(), clock.now()), &stored) {
             (Ok((fleet, records)), _) => (fleet, records, false),
             // A mistake that was made while the controller ran does not stop the next one.
             (Err(error), Some(stored)) if !stored.document.text.is_empty() && config.fleet.is_some() => {
@@ -192,7 +192,7 @@ impl StateManager {
                     error = format!("{error:#}"),
                     "the fleet's file is rejected: the last valid generation stays in force"
                 );
-                let (fleet, records) = begin(Ok(None), Some(stored), clock.now())?;
+                let (fleet, records) = start(Ok(None), Some(stored), clock.now())?;
                 (fleet, records, true)
             }
             (Err(error), _) => return Err(error),
@@ -284,20 +284,20 @@ impl StateManager {
             Change::Drain(request) => {
                 let fleet = self.fleet();
                 request.check(&fleet, |service, id| fleet.eligible(service, id))?;
-                self.noted(author, ("drain", &request.server), |records| {
+                self.apply_audited(author, ("drain", &request.server), |records| {
                     records.drain(&request, records.generation + 1, now)
                 })
             }
             Change::Undrain(server) => {
-                drains::present(&self.fleet(), &server)?;
-                self.noted(author, ("undrain", &server), |records| records.undrain(&server))
+                drains::find_server(&self.fleet(), &server)?;
+                self.apply_audited(author, ("undrain", &server), |records| records.undrain(&server))
             }
             Change::Forget(name) => {
                 let known = self.records.load_balancers.contains_key(&name);
                 anyhow::ensure!(known, ForgetError::Unknown(name));
-                self.noted(author, ("forget", &name), |records| records.forget(&name))
+                self.apply_audited(author, ("forget", &name), |records| records.forget(&name))
             }
-            Change::Keys(step) => self.noted(author, ("rotate-keys", ""), |records| {
+            Change::Keys(step) => self.apply_audited(author, ("rotate-keys", ""), |records| {
                 let generation = records.generation + 1;
                 match step {
                     KeyStep::Announce { forced } => records.key_ring.announce(forced, generation, &mut random()),
@@ -317,7 +317,7 @@ impl StateManager {
     }
 
     /// Makes a change of one subject, with its audit entry.
-    fn noted(
+    fn apply_audited(
         &mut self,
         author: &Author,
         (action, target): (&'static str, &str),
@@ -329,7 +329,7 @@ impl StateManager {
             if is_new {
                 let after = describe_subject(records, action, target);
                 let note = ChangeDescription { action, target: target.to_owned(), before, after };
-                records.record_change(author, note, wall_now());
+                records.record_change(author, note, wall_clock());
             }
             is_new
         })
@@ -364,10 +364,10 @@ impl StateManager {
         if request.generation != in_force {
             return Err(ApplyError::GenerationConflict(in_force, request.generation).into());
         }
-        let fleet = request.fleet.map_err(ApplyError::Wrong)?;
+        let fleet = request.fleet.map_err(ApplyError::Invalid)?;
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply(&fleet, now, &mut random()).map_err(ApplyError::Wrong)?;
+        records.apply(&fleet, now, &mut random()).map_err(ApplyError::Invalid)?;
         records.clock = Some(whole_seconds(now));
         if request.dry_run {
             return Ok(None);
@@ -410,7 +410,7 @@ impl StateManager {
 }
 
 /// Returns the first configuration: the fleet's file, or else the document on record, merged with the records.
-fn begin(
+fn start(
     file: Result<Option<FleetConfig>, Diagnostics>,
     stored: Option<&Records>,
     now: Duration,
@@ -441,7 +441,7 @@ fn note_document(
     }
     let after = format!("generation {new}: {}", describe_changes(changes));
     let note = ChangeDescription { action, target: String::new(), before: format!("generation {old}"), after };
-    records.record_change(author, note, wall_now());
+    records.record_change(author, note, wall_clock());
 }
 
 /// Describes the state of an action's subject.

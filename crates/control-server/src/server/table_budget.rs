@@ -19,7 +19,7 @@ pub struct TableBudget(Mutex<Option<Instant>>);
 impl TableBudget {
     /// Runs `make`, which is given a time limit and returns the time it took, if tables may be made now. Returns when
     /// they may be made next.
-    pub fn spend(&self, make: impl FnOnce(Duration) -> Duration) -> Instant {
+    pub fn run_within(&self, make: impl FnOnce(Duration) -> Duration) -> Instant {
         let mut next = self.0.lock();
         if let Some(later) = next.filter(|next| *next > Instant::now()) {
             return later;

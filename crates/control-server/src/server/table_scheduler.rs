@@ -14,7 +14,7 @@ const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Makes tables, forever. `restarted`: load balancers have earlier ones.
 pub async fn make_tables(shared: &ControllerState, restarted: bool) {
     let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
-    while Instant::now() < limit && !shared.all_report() {
+    while Instant::now() < limit && !shared.have_all_reported() {
         tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
     }
     shared.settle();

@@ -27,7 +27,7 @@ struct PublishedConfiguration {
     fleet: FleetConfiguration,
     number: u64,
     /// Encoded when a session first needs it whole.
-    whole: OnceLock<Bytes>,
+    encoded: OnceLock<Bytes>,
     /// Previous update number, and the changes since.
     change: Option<(u64, Bytes)>,
 }
@@ -57,14 +57,14 @@ pub struct Cursor {
 
 impl PublishedConfiguration {
     fn new(fleet: FleetConfiguration, number: u64, change: Option<(u64, Bytes)>) -> Self {
-        Self { fleet, number, whole: OnceLock::new(), change }
+        Self { fleet, number, encoded: OnceLock::new(), change }
     }
 
     /// Returns the configuration update for a session at that cursor.
     fn after(&self, cursor: u64) -> ConfigUpdate {
         match &self.change {
             Some((base, change)) if *base == cursor => ConfigUpdate::Change(change.clone()),
-            _ => ConfigUpdate::Whole(self.whole.get_or_init(|| self.fleet.encode(self.number)).clone()),
+            _ => ConfigUpdate::Whole(self.encoded.get_or_init(|| self.fleet.encode(self.number)).clone()),
         }
     }
 }

@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-use crate::support::{Home, Running, in_time};
+use crate::support::{Home, Running, with_timeout};
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 /// Interval of reports in the fleet's document (support::Home).
@@ -72,7 +72,7 @@ async fn flooding_agent_is_read_at_its_limit() {
     let began = Instant::now();
     let flood = tokio::spawn(flood(running.clone()));
     let at_once = u64::from(REPORTS_AT_ONCE);
-    in_time("the reports that it may send at once", async { while decoded(&running).await < at_once {} }).await;
+    with_timeout("the reports that it may send at once", async { while decoded(&running).await < at_once {} }).await;
     // Another agent's reports pass meanwhile.
     let (other, _updates) = agent(&running, "s2").await;
     for sequence in 1..=10 {
@@ -82,7 +82,7 @@ async fn flooding_agent_is_read_at_its_limit() {
         let status = running.status().await;
         status.servers.iter().any(|server| server.name == "s2" && server.report_age_ms < 60_000)
     };
-    in_time("the other agent's reports", async { while !of_other().await {} }).await;
+    with_timeout("the other agent's reports", async { while !of_other().await {} }).await;
     for _ in 0..200 {
         let decoded = decoded(&running).await;
         // Twice per interval, those at once, the other agent's, and that it was over its limit, once.
@@ -98,7 +98,7 @@ async fn flooding_agent_is_read_at_its_limit() {
 
 async fn end(mut updates: Streaming<v1::AgentUpdate>) -> Status {
     loop {
-        match in_time("the end of the stream", updates.message()).await {
+        match with_timeout("the end of the stream", updates.message()).await {
             Ok(update) => assert!(update.is_some(), "the stream ended without an error"),
             Err(status) => return status,
         }
@@ -120,7 +120,7 @@ async fn message_larger_than_256_kib_ends_an_agents_stream() {
                 assert_eq!(status.code(), code, "{status}");
                 assert!(status.message().contains("262144"), "{status}");
             }
-            None => in_time("the report", async { while decoded(&running).await == 0 {} }).await,
+            None => with_timeout("the report", async { while decoded(&running).await == 0 {} }).await,
         }
     }
 }

@@ -11,12 +11,12 @@ use coreward_http::{Problem, ProblemKind};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
 
-use crate::support::{Home, Running, in_time};
+use crate::support::{Home, Running, with_timeout};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
 /// Requests other than GET that a viewer may send: none changes the fleet.
-const ASKED_BY_POST: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
+const VIEWER_WRITES: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
 struct TestEnv {
     home: Home,
@@ -51,7 +51,7 @@ impl TestEnv {
         if let Some(body) = body {
             request = request.header("content-type", "application/json").body(body.to_owned());
         }
-        let answer = in_time("an answer", request.send()).await.unwrap();
+        let answer = with_timeout("an answer", request.send()).await.unwrap();
         let status = answer.status();
         if !status.is_success() {
             assert_eq!(answer.headers()["content-type"], "application/problem+json", "{method} {path}: {status}");
@@ -82,9 +82,9 @@ fn operations(document: &Value) -> Vec<(String, String, Role)> {
 /// Access needs a token, and no viewer changes anything: for each operation that the document names.
 #[tokio::test]
 async fn every_endpoint_authenticates() {
-    let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
-    let (viewer, operator) = (site.token(Role::Viewer), site.token(Role::Operator));
-    let (_, document) = site.send("GET", "/v1/openapi.json", Some(&viewer), None).await;
+    let env = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
+    let (viewer, operator) = (env.token(Role::Viewer), env.token(Role::Operator));
+    let (_, document) = env.send("GET", "/v1/openapi.json", Some(&viewer), None).await;
     assert_eq!(document["openapi"], "3.1.0");
     let operations = operations(&document);
     assert!(operations.len() >= 20, "{operations:?}");
@@ -97,7 +97,7 @@ async fn every_endpoint_authenticates() {
         for token in [None, Some("nonsense"), Some(""), Some(&operator[1..])] {
             // Each burst of refusals is short enough for the limit.
             let (status, problem) = loop {
-                let (status, problem) = site.send(method, &path, token, Some("{}")).await;
+                let (status, problem) = env.send(method, &path, token, Some("{}")).await;
                 if status != StatusCode::TOO_MANY_REQUESTS {
                     break (status, problem);
                 }
@@ -108,7 +108,7 @@ async fn every_endpoint_authenticates() {
         }
         match role {
             Role::Operator => {
-                let (status, problem) = site.send(method, &path, Some(&viewer), Some("{}")).await;
+                let (status, problem) = env.send(method, &path, Some(&viewer), Some("{}")).await;
                 assert_eq!(status, StatusCode::FORBIDDEN, "{method} {path}: {problem}");
             }
             Role::Viewer if method != "GET" => {
@@ -117,17 +117,17 @@ async fn every_endpoint_authenticates() {
             Role::Viewer => {}
         }
     }
-    assert_eq!(asked_by_post, ASKED_BY_POST.map(str::to_owned).into());
-    let (status, _) = site.send("GET", "/v1/status?rss_keys=true", Some(&viewer), None).await;
+    assert_eq!(asked_by_post, VIEWER_WRITES.map(str::to_owned).into());
+    let (status, _) = env.send("GET", "/v1/status?rss_keys=true", Some(&viewer), None).await;
     assert_eq!(status, StatusCode::FORBIDDEN);
-    let (status, _) = site.send("GET", "/v1/status?rss_keys=true", Some(&operator), None).await;
+    let (status, _) = env.send("GET", "/v1/status?rss_keys=true", Some(&operator), None).await;
     assert_eq!(status, StatusCode::OK);
 }
 
 #[tokio::test]
 async fn invalid_request_gets_problem_json() {
-    let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
-    let token = site.token(Role::Operator);
+    let env = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
+    let token = env.token(Role::Operator);
     let too_large = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
     for (method, path, body, status, says) in [
         ("GET", "/v1/nothing", None, 404, "does not exist"),
@@ -154,7 +154,7 @@ async fn invalid_request_gets_problem_json() {
         ("POST", "/v1/keys/rotate", Some(&*too_large), 413, "length limit"),
         ("PUT", "/v1/fleet", Some("{\"text\": \"\", \"generation\": 1}"), 409, "SIGHUP"),
     ] {
-        let (found, problem) = site.send(method, path, Some(&token), body).await;
+        let (found, problem) = env.send(method, path, Some(&token), body).await;
         assert_eq!(found.as_u16(), status, "{method} {path}: {problem}");
         let detail = problem["detail"].as_str().unwrap();
         assert!(detail.contains(says), "{method} {path}: {detail}");
@@ -165,8 +165,8 @@ async fn invalid_request_gets_problem_json() {
 async fn document_is_applied_whole_or_not_at_all() {
     let home = Home::new(&[], "");
     home.write_controllers_file("");
-    let site = TestEnv::start(home).await;
-    let client = site.client(Role::Operator);
+    let env = TestEnv::start(home).await;
+    let client = env.client(Role::Operator);
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
     let new_fleet =
         |text: &str, generation, dry_run| NewFleet { name: "a.toml".into(), text: text.into(), generation, dry_run };
@@ -194,9 +194,9 @@ async fn document_is_applied_whole_or_not_at_all() {
 /// An acknowledged drain survives a crash and another document, until it is undrained.
 #[tokio::test]
 async fn drain_lasts_until_undrain() {
-    let mut site = TestEnv::start(Home::new(&["s1", "s2"], SERVICE)).await;
+    let mut env = TestEnv::start(Home::new(&["s1", "s2"], SERVICE)).await;
     let path = "/v1/servers/s1/drain";
-    let token = site.token(Role::Operator);
+    let token = env.token(Role::Operator);
     for (method, path, body, status, says) in [
         ("POST", "/v1/servers/s9/drain", "{}", 404, "server \"s9\" does not exist"),
         ("DELETE", "/v1/servers/s9/drain", "", 404, "server \"s9\" does not exist"),
@@ -204,11 +204,11 @@ async fn drain_lasts_until_undrain() {
         ("POST", path, "{\"services\": [\"web\", \"api\"]}", 404, "not in service \"api\": expected web"),
         ("POST", path, "{\"service\": \"web\"}", 400, "unknown field `service`"),
     ] {
-        let (found, problem) = site.send(method, path, Some(&token), (!body.is_empty()).then_some(body)).await;
+        let (found, problem) = env.send(method, path, Some(&token), (!body.is_empty()).then_some(body)).await;
         assert_eq!(found.as_u16(), status, "{method} {path}: {problem}");
         assert!(problem["detail"].as_str().unwrap().contains(says), "{method} {path}: {problem}");
     }
-    let client = site.client(Role::Operator);
+    let client = env.client(Role::Operator);
     let (all, forced) = (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
     let began = std::time::Instant::now();
     let first = client.drain("s1", &all).await.unwrap();
@@ -231,11 +231,11 @@ async fn drain_lasts_until_undrain() {
     assert_eq!(client.drain("s2", &forced).await.unwrap().state, ServerState::Draining);
     assert_eq!(client.undrain("s2").await.unwrap().drained, None);
 
-    site.running.kill().await;
+    env.running.kill().await;
     // Another document, in which the server is active.
-    site.home.write(&["s1", "s2", "s3"], SERVICE);
-    site.running = site.home.start().await;
-    let client = site.client(Role::Operator);
+    env.home.write(&["s1", "s2", "s3"], SERVICE);
+    env.running = env.home.start().await;
+    let client = env.client(Role::Operator);
     let after = client.drain_status("s1").await.unwrap().drained.unwrap();
     assert_eq!(after.by, DrainedBy::Command);
     // The stored clock stops while no controller runs, and is saved once a second.
@@ -252,28 +252,28 @@ async fn drain_lasts_until_undrain() {
         let ended = client.undrain("s1").await.unwrap();
         assert_eq!((ended.state, ended.drained), (ServerState::Active, None));
     }
-    let (_, events) = site.send("GET", "/v1/events", Some(&token), None).await;
+    let (_, events) = env.send("GET", "/v1/events", Some(&token), None).await;
     assert!(events.to_string().contains(": undrained"), "{events}");
 }
 
 /// Browsers log in with a token and continue with a viewer's cookie.
 #[tokio::test]
 async fn session_reads_and_cannot_change() {
-    let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
-    let url = |path: &str| format!("http://{}{path}", site.running.api);
-    let page = site.http.get(url("/")).send().await.unwrap();
+    let env = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
+    let url = |path: &str| format!("http://{}{path}", env.running.api);
+    let page = env.http.get(url("/")).send().await.unwrap();
     assert!(page.headers()["content-security-policy"].to_str().unwrap().starts_with("default-src 'none'"));
     assert!(page.text().await.unwrap().contains("<title>coreward</title>"));
-    let begun = site.http.post(url("/v1/session")).bearer_auth(site.token(Role::Operator)).send().await.unwrap();
+    let begun = env.http.post(url("/v1/session")).bearer_auth(env.token(Role::Operator)).send().await.unwrap();
     let cookie = begun.headers()["set-cookie"].to_str().unwrap().split(';').next().unwrap().to_owned();
     let with_cookie = |request: reqwest::RequestBuilder| request.header("cookie", &cookie);
-    let status = with_cookie(site.http.get(url("/v1/status"))).send().await.unwrap().status();
+    let status = with_cookie(env.http.get(url("/v1/status"))).send().await.unwrap().status();
     assert_eq!(status, StatusCode::OK);
-    let rotate = with_cookie(site.http.post(url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
+    let rotate = with_cookie(env.http.post(url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
     assert_eq!(rotate.send().await.unwrap().status(), StatusCode::FORBIDDEN);
-    let ended = with_cookie(site.http.delete(url("/v1/session"))).send().await.unwrap();
+    let ended = with_cookie(env.http.delete(url("/v1/session"))).send().await.unwrap();
     assert_eq!(ended.status(), StatusCode::NO_CONTENT);
-    let status = with_cookie(site.http.get(url("/v1/status"))).send().await.unwrap().status();
+    let status = with_cookie(env.http.get(url("/v1/status"))).send().await.unwrap().status();
     assert_eq!(status, StatusCode::UNAUTHORIZED);
 }
 
@@ -282,17 +282,17 @@ async fn session_reads_and_cannot_change() {
 async fn watcher_gets_missed_events_after_a_reconnect() {
     let home = Home::new(&[], "");
     home.write_controllers_file("");
-    let site = TestEnv::start(home).await;
+    let env = TestEnv::start(home).await;
     let watch = async |last: Option<&str>, end_marker: &str| {
-        let url = format!("http://{}/v1/watch?interval_ms=250", site.running.api);
-        let mut request = site.http.get(url).bearer_auth(site.token(Role::Viewer));
+        let url = format!("http://{}/v1/watch?interval_ms=250", env.running.api);
+        let mut request = env.http.get(url).bearer_auth(env.token(Role::Viewer));
         if let Some(last) = last {
             request = request.header("last-event-id", last);
         }
         let mut answer = request.send().await.unwrap();
         assert_eq!(answer.headers()["content-type"], "text/event-stream");
         let mut text = String::new();
-        in_time(end_marker, async {
+        with_timeout(end_marker, async {
             // To the end of an event.
             while !(text.contains(end_marker) && text.ends_with("\n\n")) {
                 text += std::str::from_utf8(&answer.chunk().await.unwrap().unwrap()).unwrap();
@@ -307,7 +307,7 @@ async fn watcher_gets_missed_events_after_a_reconnect() {
     let id = seen.lines().find_map(|line| line.strip_prefix("id: ")).unwrap().to_owned();
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
     let document = NewFleet { name: "a.toml".into(), text, generation: 0, dry_run: false };
-    site.client(Role::Operator).put_fleet(&document).await.unwrap();
+    env.client(Role::Operator).put_fleet(&document).await.unwrap();
     let missed = watch(Some(&id), "new, at 10.2.0.1: ").await;
     assert!(missed.contains("applied the document of generation 1"), "{missed}");
     assert!(!missed.contains("the controller has started"), "{missed}");
@@ -315,15 +315,15 @@ async fn watcher_gets_missed_events_after_a_reconnect() {
 
 #[tokio::test]
 async fn documented_requests_work() {
-    let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
+    let env = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let script = manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
-    let directory = site.home.directory.path().display().to_string();
+    let directory = env.home.directory.path().display().to_string();
     let script =
-        script.replace("/var/lib/coreward", &directory).replace("127.0.0.1:7401", &site.running.api.to_string());
+        script.replace("/var/lib/coreward", &directory).replace("127.0.0.1:7401", &env.running.api.to_string());
     assert!(script.matches("curl ").count() >= 5, "{script}");
     let run = tokio::process::Command::new("sh").args(["-e", "-c", &script]).output();
-    let output = in_time("curl", run).await.unwrap();
+    let output = with_timeout("curl", run).await.unwrap();
     let printed = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{printed}{}", String::from_utf8_lossy(&output.stderr));
     // `settling` for as long as it waits for agents.

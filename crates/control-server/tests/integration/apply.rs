@@ -9,7 +9,7 @@ use coreward_render::Format;
 use coreward_render::fleet::{self, ProposedFleet};
 use proptest::prelude::*;
 
-use crate::support::{Home, Running, in_time};
+use crate::support::{Home, Running, with_timeout};
 
 /// A home whose controller's file names no fleet.
 fn home() -> Home {
@@ -37,7 +37,7 @@ impl Home {
 impl Running {
     /// As `coreward apply` does it, whose runtime is its own.
     async fn proposed(&self, home: &Home, text: &str) -> Result<ProposedFleet, String> {
-        let (client, file) = (self.asking.clone(), home.file(text));
+        let (client, file) = (self.client.clone(), home.file(text));
         let proposed = tokio::task::spawn_blocking(move || ProposedFleet::read(&client, &file)).await.unwrap();
         proposed.map_err(|error| format!("{error:#}").replace(home.directory.path().to_str().unwrap(), ""))
     }
@@ -47,16 +47,16 @@ impl Running {
     }
 
     async fn shown(&self, format: Format) -> String {
-        let client = self.asking.clone();
+        let client = self.client.clone();
         tokio::task::spawn_blocking(move || fleet::show(&client, format)).await.unwrap().unwrap()
     }
 
     async fn document(&self) -> Fleet {
-        self.asking.fleet().await.unwrap()
+        self.client.fleet().await.unwrap()
     }
 
     async fn status_once(&self, what: &str, is_so: impl Fn(&Status) -> bool) {
-        in_time(what, async {
+        with_timeout(what, async {
             while !is_so(&self.status().await) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
@@ -171,7 +171,7 @@ async fn invalid_document_changes_nothing() {
     );
     // A client that does not check first gets the same answer.
     let document = NewFleet { name: "w".into(), text: "load_ewma_alpha = 2\n".into(), generation: 1, dry_run: false };
-    let refused = controller.asking.put_fleet(&document).await.unwrap_err();
+    let refused = controller.client.put_fleet(&document).await.unwrap_err();
     assert_eq!(refused.to_string(), "w:1:19: key `load_ewma_alpha`: alpha 2: expected a number above 0, at most 1");
     assert_eq!(controller.document().await, Fleet { generation: 1, text: first, file: None });
     assert_eq!(controller.in_force().await, before);

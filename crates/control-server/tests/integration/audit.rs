@@ -6,7 +6,7 @@ use coreward_wire::v1::{self, load_balancer_message::Message};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::support::{Home, Running, in_time};
+use crate::support::{Home, Running, with_timeout};
 
 /// Without a file: the fleet is applied.
 fn home() -> Home {
@@ -23,7 +23,7 @@ fn document(servers: &[&str]) -> String {
 
 async fn apply(running: &Running, text: &str, generation: u64) {
     let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
-    running.asking.put_fleet(&fleet).await.unwrap();
+    running.client.put_fleet(&fleet).await.unwrap();
 }
 
 async fn load_balancer(running: &Running) -> mpsc::Sender<v1::LoadBalancerMessage> {
@@ -50,14 +50,14 @@ async fn audit_entry_survives_a_restart() {
     let home = home();
     let running = home.start().await;
     apply(&running, &document(&["s1", "s2"]), 0).await;
-    running.asking.drain("s1", &DrainServer::default()).await.unwrap();
-    running.asking.drain("s1", &DrainServer::default()).await.unwrap();
+    running.client.drain("s1", &DrainServer::default()).await.unwrap();
+    running.client.drain("s1", &DrainServer::default()).await.unwrap();
     apply(&running, &document(&["s1", "s2", "s3"]), 1).await;
     running.kill().await;
 
     let running = home.start().await;
-    running.asking.undrain("s1").await.unwrap();
-    let audit = running.asking.audit(&AuditQuery::default()).await.unwrap();
+    running.client.undrain("s1").await.unwrap();
+    let audit = running.client.audit(&AuditQuery::default()).await.unwrap();
     let seen: Vec<(u64, &str, &str, &str, &str)> = audit
         .entries
         .iter()
@@ -80,7 +80,7 @@ async fn audit_entry_survives_a_restart() {
         assert!(entry.who.starts_with("operator token ") && entry.who.len() == "operator token ".len() + 8);
         assert_eq!(entry.from_address, "127.0.0.1");
     }
-    let newest = running.asking.audit(&AuditQuery { after: 0, limit: Some(1) }).await.unwrap();
+    let newest = running.client.audit(&AuditQuery { after: 0, limit: Some(1) }).await.unwrap();
     assert_eq!(newest.entries, audit.entries[3..]);
 }
 
@@ -90,9 +90,9 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     let running = home.start().await;
     apply(&running, &document(&["s1"]), 0).await;
     let balancer = load_balancer(&running).await;
-    let newest = in_time("the load balancer", async {
+    let newest = with_timeout("the load balancer", async {
         loop {
-            let seen = running.asking.acknowledgements().await.unwrap();
+            let seen = running.client.acknowledgements().await.unwrap();
             if seen.waiting_count == 1 {
                 break seen;
             }
@@ -104,9 +104,9 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     let reason = "services[0].mode.consistency: \"quantum\"".to_owned();
     let refused = v1::RefusedUpdate { service: "web".into(), generation: 2, reason: reason.clone(), table: false };
     // The controller may make another configuration meanwhile.
-    let seen = in_time("its answer", async {
+    let seen = with_timeout("its answer", async {
         loop {
-            let seen = running.asking.acknowledgements().await.unwrap();
+            let seen = running.client.acknowledgements().await.unwrap();
             if seen.waiting_count == 0 {
                 break seen;
             }
@@ -128,17 +128,17 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     let state = running.status().await.load_balancers.remove(0).state.unwrap();
     assert_eq!(state.warnings, [format!("it refuses configuration 2 of service web: {reason}")]);
 
-    let connected = running.asking.forget_load_balancer("lb1").await.unwrap_err();
+    let connected = running.client.forget_load_balancer("lb1").await.unwrap_err();
     assert_eq!(connected.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     drop(balancer);
     let forgotten = async {
-        while let Err(error) = running.asking.forget_load_balancer("lb1").await {
+        while let Err(error) = running.client.forget_load_balancer("lb1").await {
             let kind = error.downcast_ref::<Problem>().unwrap().kind;
             assert!(matches!(kind, ProblemKind::Conflict | ProblemKind::TooManyRequests), "{error}");
             pause().await;
         }
     };
-    in_time("the end of its stream", forgotten).await;
+    with_timeout("the end of its stream", forgotten).await;
     assert_eq!(running.status().await.load_balancers, []);
 }
 
@@ -157,7 +157,7 @@ async fn concurrent_drains_leave_the_last_healthy_server() {
     });
     let services = vec![v1::ServiceHealth { service_index: 0, servers: servers.collect() }];
     send(&balancer, Message::Health(v1::LoadBalancerHealth { services })).await;
-    in_time("s3 down", async {
+    with_timeout("s3 down", async {
         let is_down = |server: &coreward_api::types::Server| server.name == "s3" && server.state == ServerState::Down;
         while !running.status().await.servers.iter().any(is_down) {
             pause().await;
@@ -165,7 +165,7 @@ async fn concurrent_drains_leave_the_last_healthy_server() {
     })
     .await;
     let request = DrainServer::default();
-    let drains = tokio::join!(running.asking.drain("s1", &request), running.asking.drain("s2", &request));
+    let drains = tokio::join!(running.client.drain("s1", &request), running.client.drain("s2", &request));
     let outcomes = [drains.0, drains.1];
     assert_eq!(outcomes.iter().filter(|outcome| outcome.is_ok()).count(), 1, "{outcomes:?}");
     let refused = outcomes.into_iter().find_map(Result::err).unwrap();

@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use crate::support::{Home, Running, apply_update, in_time};
+use crate::support::{Home, Running, apply_update, with_timeout};
 
 const WEB: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n\
                    [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
@@ -27,7 +27,7 @@ impl LoadBalancer {
         let message = Some(Message::Registration(first));
         messages.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = running.client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-        in_time("the load balancer on record", async {
+        with_timeout("the load balancer on record", async {
             while running.status().await.load_balancers.iter().all(|balancer| balancer.owner.is_none()) {
                 tokio::time::sleep(std::time::Duration::from_millis(60)).await;
             }
@@ -39,7 +39,7 @@ impl LoadBalancer {
     /// The next configuration: how many services it has.
     async fn services(&mut self) -> usize {
         loop {
-            let update = in_time("an update", self.updates.message()).await.unwrap().unwrap().update;
+            let update = with_timeout("an update", self.updates.message()).await.unwrap().unwrap().update;
             if update.is_some_and(|update| apply_update(&mut self.newest, &update)) {
                 return self.newest.as_ref().expect("a stream begins with a whole configuration").services.len();
             }
@@ -49,7 +49,7 @@ impl LoadBalancer {
 
 async fn apply(running: &Running, text: &str, generation: u64) {
     let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
-    running.asking.put_fleet(&fleet).await.unwrap();
+    running.client.put_fleet(&fleet).await.unwrap();
 }
 
 fn metric(running: &Running, name: &str) -> String {

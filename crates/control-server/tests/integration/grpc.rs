@@ -14,7 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-use crate::support::{Home, Running, SIGHUP_REACHES_ALL, apply_update, in_time};
+use crate::support::{Home, Running, SIGHUP_REACHES_ALL, apply_update, with_timeout};
 
 impl Running {
     async fn agent(&self, server: &str) -> Agent {
@@ -59,7 +59,7 @@ impl Agent {
 
     async fn update(&mut self) -> Result<agent_update::Update, tonic::Status> {
         let answers = self.answers.as_mut().unwrap();
-        let update = in_time("an agent's update", answers.message()).await?.expect("the stream goes on");
+        let update = with_timeout("an agent's update", answers.message()).await?.expect("the stream goes on");
         Ok(update.update.expect("an update has contents"))
     }
 
@@ -106,7 +106,7 @@ struct LoadBalancer {
 
 impl LoadBalancer {
     async fn update(&mut self) -> dataplane_update::Update {
-        let message = in_time("an update", self.updates.message()).await.unwrap().expect("the stream goes on");
+        let message = with_timeout("an update", self.updates.message()).await.unwrap().expect("the stream goes on");
         let update = message.update.expect("an update has contents");
         apply_update(&mut self.newest, &update);
         update
@@ -127,7 +127,7 @@ impl LoadBalancer {
     }
 
     async fn table_where(&mut self, what: &str, holds: impl Fn(&PlacementTable) -> bool) -> PlacementTable {
-        in_time(what, async {
+        with_timeout(what, async {
             loop {
                 let table = self.table().await;
                 if holds(&table) {
@@ -179,7 +179,7 @@ async fn tables_follow_loads() {
     let message = v1::LoadBalancerState { xdp_mode: "native".into(), ..Default::default() };
     let message = Some(load_balancer_message::Message::State(message));
     balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
-    let status = in_time("the load balancer's state", async {
+    let status = with_timeout("the load balancer's state", async {
         loop {
             let status = running.status().await;
             // Each stream is read on its own.
@@ -194,7 +194,7 @@ async fn tables_follow_loads() {
     assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
 
     let question = r#"{"vip": "10.200.0.1:80", "client": "10.1.0.7:40312"}"#;
-    let explained = running.asking.explain(&serde_json::from_str(question).unwrap()).await.unwrap();
+    let explained = running.client.explain(&serde_json::from_str(question).unwrap()).await.unwrap();
     assert!(explained.reason.contains(" is the least loaded"), "{}", explained.reason);
     assert_eq!(explained.servers.len(), 2);
 
@@ -239,7 +239,7 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
 async fn first_table_after_a_restart_waits_for_the_agents() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     // It does not wait permanently: where the machine stood still for that long, once more.
-    const WAITS: Duration = Duration::from_secs(4);
+    const TIMEOUT: Duration = Duration::from_secs(4);
     for _ in 0..5 {
         let home = Home::new(&["s1", "s2"], WEB);
         home.start().await.kill().await;
@@ -255,7 +255,7 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
             }
         }
         let table = balancer.table().await;
-        if began.elapsed() >= WAITS {
+        if began.elapsed() >= TIMEOUT {
             continue;
         }
         assert!(early.is_err(), "a table before anybody reported");
@@ -265,7 +265,7 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
         assert!(table.members.iter().all(|member| member.load == load), "{table:?}");
         return;
     }
-    panic!("five times the first table came {WAITS:?} after the start");
+    panic!("five times the first table came {TIMEOUT:?} after the start");
 }
 
 #[tokio::test]
@@ -286,7 +286,7 @@ async fn unknown_and_duplicate_agents_are_rejected() {
     // The first one still reports; when it hangs up, there is room for another at once.
     first.report([0.0, 0.0]).await;
     drop(first);
-    in_time("room for another agent", async { while running.agent("s1").await.configuration().await.is_err() {} })
+    with_timeout("room for another agent", async { while running.agent("s1").await.configuration().await.is_err() {} })
         .await;
 }
 
@@ -302,7 +302,7 @@ async fn reloaded_file_is_applied_whole_or_not_at_all() {
 
     home.write(&["s2", "s3"], &WEB.replace("crossrss", "no-such-policy"));
     hang_up();
-    in_time("the refusal of the file", async {
+    with_timeout("the refusal of the file", async {
         while !(running.metrics)().contains("coreward_reloads_total{result=\"refused\"} 1.0\n") {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -333,7 +333,7 @@ async fn slow_load_balancer_gets_the_newest_table() {
     balancer.configuration().await;
     let first = balancer.table().await.generation;
     let mut received = 1;
-    let newest = in_time("a hundred tables", async {
+    let newest = with_timeout("a hundred tables", async {
         loop {
             let newest = running.status().await.services[0].table_generation;
             if newest >= first + 100 {
@@ -409,7 +409,7 @@ async fn lost_owners_are_announced_to_load_balancers() {
     };
     peers(&mut first, &[("lb1", 0, true), ("lb2", 1, true)]).await;
     let mut twice = running.load_balancer_named("lb1", running.client().await).await;
-    let refused = in_time("a refusal", twice.updates.message()).await.unwrap_err();
+    let refused = with_timeout("a refusal", twice.updates.message()).await.unwrap_err();
     assert_eq!(refused.code(), Code::AlreadyExists);
     drop(second);
     peers(&mut first, &[("lb1", 0, true), ("lb2", 1, false)]).await;
@@ -420,7 +420,7 @@ async fn lost_owners_are_announced_to_load_balancers() {
 async fn rotation_waits_for_all_daemons_and_survives_the_controller() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     let home = Home::new(&["s1"], WEB);
-    let rotate = async |running: &Running, force: bool| running.asking.rotate_keys(&RotateKeys { force }).await;
+    let rotate = async |running: &Running, force: bool| running.client.rotate_keys(&RotateKeys { force }).await;
     let running = home.start().await;
     let refused = rotate(&running, false).await.unwrap_err();
     assert_eq!(refused.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);

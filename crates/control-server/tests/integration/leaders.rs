@@ -13,7 +13,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
 
-use crate::support::{Home, Running, in_time};
+use crate::support::{Home, Running, with_timeout};
 
 /// One member; it ends with this.
 struct Etcd {
@@ -47,27 +47,27 @@ impl Drop for Etcd {
 }
 
 /// The only way of a controller to etcd, which can be closed.
-struct Way {
+struct TcpProxy {
     address: SocketAddr,
-    to: SocketAddr,
-    work: tokio::task::JoinHandle<()>,
+    target: SocketAddr,
+    task: tokio::task::JoinHandle<()>,
 }
 
-impl Way {
-    async fn to(to: SocketAddr) -> Self {
+impl TcpProxy {
+    async fn start(to: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        Self { address, to, work: tokio::spawn(forward(listener, to)) }
+        Self { address, target: to, task: tokio::spawn(forward(listener, to)) }
     }
 
     /// Ends all connections; no process listens.
     fn close(&mut self) {
-        self.work.abort();
+        self.task.abort();
     }
 
     async fn open(&mut self) {
         let listener = TcpListener::bind(self.address).await.unwrap();
-        self.work = tokio::spawn(forward(listener, self.to));
+        self.task = tokio::spawn(forward(listener, self.target));
     }
 }
 
@@ -113,7 +113,7 @@ impl Controller {
     async fn get<T: serde::de::DeserializeOwned>(&self, path: &str) -> (u16, T) {
         let url = format!("http://{}/v1/{path}", self.running.api);
         let answer = reqwest::Client::new().get(url).bearer_auth(self.token()).send();
-        let answer = in_time("an answer", answer).await.unwrap();
+        let answer = with_timeout("an answer", answer).await.unwrap();
         (answer.status().as_u16(), answer.json().await.unwrap())
     }
 
@@ -122,7 +122,7 @@ impl Controller {
         let url = format!("http://{}/v1/keys/rotate", self.running.api);
         let body = serde_json::json!({ "force": true });
         let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&body);
-        in_time("an answer", request.send()).await.unwrap().json().await.unwrap()
+        with_timeout("an answer", request.send()).await.unwrap().json().await.unwrap()
     }
 
     /// Waits until this one leads; the term that a stream of a load balancer begins with.
@@ -141,7 +141,7 @@ impl Controller {
                 tokio::time::sleep(std::time::Duration::from_millis(50)).await;
             }
         };
-        in_time("the leader", leads).await
+        with_timeout("the leader", leads).await
     }
 }
 
@@ -160,7 +160,7 @@ async fn followers_name_the_leader_and_terms_increase() {
             }
         }
     };
-    let health = in_time("the name of the leader", follows).await;
+    let health = with_timeout("the name of the leader", follows).await;
     assert_eq!(health.leader_api.as_deref(), Some("https://c1.example:7401"));
     let (status, problem) = second.get::<Problem>("status").await;
     assert_eq!((status, problem.kind, problem.retry_after_s), (503, ProblemKind::NotLeading, Some(1)));
@@ -181,32 +181,32 @@ async fn followers_name_the_leader_and_terms_increase() {
     // Its next write finds that.
     let problem = second.rotate().await;
     assert_eq!(problem.kind, ProblemKind::NotLeading, "{}", problem.detail);
-    in_time("the stream's end", async { while watch.chunk().await.unwrap().is_some() {} }).await;
+    with_timeout("the stream's end", async { while watch.chunk().await.unwrap().is_some() {} }).await;
 }
 
 #[tokio::test]
 async fn leader_without_etcd_ends_before_the_next_is_elected() {
     let etcd = Etcd::start();
-    let mut way = Way::to(etcd.member.client).await;
+    let mut way = TcpProxy::start(etcd.member.client).await;
     let first = Controller::start_by(&format!("http://{}", way.address), "c1").await;
     let term = first.leads().await;
     let text = "report_interval = \"50ms\"\n".to_owned();
     let fleet = NewFleet { name: "fleet.toml".to_owned(), text, generation: 0, dry_run: false };
-    first.running.asking.put_fleet(&fleet).await.unwrap();
+    first.running.client.put_fleet(&fleet).await.unwrap();
     let (sender, receiver) = tokio::sync::mpsc::channel(1);
     let registration = v1::LoadBalancerRegistration { name: "lb1".to_owned(), ..Default::default() };
     let registration = v1::load_balancer_message::Message::Registration(registration);
     sender.send(v1::LoadBalancerMessage { message: Some(registration) }).await.unwrap();
     let mut client = first.running.client().await;
     let mut stream = client.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-    in_time("a configuration", stream.message()).await.unwrap().unwrap();
+    with_timeout("a configuration", stream.message()).await.unwrap().unwrap();
     let second = Controller::start(&etcd, "c2").await;
 
     way.close();
     assert!(second.leads().await > term);
     let (status, problem) = first.get::<Problem>("status").await;
     assert_eq!((status, problem.kind), (503, ProblemKind::NotLeading), "two leaders at once");
-    in_time("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;
+    with_timeout("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;
 
     way.open().await;
     let follows = async {
@@ -214,5 +214,5 @@ async fn leader_without_etcd_ends_before_the_next_is_elected() {
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
     };
-    in_time("the first one to follow the second", follows).await;
+    with_timeout("the first one to follow the second", follows).await;
 }

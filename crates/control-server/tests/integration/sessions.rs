@@ -6,7 +6,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::getpid;
 use reqwest::StatusCode;
 
-use crate::support::{Home, SIGHUP_REACHES_ALL, in_time};
+use crate::support::{Home, SIGHUP_REACHES_ALL, with_timeout};
 
 #[tokio::test]
 async fn new_token_ends_sessions_of_the_old_one() {
@@ -31,14 +31,14 @@ async fn new_token_ends_sessions_of_the_old_one() {
 
     // The tokens are the same: a stream may be of one who has been revoked, and ends; a session goes on.
     kill(getpid(), Signal::SIGHUP).unwrap();
-    in_time("the stream's end", async { while watches[1].chunk().await.unwrap().is_some() {} }).await;
+    with_timeout("the stream's end", async { while watches[1].chunk().await.unwrap().is_some() {} }).await;
     assert_eq!(with_cookie(http.get(url("health"))).await.status(), StatusCode::OK);
     watches[1] = with_cookie(http.get(url("watch"))).await;
 
     std::fs::remove_file(&file).unwrap();
     kill(getpid(), Signal::SIGHUP).unwrap();
     for watch in &mut watches {
-        in_time("the stream's end", async { while watch.chunk().await.unwrap().is_some() {} }).await;
+        with_timeout("the stream's end", async { while watch.chunk().await.unwrap().is_some() {} }).await;
     }
     assert_eq!(with_cookie(http.get(url("health"))).await.status(), StatusCode::UNAUTHORIZED);
     let status = async |token: &str| http.get(url("health")).bearer_auth(token).send().await.unwrap().status();

@@ -29,7 +29,7 @@ impl Case<'_> {
         let mode = self.view.service.mode;
         match mode.consistency {
             Consistency::None => self.placement_verdict(table),
-            Consistency::HashTable => (None, self.hash_table_words()),
+            Consistency::HashTable => (None, self.describe_hash_table()),
             Consistency::Beamer => {
                 self.by_bucket(table, "without an entry in the load balancer's flow table it follows")
             }
@@ -53,7 +53,7 @@ impl Case<'_> {
         (chosen, format!("no state is stored (consistency \"none\"), so it is placed like a new connection: {reason}"))
     }
 
-    fn hash_table_words(&self) -> String {
+    fn describe_hash_table(&self) -> String {
         let unknown = match self.view.service.address.protocol {
             Protocol::Tcp => "without an entry it is placed like a new connection",
             Protocol::Udp => "without an entry it is placed like the first datagram of a flow",
@@ -88,8 +88,8 @@ impl Case<'_> {
             Cookie::Server(id) if self.view.service.members.contains_key(&id) => {
                 (Some(id), format!("its cookie, made with key {key}, names server id {}, {}", id.get(), self.name(id)))
             }
-            Cookie::Server(id) => (None, self.unknown_words(key, id)),
-            Cookie::TableIndex(number) => (None, self.entry_words(key, number)),
+            Cookie::Server(id) => (None, self.describe_unknown(key, id)),
+            Cookie::TableIndex(number) => (None, self.describe_entry(key, number)),
         }
     }
 
@@ -103,7 +103,7 @@ impl Case<'_> {
         (None, format!("{first} it names server id {}, which no server has, and the packet is dropped", id.get()))
     }
 
-    fn unknown_words(&self, key: u32, id: ServerId) -> String {
+    fn describe_unknown(&self, key: u32, id: ServerId) -> String {
         format!(
             "its cookie, read with key {key}, names server id {}, which no server has: it is forged, damaged, or of a \
              replaced key; the packet is broadcast at a limited rate, and the server with the connection accepts it",
@@ -111,7 +111,7 @@ impl Case<'_> {
         )
     }
 
-    fn entry_words(&self, key: u32, number: u16) -> String {
+    fn describe_entry(&self, key: u32, number: u16) -> String {
         if self.view.service.mode.consistency != Consistency::Stateful {
             return format!(
                 "its cookie, read with key {key}, names an entry of a connection table, which this service does not \

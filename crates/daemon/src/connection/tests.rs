@@ -16,7 +16,7 @@ const FIRST: Duration = RETRY_INTERVALS.0;
 
 #[test]
 fn single_controller_is_retried_at_growing_intervals() {
-    let mut turns = Turns::new(1);
+    let mut turns = AttemptOrder::new(1);
     let waits: Vec<u128> = (0..7).map(|_| turns.record_end(&End::Lost).as_millis()).collect();
     assert_eq!(waits, [100, 200, 400, 800, 1600, 2000, 2000]);
     turns.record_answer();
@@ -27,7 +27,7 @@ fn single_controller_is_retried_at_growing_intervals() {
 
 #[test]
 fn several_controllers_are_tried_in_turn_and_rounds_back_off() {
-    let mut turns = Turns::new(3);
+    let mut turns = AttemptOrder::new(3);
     let mut tries = Vec::new();
     for _ in 0..7 {
         let wait = turns.record_end(&End::Lost).as_millis();
@@ -38,7 +38,7 @@ fn several_controllers_are_tried_in_turn_and_rounds_back_off() {
 
 #[test]
 fn last_reachable_controller_is_tried_first() {
-    let mut turns = Turns::new(3);
+    let mut turns = AttemptOrder::new(3);
     turns.record_end(&End::Lost);
     turns.record_answer();
     assert_eq!((turns.record_end(&End::Lost), turns.current), (FIRST, 1));
@@ -47,7 +47,7 @@ fn last_reachable_controller_is_tried_first() {
 
 #[test]
 fn named_leader_is_tried_next() {
-    let mut turns = Turns::new(3);
+    let mut turns = AttemptOrder::new(3);
     assert_eq!((turns.record_end(&End::NotTheLeader(2)), turns.current), (FIRST, 2));
     turns.record_answer();
     assert_eq!((turns.record_end(&End::NotTheLeader(0)), turns.current), (FIRST, 0));
@@ -58,7 +58,7 @@ fn named_leader_is_tried_next() {
 
 #[test]
 fn older_leader_is_rejected_for_a_minute() {
-    let (start, mut terms) = (Instant::now(), Terms::default());
+    let (start, mut terms) = (Instant::now(), TermTracker::default());
     let at = |seconds| start + Duration::from_secs(seconds);
     // A controller with a store of its own, or one of an older version.
     terms.check(None, at(0)).unwrap();
@@ -93,7 +93,7 @@ async fn term_is_read_from_the_stream() {
 
 #[test]
 fn rejecting_controller_is_retried_later() {
-    let mut turns = Turns::new(2);
+    let mut turns = AttemptOrder::new(2);
     assert_eq!((turns.record_end(&End::Rejected), turns.current), (REJECTED_RETRY_INTERVAL, 1));
 }
 
@@ -106,13 +106,13 @@ fn retry_pauses_are_random() {
 
 /// A controller that has one answer.
 #[derive(Clone)]
-struct Answering(Status);
+struct FixedAnswer(Status);
 
-impl tonic::server::NamedService for Answering {
+impl tonic::server::NamedService for FixedAnswer {
     const NAME: &'static str = "coreward.v1.Control";
 }
 
-impl tower_service::Service<http::Request<Body>> for Answering {
+impl tower_service::Service<http::Request<Body>> for FixedAnswer {
     type Response = http::Response<Body>;
     type Error = Infallible;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
@@ -131,7 +131,7 @@ impl tower_service::Service<http::Request<Body>> for Answering {
 async fn listen(answer: Status) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let server = tonic::transport::Server::builder().add_service(Answering(answer));
+    let server = tonic::transport::Server::builder().add_service(FixedAnswer(answer));
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     address
 }
@@ -145,7 +145,7 @@ fn unused_port() -> SocketAddr {
     address
 }
 
-fn not_the_leader(leader: Option<SocketAddr>) -> Status {
+fn not_leader_status(leader: Option<SocketAddr>) -> Status {
     let mut status = Status::unavailable("this controller does not lead");
     if let Some(leader) = leader {
         status.metadata_mut().insert(LEADER, leader.to_string().parse().unwrap());
@@ -188,7 +188,7 @@ fn connection(addresses: &[SocketAddr]) -> Connection {
 #[tokio::test]
 async fn client_finds_the_leader_among_controllers() {
     let leader = listen(Status::internal("here")).await;
-    let (away, follower) = (unused_port(), listen(not_the_leader(None)).await);
+    let (away, follower) = (unused_port(), listen(not_leader_status(None)).await);
     let mut connection = connection(&[away, follower, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [away, follower, leader]);
     connection.record_end(None);
@@ -198,7 +198,7 @@ async fn client_finds_the_leader_among_controllers() {
 #[tokio::test]
 async fn daemon_connects_to_the_leader_named_by_a_follower() {
     let leader = listen(Status::internal("here")).await;
-    let (away, follower) = (unused_port(), listen(not_the_leader(Some(leader))).await);
+    let (away, follower) = (unused_port(), listen(not_leader_status(Some(leader))).await);
     let mut connection = connection(&[follower, away, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [follower, leader]);
 }
@@ -206,7 +206,7 @@ async fn daemon_connects_to_the_leader_named_by_a_follower() {
 #[tokio::test]
 async fn leader_outside_the_file_is_not_contacted() {
     let stranger = listen(Status::internal("here")).await;
-    let (away, follower) = (unused_port(), listen(not_the_leader(Some(stranger))).await);
+    let (away, follower) = (unused_port(), listen(not_leader_status(Some(stranger))).await);
     let mut connection = connection(&[follower, away]);
     assert_eq!(try_controllers(&mut connection, 4).await, [follower, away, follower, away]);
 }

@@ -188,7 +188,7 @@ impl RequestLedger {
     }
 
     /// Returns the observed service times of each type: their sum (ns) and number.
-    pub fn observed(&self, types: usize) -> Vec<(u64, u64)> {
+    pub fn observed_times(&self, types: usize) -> Vec<(u64, u64)> {
         let read = |number: usize| {
             let kind = self.state.read::<intf::dispatch_type>(type_at(number));
             (kind.observed_ns, kind.observed)
@@ -262,7 +262,7 @@ impl RequestLedger {
                 died = true;
                 continue;
             }
-            self.judge(slot, now, timeouts);
+            self.check_liveness(slot, now, timeouts);
             self.abandon_old(slot, entries, timeouts.response_timeout);
         }
         self.set_order();
@@ -280,7 +280,7 @@ impl RequestLedger {
 
     /// Disables a worker that does not read. The programs enable it by its first response; here too, in case that came
     /// from another socket or its queue was emptied without one.
-    fn judge(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
+    fn check_liveness(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
         let responses = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, completed));
         let signs = responses.wrapping_add(completed);

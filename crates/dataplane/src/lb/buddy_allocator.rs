@@ -9,15 +9,15 @@ const MIN_BLOCK: u32 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Block {
     /// Bytes from the start of the memory; never 0.
-    pub at: u32,
+    pub offset: u32,
     /// log2 of its bytes.
     order: u32,
 }
 
 impl Block {
     /// Returns the block of `bytes` at that offset.
-    pub fn holding(at: u32, bytes: u32) -> Self {
-        Self { at, order: order_of(bytes) }
+    pub fn aligned(at: u32, bytes: u32) -> Self {
+        Self { offset: at, order: order_of(bytes) }
     }
 
     /// Returns its size.
@@ -41,38 +41,38 @@ impl Blocks {
     /// Returns the blocks of a memory of `bytes`, a power of two. Used are the first block and `used` (offset, bytes).
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut blocks = Self { bytes, ..Self::default() };
-        let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::holding(at, bytes)).collect();
-        used.push(Block::holding(0, MIN_BLOCK));
+        let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::aligned(at, bytes)).collect();
+        used.push(Block::aligned(0, MIN_BLOCK));
         used.sort_unstable();
         used.dedup();
         let mut end = 0;
         for block in used {
-            blocks.carve(end, block.at);
-            end = end.max(block.at + block.bytes());
+            blocks.free_range(end, block.offset);
+            end = end.max(block.offset + block.bytes());
         }
-        blocks.carve(end, bytes);
+        blocks.free_range(end, bytes);
         blocks
     }
 
     /// Grows to `bytes`, a power of two.
     pub fn grow(&mut self, bytes: u32) {
         let old = std::mem::replace(&mut self.bytes, bytes);
-        self.carve(old, bytes);
+        self.free_range(old, bytes);
     }
 
     /// Frees all of `start..end`.
-    fn carve(&mut self, mut start: u32, end: u32) {
+    fn free_range(&mut self, mut start: u32, end: u32) {
         while start < end {
             let aligned = if start == 0 { 31 } else { start.trailing_zeros() };
             let fitting = (end - start).ilog2();
             let order = aligned.min(fitting);
-            self.free(Block { at: start, order });
+            self.free(Block { offset: start, order });
             start += 1 << order;
         }
     }
 
     /// Returns a free block of at least `bytes`; `None`: there is none.
-    pub fn take(&mut self, bytes: u32) -> Option<Block> {
+    pub fn allocate(&mut self, bytes: u32) -> Option<Block> {
         let needed = order_of(bytes);
         let order = (needed..32).find(|order| !self.free[*order as usize].is_empty())?;
         let at = self.free[order as usize].pop_first()?;
@@ -80,12 +80,12 @@ impl Blocks {
         for half in needed..order {
             self.free[half as usize].insert(at + (1 << half));
         }
-        Some(Block { at, order: needed })
+        Some(Block { offset: at, order: needed })
     }
 
     /// Frees the block.
     pub fn free(&mut self, block: Block) {
-        let Block { mut at, mut order } = block;
+        let Block { offset: mut at, mut order } = block;
         loop {
             let buddy = at ^ 1 << order;
             if order >= 31 || !self.free[order as usize].remove(&buddy) {
@@ -112,12 +112,12 @@ mod tests {
     #[test]
     fn first_block_is_never_allocated() {
         let mut blocks = Blocks::new(1024, []);
-        let mut places: Vec<u32> = std::iter::from_fn(|| blocks.take(64)).map(|block| block.at).collect();
+        let mut places: Vec<u32> = std::iter::from_fn(|| blocks.allocate(64)).map(|block| block.offset).collect();
         places.sort_unstable();
         assert_eq!(places, (1..16).map(|n| n * 64).collect::<Vec<_>>());
-        assert_eq!(blocks.take(1), None);
+        assert_eq!(blocks.allocate(1), None);
         blocks.grow(2048);
-        assert_eq!(blocks.take(1000).map(|block| block.at), Some(1024));
+        assert_eq!(blocks.allocate(1000).map(|block| block.offset), Some(1024));
     }
 
     proptest! {
@@ -129,10 +129,11 @@ mod tests {
             for (bytes, free, which) in steps {
                 if free && !allocated.is_empty() {
                     blocks.free(allocated.swap_remove(which.index(allocated.len())).0);
-                } else if let Some(block) = blocks.take(bytes) {
-                    prop_assert!(block.at > 0 && block.at + bytes <= 1 << 16 && 1 << block.order >= bytes);
+                } else if let Some(block) = blocks.allocate(bytes) {
+                    prop_assert!(block.offset > 0 && block.offset + bytes <= 1 << 16 && 1 << block.order >= bytes);
                     let apart = |(other, _): &(Block, u32)| {
-                        block.at + (1 << block.order) <= other.at || other.at + (1 << other.order) <= block.at
+                        block.offset + (1 << block.order) <= other.offset
+                            || other.offset + (1 << other.order) <= block.offset
                     };
                     prop_assert!(allocated.iter().all(apart));
                     allocated.push((block, bytes));
@@ -141,7 +142,7 @@ mod tests {
                 prop_assert_eq!(blocks.free_bytes() + used, all.free_bytes());
             }
             // A process that takes over finds the same.
-            let again = Blocks::new(1 << 16, allocated.iter().map(|(block, bytes)| (block.at, *bytes)));
+            let again = Blocks::new(1 << 16, allocated.iter().map(|(block, bytes)| (block.offset, *bytes)));
             prop_assert_eq!(&again, &blocks);
             allocated.into_iter().for_each(|(block, _)| blocks.free(block));
             prop_assert_eq!(blocks, all);

@@ -42,9 +42,9 @@ pub struct Captured {
     /// Length of the frame; more than the captured bytes if it was cut.
     pub length: u32,
     /// The frame at its arrival.
-    pub arrived: Vec<u8>,
+    pub frame_in: Vec<u8>,
     /// The frame as it left the program.
-    pub left: Vec<u8>,
+    pub frame_out: Vec<u8>,
     /// The counter that counted it: one of [`COUNTER_NAMES`].
     pub outcome: &'static str,
     /// Destination of the packet.
@@ -95,8 +95,8 @@ struct Attached {
 struct Records {
     /// By CPU, packets that await their decision.
     arrived: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
-    whole: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
-    lost: u64,
+    complete_records: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
+    lost_records: u64,
 }
 
 /// Perf buffer per CPU.
@@ -143,7 +143,7 @@ impl Capture {
             Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
             outcome => outcome.context("reading what was captured")?,
         }
-        let whole = std::mem::take(&mut self.records.borrow_mut().whole);
+        let whole = std::mem::take(&mut self.records.borrow_mut().complete_records);
         for (came, arrived, decided, left) in whole {
             let destination = self.destination(decided.action, &left);
             sink(Captured {
@@ -151,16 +151,16 @@ impl Capture {
                 length: came.length,
                 outcome: COUNTER_NAMES.get(decided.outcome as usize).copied().unwrap_or("unknown"),
                 destination,
-                arrived,
-                left,
+                frame_in: arrived,
+                frame_out: left,
             });
         }
         Ok(())
     }
 
     /// Returns the number of records that did not fit the buffer.
-    pub fn lost(&self) -> u64 {
-        self.records.borrow().lost
+    pub fn lost_records(&self) -> u64 {
+        self.records.borrow().lost_records
     }
 
     fn destination(&mut self, action: u32, left: &[u8]) -> Destination {
@@ -216,8 +216,8 @@ impl Attached {
         let (on_record, on_loss) = (records.clone(), records.clone());
         let buffer = PerfBufferBuilder::new(&captured)
             .pages(BUFFER_PAGES)
-            .sample_cb(move |cpu, data: &[u8]| on_record.borrow_mut().take(cpu, data))
-            .lost_cb(move |_, count| on_loss.borrow_mut().lost += count)
+            .sample_cb(move |cpu, data: &[u8]| on_record.borrow_mut().read_record(cpu, data))
+            .lost_cb(move |_, count| on_loss.borrow_mut().lost_records += count)
             .build()
             .context("the perf buffer")?;
         link.replace(variant.as_fd()).context("replacing the program at the device")?;
@@ -246,7 +246,7 @@ impl Drop for Capture {
 
 impl Records {
     /// One record: a `struct captured_packet` and the bytes after it.
-    fn take(&mut self, cpu: i32, data: &[u8]) {
+    fn read_record(&mut self, cpu: i32, data: &[u8]) {
         let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };
         let bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();
         if packet.action == intf::CAPTURE_ARRIVED {
@@ -254,7 +254,7 @@ impl Records {
         } else if let Some((came, arrived)) = self.arrived.remove(&cpu)
             && came.sequence == packet.sequence
         {
-            self.whole.push((came, arrived, packet, bytes));
+            self.complete_records.push((came, arrived, packet, bytes));
         }
     }
 }

@@ -76,6 +76,6 @@ pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSi
 }
 
 /// Returns the number of entries that are not free.
-pub(super) fn in_use(table: &Table) -> usize {
+pub(super) fn count_used(table: &Table) -> usize {
     table.size().indexes().filter(|index| !table.is_free(*index)).count()
 }

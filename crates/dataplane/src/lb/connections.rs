@@ -15,7 +15,7 @@ use coreward_model::{ServerId, ServiceAddress};
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
-use super::connection_memory::{Table, in_use};
+use super::connection_memory::{Table, count_used};
 use super::program::{self, Maps};
 use super::servers::server_entry;
 use super::services::{service_names, services_of};
@@ -47,7 +47,7 @@ fn connection_key(maps: &Maps) -> CookieKey {
 
 /// Returns the number of entries of a source prefix, which packets increment.
 fn held_by(maps: &Maps, shard: usize) -> &AtomicU64 {
-    maps.takes.word(offset_of!(intf::connection_takes, held_by_source) + shard * size_of::<u64>())
+    maps.takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
 }
 
 /// Counts the entries in use, and corrects the count of each source prefix: an earlier process may have been killed
@@ -267,7 +267,7 @@ impl LoadBalancer {
 
     /// Returns the number of connections of all services with an entry.
     pub fn connections_in_use(&self) -> usize {
-        in_use(&self.maps.connections)
+        count_used(&self.maps.connections)
     }
 
     /// Returns connections that may be freed, with the reason, in the next `entries` entries of the table: a part of it

@@ -79,7 +79,7 @@ impl LoadBalancer {
     /// Returns the counters of all packets, removed services included. They only grow, also after a take-over before
     /// the services are configured.
     pub fn total_counters(&self) -> Counters {
-        let places = 0..self.places.len();
+        let places = 0..self.services_by_index.len();
         let others = [intf::LB_COUNTERS_NO_SERVICE as usize, intf::LB_COUNTERS_REMOVED as usize];
         self.sum(&places.chain(others).collect::<Vec<_>>())
     }

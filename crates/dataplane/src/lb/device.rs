@@ -109,7 +109,7 @@ impl LoadBalancer {
     /// Returns the origin of the program at the device, and the remedy.
     fn describe_owner(&self, interface: &str, index: u32) -> String {
         let own = self.pins.as_deref().and_then(Path::parent);
-        let others = own.map(|own| pins::others(own, "lb/link")).unwrap_or_default();
+        let others = own.map(|own| pins::other_directories(own, "lb/link")).unwrap_or_default();
         // By program: an index alone may be another network namespace's interface.
         let xdp = device::xdp(index).unwrap_or_default();
         let at_device = |directory: &&PathBuf| {

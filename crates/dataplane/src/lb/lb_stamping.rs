@@ -69,7 +69,7 @@ impl ClockState {
 }
 
 /// Number of disagreeing answers after which a clock that no connection has shown is reported.
-const UNMEASURED: u64 = 100;
+const MAX_UNMEASURED_ANSWERS: u64 = 100;
 
 impl ServerClock {
     /// Returns the state that follows from the counts.
@@ -80,7 +80,7 @@ impl ServerClock {
             ClockState::PerConnection
         } else if self.syn_acks == 0 {
             ClockState::Unseen
-        } else if self.is_unsteady || (self.steady == 0 && self.disagreed >= UNMEASURED) {
+        } else if self.is_unsteady || (self.steady == 0 && self.disagreed >= MAX_UNMEASURED_ANSWERS) {
             ClockState::Differs
         } else if self.with_timestamps == 0 && self.syn_acks >= u64::from(AGREEING) {
             ClockState::NoTimestamps
@@ -92,7 +92,7 @@ impl ServerClock {
     /// Returns the reason why the server's new connections are not stamped, with the expectation; `None`: they are, or
     /// it is too early.
     pub fn problem(&self) -> Option<String> {
-        const INSTEAD: &str = "its connections use the flow table";
+        const FALLBACK: &str = "its connections use the flow table";
         match self.state() {
             ClockState::Known | ClockState::PerConnection | ClockState::Learning => None,
             ClockState::Unseen => (self.opened >= u64::from(AGREEING)).then(|| {
@@ -104,17 +104,17 @@ impl ServerClock {
                 )
             }),
             ClockState::NoTimestamps => Some(format!(
-                "none of its {} SYN-ACKs has TCP timestamps, so {INSTEAD}: expected net.ipv4.tcp_timestamps = 1 or 2 \
+                "none of its {} SYN-ACKs has TCP timestamps, so {FALLBACK}: expected net.ipv4.tcp_timestamps = 1 or 2 \
                  there",
                 self.syn_acks
             )),
             ClockState::Differs if self.is_unsteady => Some(format!(
-                "the TSval of its answers does not grow by 1 per ms, so {INSTEAD}: expected a clock of 1 ms (Linux \
+                "the TSval of its answers does not grow by 1 per ms, so {FALLBACK}: expected a clock of 1 ms (Linux \
                  has it, without `features tcp_usec_ts` in its routes)"
             )),
             ClockState::Differs => Some(format!(
                 "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \
-                 apart, which would show the clock, so {INSTEAD}: expected longer connections, or \
+                 apart, which would show the clock, so {FALLBACK}: expected longer connections, or \
                  net.ipv4.tcp_timestamps = 2 there",
                 self.disagreed,
                 self.with_timestamps,
@@ -215,12 +215,12 @@ impl LoadBalancer {
             None => None,
         };
         if let (Some(left), Some(_)) = (left, known_there) {
-            self.leave_address(map, service, left)?;
+            self.remove_address(map, service, left)?;
         }
         let known = match read(map, service, mac)? {
             Some(here) if here.server_id == id.get() => return Ok(()),
             // Both servers have the address: the one that takes new connections is stamped.
-            Some(here) if !eligible && self.is_at(service, here.server_id, mac) => return Ok(()),
+            Some(here) if !eligible && self.has_address(service, here.server_id, mac) => return Ok(()),
             Some(here) => here,
             None => known_there.unwrap_or_default(),
         };
@@ -232,7 +232,7 @@ impl LoadBalancer {
         let Some(mac) = self.lb_stamped.remove(&(service, id)) else { return Ok(()) };
         let map = self.maps.lb_stamped_servers();
         match read(map, service, mac)? {
-            Some(known) if known.server_id == id.get() => self.leave_address(map, service, mac),
+            Some(known) if known.server_id == id.get() => self.remove_address(map, service, mac),
             _ => Ok(()),
         }
     }
@@ -249,7 +249,7 @@ impl LoadBalancer {
     }
 
     /// Removes the id at `mac`; another id with the address takes it over.
-    fn leave_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
+    fn remove_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
         let other = self.lb_stamped.iter().find(|((of, _), at)| *of == service && **at == mac);
         match (other, read(map, service, mac)?) {
             (Some(((_, other), _)), Some(known)) => {
@@ -259,7 +259,7 @@ impl LoadBalancer {
         }
     }
 
-    fn is_at(&self, service: ServiceIndex, id: u16, mac: MacAddress) -> bool {
+    fn has_address(&self, service: ServiceIndex, id: u16, mac: MacAddress) -> bool {
         ServerId::try_from(u64::from(id)).is_ok_and(|id| self.lb_stamped.get(&(service, id)) == Some(&mac))
     }
 }

@@ -25,14 +25,14 @@ fn descriptor(result: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-fn done(result: i32) -> io::Result<()> {
+fn io_result(result: i32) -> io::Result<()> {
     if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
 pub(crate) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
     let c_path = c_path(path)?;
     // SAFETY: the string lives through the call.
-    done(unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) })
+    io_result(unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) })
         .with_context(|| format!("pinning {}", path.display()))
 }
 
@@ -103,7 +103,7 @@ impl XdpLink {
     /// Replaces the program at the device atomically, without loss of packets.
     pub fn replace(&self, program: BorrowedFd<'_>) -> io::Result<()> {
         // SAFETY: no options are passed.
-        done(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })
+        io_result(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })
     }
 
     pub fn pin(&self, path: &Path) -> anyhow::Result<()> {

@@ -9,8 +9,8 @@ use coreward_model::ServiceAddress;
 use coreward_model::placement::PlacementTable;
 
 use super::program::Maps;
-use super::services::{Service, in_use};
-use super::tables::{Family, Full, Hashing, Written};
+use super::services::{Service, features_in_use};
+use super::tables::{Family, Hashing, MemoryFull, StoredTable};
 use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
@@ -63,9 +63,9 @@ impl LoadBalancer {
         tables::check(table)?;
         let rule = rule_of(table);
         let with_rule = EnabledFeatures { rules: rule.unwrap_or(0), ..self.variant.in_use };
-        self.change_variant(Variant { in_use: self.variant.in_use.and(with_rule), ..self.variant })?;
+        self.change_variant(Variant { in_use: self.variant.in_use.union(with_rule), ..self.variant })?;
         let written = self.write_table(service, hashing, table)?;
-        self.maps.state.store(table_at(service), written.at().into());
+        self.maps.state.store(table_at(service), written.offset().into());
         let was_in_use = self.service(service).rule();
         if let Some(before) = self.service_mut(service).table.replace(written) {
             self.maps.tables.retire(before, &self.grace_periods);
@@ -75,7 +75,7 @@ impl LoadBalancer {
         }
         // Features that no table uses need not be compiled in. The new variant may find the old table for a short time,
         // in a first packet on another CPU that had read its offset; that packet runs in the old program.
-        self.change_variant(Variant { in_use: in_use(&self.services), ..self.variant })
+        self.change_variant(Variant { in_use: features_in_use(&self.services), ..self.variant })
     }
 
     /// Writes the table into the memory, which grows if there is no room.
@@ -84,12 +84,12 @@ impl LoadBalancer {
         service: ServiceIndex,
         hashing: Hashing,
         table: &PlacementTable,
-    ) -> anyhow::Result<Written> {
+    ) -> anyhow::Result<StoredTable> {
         loop {
             let before = self.services.get(self.address_of(service)).and_then(|service| service.table.as_ref());
             match self.maps.tables.write(before, hashing, table, &self.grace_periods) {
                 Ok(written) => return Ok(written),
-                Err(Full) => match self.maps.tables.last_retired() {
+                Err(MemoryFull) => match self.maps.tables.last_retired() {
                     Some(moment) if !self.grace_periods.has_passed(moment) => self.grace_periods.wait(moment)?,
                     _ => self.grow_memory()?,
                 },

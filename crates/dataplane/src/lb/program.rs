@@ -155,10 +155,10 @@ impl Maps {
             traffic: MmapArray::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
             connections: connection_memory::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table)?,
-            flows: MmapArray::new_slice(&handles[position(FLOW_TABLE)], sizes.flow_sets as usize)
+            flows: MmapArray::new_slice(&handles[map_position(FLOW_TABLE)], sizes.flow_sets as usize)
                 .context("mapping the flow table")?,
-            takes: MmapArray::new(&handles[position(TAKES)]).context("mapping the connection table's takes")?,
-            tunnels: MmapArray::new(&handles[position(TUNNELS)]).context("mapping the servers' outer addresses")?,
+            takes: MmapArray::new(&handles[map_position(TAKES)]).context("mapping the connection table's takes")?,
+            tunnels: MmapArray::new(&handles[map_position(TUNNELS)]).context("mapping the servers' outer addresses")?,
             sizes,
             handles,
         })
@@ -251,12 +251,12 @@ impl Maps {
     pub fn take_over(directory: &Path) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
-        let sizes = pinned_sizes(directory).with_context(|| advice(directory))?;
+        let sizes = pinned_sizes(directory).with_context(|| recovery_hint(directory))?;
         sizes.set(&mut skeleton.maps)?;
         let expected = maps_of(&mut skeleton.maps);
         let mut handles = Vec::new();
         for (name, expected) in MAP_NAMES.iter().zip(expected) {
-            handles.push(pinned_map(&directory.join(name), expected).with_context(|| advice(directory))?);
+            handles.push(pinned_map(&directory.join(name), expected).with_context(|| recovery_hint(directory))?);
         }
         let maps = Self::new(handles.try_into().expect("one per name"), sizes)?;
         let version = maps.state.load(std::mem::offset_of!(intf::lb_state, layout_version));
@@ -265,7 +265,7 @@ impl Maps {
             "{}: layout version {version}, expected {}. {}",
             directory.join("state").display(),
             intf::LB_LAYOUT_VERSION,
-            advice(directory)
+            recovery_hint(directory)
         );
         Ok(maps)
     }
@@ -286,7 +286,7 @@ impl Maps {
         if found == requested {
             return Ok(());
         }
-        let used = connection_memory::in_use(&self.connections);
+        let used = connection_memory::count_used(&self.connections);
         ensure!(
             used == 0,
             "the connection table in {} has {} entries, not {}, and {used} of them are in use: give it the old size, \
@@ -334,13 +334,13 @@ impl Maps {
         switch: impl FnOnce(BorrowedFd<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<OwnedFd> {
         let memory = map_memory(&map, bytes)?;
-        let before = (std::mem::replace(&mut self.handles[position(PLACEMENT_MEMORY)], map), self.sizes);
+        let before = (std::mem::replace(&mut self.handles[map_position(PLACEMENT_MEMORY)], map), self.sizes);
         self.sizes.placement_memory = bytes;
         let switched = self.load(variant).and_then(|program| switch(program.as_fd()).map(|()| program));
         let program = match switched {
             Ok(program) => program,
             Err(error) => {
-                (self.handles[position(PLACEMENT_MEMORY)], self.sizes) = before;
+                (self.handles[map_position(PLACEMENT_MEMORY)], self.sizes) = before;
                 return Err(error);
             }
         };
@@ -357,22 +357,22 @@ impl Maps {
         let map = new_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
         super::link::pin(map.as_fd(), &directory.join(name))?;
-        self.handles[position(name)] = map;
+        self.handles[map_position(name)] = map;
         Ok(())
     }
 
     fn descriptor(&self, name: &str) -> BorrowedFd<'_> {
-        self.handles[position(name)].as_fd()
+        self.handles[map_position(name)].as_fd()
     }
 
     /// Returns the destinations of datagrams' first fragments.
     pub fn fragments(&self) -> &MapHandle {
-        &self.handles[position(FRAGMENTS)]
+        &self.handles[map_position(FRAGMENTS)]
     }
 
     /// Returns the clocks of servers with LB-side stamping.
     pub fn lb_stamped_servers(&self) -> &MapHandle {
-        &self.handles[position(LB_STAMPED_SERVERS)]
+        &self.handles[map_position(LB_STAMPED_SERVERS)]
     }
 }
 
@@ -418,7 +418,7 @@ fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     anyhow::bail!("the attached program has no constants: it is not coreward's")
 }
 
-fn position(name: &str) -> usize {
+fn map_position(name: &str) -> usize {
     MAP_NAMES.iter().position(|of| *of == name).expect("in the list")
 }
 
@@ -442,7 +442,7 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
     })
 }
 
-fn advice(directory: &Path) -> String {
+fn recovery_hint(directory: &Path) -> String {
     format!(
         "What is pinned in {directory} was not made by this version of coreward: `coreward lb` of this version takes \
          its place \
@@ -507,8 +507,8 @@ fn open<'obj>(
 ) -> anyhow::Result<OpenLbSkel<'obj>> {
     let mut skeleton = LbSkelBuilder::default().open(storage).context("opening lb.bpf.o")?;
     let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
-    constants.rules_in_use = or_default(variant.in_use.rules, DEFAULT_RULES);
-    constants.modes_in_use = or_default(variant.in_use.modes, DEFAULT_MODES);
+    constants.rules_in_use = bits_or_default(variant.in_use.rules, DEFAULT_RULES);
+    constants.modes_in_use = bits_or_default(variant.in_use.modes, DEFAULT_MODES);
     constants.timestamps_off_in_use = variant.in_use.timestamps_off;
     constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
     constants.other_balancer_in_use = variant.in_use.other_balancer;
@@ -516,9 +516,9 @@ fn open<'obj>(
     constants.packets_read_clock = variant.packets_read_clock;
     constants.udp_in_use = variant.in_use.udp;
     constants.ipv6_in_use = variant.in_use.ipv6;
-    constants.forwarding_in_use = or_default(variant.in_use.forwarding, DEFAULT_FORWARDING);
+    constants.forwarding_in_use = bits_or_default(variant.in_use.forwarding, DEFAULT_FORWARDING);
     constants.traffic_in_use = variant.traffic;
-    constants.vlans_in_use = variant.vlans.any();
+    constants.vlans_in_use = variant.vlans.is_used();
     constants.steps_in_use = constants.vlans_in_use;
     constants.vip_vlan = variant.vlans.vip.get();
     constants.counters_by_cpu = variant.counters_by_cpu;
@@ -527,17 +527,17 @@ fn open<'obj>(
     constants.counter_row_mask = sizes.counter_rows - 1;
     constants.flow_sets = sizes.flow_sets;
     for (reason, rates) in variant.broadcast.into_iter().enumerate() {
-        let source = &mut constants.broadcast_by_source[reason];
-        (source.interval_ns, source.burst_ns) = bucket(rates.by_source);
-        let service = &mut constants.broadcast_by_service[reason];
-        (service.interval_ns, service.burst_ns) = bucket(rates.by_service);
-        let all = &mut constants.broadcast_of_all[reason];
-        (all.interval_ns, all.burst_ns) = bucket(rates.of_all);
+        let source = &mut constants.broadcast_per_source[reason];
+        (source.interval_ns, source.burst_ns) = bucket(rates.per_source);
+        let service = &mut constants.broadcast_per_service[reason];
+        (service.interval_ns, service.burst_ns) = bucket(rates.per_service);
+        let all = &mut constants.broadcast_total[reason];
+        (all.interval_ns, all.burst_ns) = bucket(rates.total);
     }
     Ok(skeleton)
 }
 
-fn or_default(bits: u32, default: u32) -> u32 {
+fn bits_or_default(bits: u32, default: u32) -> u32 {
     if bits == 0 { default } else { bits }
 }
 

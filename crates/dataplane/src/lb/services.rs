@@ -13,7 +13,7 @@ use libbpf_rs::{MapCore as _, MapFlags};
 use zerocopy::FromBytes as _;
 
 use super::program::Maps;
-use super::tables::Written;
+use super::tables::StoredTable;
 use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of};
 use crate::service_slots;
@@ -22,7 +22,7 @@ use crate::service_slots;
 pub(super) struct Service {
     pub index: ServiceIndex,
     pub mode: ServiceMode,
-    pub table: Option<Written>,
+    pub table: Option<StoredTable>,
 }
 
 impl Service {
@@ -88,7 +88,7 @@ fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
 }
 
 /// Returns the features that these services and their tables need.
-pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFeatures {
+pub(super) fn features_in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFeatures {
     let of = |(address, service): (&ServiceAddress, &Service)| EnabledFeatures {
         rules: service.rule().unwrap_or(0),
         modes: 1 << service.mode.consistency.number(),
@@ -99,7 +99,7 @@ pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFea
         forwarding: 1 << service.mode.forwarding.number(),
         ipv6: address.socket.is_ipv6(),
     };
-    services.iter().map(of).fold(EnabledFeatures::default(), EnabledFeatures::and)
+    services.iter().map(of).fold(EnabledFeatures::default(), EnabledFeatures::union)
 }
 
 impl LoadBalancer {
@@ -115,28 +115,28 @@ impl LoadBalancer {
 
         // The program must support a mode before the first service with it.
         let new_modes = modes.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
-        let needed = in_use(&new_modes.collect());
-        self.change_variant(Variant { in_use: self.variant.in_use.and(needed), ..self.variant })?;
+        let needed = features_in_use(&new_modes.collect());
+        self.change_variant(Variant { in_use: self.variant.in_use.union(needed), ..self.variant })?;
 
-        let before = self.numbered();
-        let stateful = self.stateful_places();
+        let before = self.addresses_with_numbers();
+        let stateful = self.stateful_slots();
         let mut left = Vec::new();
         let gone: Vec<(ServiceAddress, ServiceIndex)> =
             self.services().filter(|(address, _)| !modes.contains_key(address)).collect();
         for (address, index) in &gone {
             let table = self.services.remove(address).and_then(|service| service.table);
-            self.places[usize::from(index.0)] = None;
+            self.services_by_index[usize::from(index.0)] = None;
             left.extend(table);
         }
         for (address, service) in &mut self.services {
             service.mode = modes[address];
         }
         self.services.values().for_each(|service| set_forwarding(&self.maps, service));
-        if self.numbered() != before {
+        if self.addresses_with_numbers() != before {
             self.switch_directory()?;
         }
         left.into_iter().for_each(|table| self.maps.tables.retire(table, &self.grace_periods));
-        let still = self.stateful_places();
+        let still = self.stateful_slots();
         let not_any_more: Vec<_> = stateful.into_iter().filter(|index| !still.contains(index)).collect();
         if !not_any_more.is_empty() {
             self.grace_periods.wait(self.directory_retired_at)?;
@@ -159,7 +159,7 @@ impl LoadBalancer {
             new.for_each(|service| set_forwarding(&self.maps, service));
             self.switch_directory()?;
         }
-        self.change_variant(Variant { in_use: in_use(&self.services), ..self.variant })?;
+        self.change_variant(Variant { in_use: features_in_use(&self.services), ..self.variant })?;
         Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
     }
 
@@ -173,25 +173,25 @@ impl LoadBalancer {
     }
 
     fn allocate_slot(&mut self, address: ServiceAddress) -> ServiceIndex {
-        let place = self.places.iter().position(Option::is_none).unwrap_or(self.places.len());
-        self.places.resize(self.places.len().max(place + 1), None);
-        self.places[place] = Some(address);
+        let place = self.services_by_index.iter().position(Option::is_none).unwrap_or(self.services_by_index.len());
+        self.services_by_index.resize(self.services_by_index.len().max(place + 1), None);
+        self.services_by_index[place] = Some(address);
         ServiceIndex(place as u16)
     }
 
-    fn stateful_places(&self) -> BTreeSet<ServiceIndex> {
+    fn stateful_slots(&self) -> BTreeSet<ServiceIndex> {
         let stateful = |service: &&Service| service.mode.consistency == Consistency::Stateful;
         self.services.values().filter(stateful).map(|service| service.index).collect()
     }
 
-    fn numbered(&self) -> Vec<(ServiceAddress, u32)> {
+    fn addresses_with_numbers(&self) -> Vec<(ServiceAddress, u32)> {
         self.services.iter().map(|(address, service)| (*address, number(service.index, service.mode))).collect()
     }
 
     /// Writes the services into the idle half of the directory, and switches.
     fn switch_directory(&mut self) -> anyhow::Result<()> {
         self.grace_periods.wait(self.directory_retired_at)?;
-        let directory = service_slots::lb_directory(&self.numbered())?;
+        let directory = service_slots::lb_directory(&self.addresses_with_numbers())?;
         let active = DIRECTORIES + offset_of!(intf::lb_service_directories, active);
         let idle = self.maps.state.load(active) ^ 1;
         let half =

@@ -104,11 +104,11 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
 
 /// The memory of all tables has no room for one more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Full;
+pub(super) struct MemoryFull;
 
 /// A table in the memory.
 #[derive(Debug)]
-pub(super) struct Written {
+pub(super) struct StoredTable {
     block: Block,
     /// Blocks of its groups' keys.
     sources: Vec<Block>,
@@ -117,10 +117,10 @@ pub(super) struct Written {
     pub rule: Option<u32>,
 }
 
-impl Written {
+impl StoredTable {
     /// Returns its offset.
-    pub fn at(&self) -> u32 {
-        self.block.at
+    pub fn offset(&self) -> u32 {
+        self.block.offset
     }
 }
 
@@ -175,7 +175,7 @@ pub(super) struct Tables {
     sources: HashMap<Block, Source>,
     by_key: HashMap<SourceKey, Block>,
     /// Tables that programs may still read, the oldest first.
-    retired: VecDeque<(GraceTicket, Written)>,
+    retired: VecDeque<(GraceTicket, StoredTable)>,
 }
 
 const HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
@@ -188,7 +188,7 @@ macro_rules! field {
 }
 
 /// Returns both 32-bit halves of a word, the lower one first.
-fn low_and_high(word: u64) -> (u32, u32) {
+fn split_word(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
 
@@ -199,7 +199,7 @@ pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     if at == 0 {
         return None;
     }
-    let (members, rule) = low_and_high(memory.load(field!(at, member_count)));
+    let (members, rule) = split_word(memory.load(field!(at, member_count)));
     (members != 0).then_some(1 << rule)
 }
 
@@ -210,7 +210,7 @@ struct Layout {
 
 impl Layout {
     /// Returns the offset of `count` values of a type from the table's start.
-    fn part<T>(&mut self, count: usize) -> u32 {
+    fn reserve<T>(&mut self, count: usize) -> u32 {
         let at = self.bytes;
         self.bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
         at
@@ -225,23 +225,23 @@ impl Tables {
     }
 
     /// Starts with the tables of an earlier process, at these offsets, and returns them.
-    pub fn adopt(&mut self, bytes: u32, in_use: &[(u32, Family)]) -> Vec<Written> {
+    pub fn adopt(&mut self, bytes: u32, in_use: &[(u32, Family)]) -> Vec<StoredTable> {
         let mut sources: HashMap<Block, usize> = HashMap::new();
         let header = |at: u32| self.memory.read::<intf::placement_table>(at as usize);
         let of_table = |(at, family): &(u32, Family)| {
             let table = header(*at);
             let groups = (table.group_count as usize).min(intf::MAX_RSS_GROUPS as usize);
-            let source = |at: &u32| Block::holding(*at, family.source_bytes());
-            (*at, table.bytes, table.toeplitz_source_at[..groups].iter().map(source).collect())
+            let source = |at: &u32| Block::aligned(*at, family.source_bytes());
+            (*at, table.bytes, table.toeplitz_source_offset[..groups].iter().map(source).collect())
         };
         let tables: Vec<(u32, u32, Vec<Block>)> = in_use.iter().map(of_table).collect();
         for source in tables.iter().flat_map(|(_, _, sources)| sources) {
             *sources.entry(*source).or_default() += 1;
         }
         let used = tables.iter().map(|(at, bytes, _)| (*at, *bytes));
-        self.blocks = Blocks::new(bytes, used.chain(sources.keys().map(|block| (block.at, block.bytes()))));
-        let written = tables.iter().map(|(at, bytes, sources)| Written {
-            block: Block::holding(*at, *bytes),
+        self.blocks = Blocks::new(bytes, used.chain(sources.keys().map(|block| (block.offset, block.bytes()))));
+        let written = tables.iter().map(|(at, bytes, sources)| StoredTable {
+            block: Block::aligned(*at, *bytes),
             sources: sources.clone(),
             counted: CoreSlotIndex::default(),
             rule: rule_bit(&self.memory, *at),
@@ -275,13 +275,14 @@ impl Tables {
         let buckets = BucketCount::new(header.bucket_count.into()).ok()?;
         let id = |id: u16| ServerId::try_from(u64::from(id)).ok();
         let ids = |at: u32| self.memory.read_slice::<u16>(at as usize, buckets.get() as usize);
-        let members = self.memory.read_slice::<intf::member>(header.members_at as usize, header.member_count as usize);
+        let members =
+            self.memory.read_slice::<intf::member>(header.members_offset as usize, header.member_count as usize);
         let member = |member: intf::member| Some(Member { server: id(member.server_id)?, load: member.load });
         Some(PlacementTable {
             generation: header.generation,
             members: members.into_iter().filter_map(member).collect(),
             consistent: ids(header.consistent_at).into_iter().filter_map(id).collect(),
-            consistent_before: ids(header.consistent_before_at).into_iter().map(id).collect(),
+            consistent_before: ids(header.previous_consistent_offset).into_iter().map(id).collect(),
             down: Vec::new(),
             ..PlacementTable::empty(buckets)
         })
@@ -289,36 +290,36 @@ impl Tables {
 
     /// Returns the initial counts of assigned connections in `next`: a core without a newer load keeps its count; the
     /// others start at 0, because the load shows earlier assignments (docs/policies.md).
-    fn counts(&self, before: Option<&Written>, next: &PlacementTable) -> Vec<u32> {
+    fn counts(&self, before: Option<&StoredTable>, next: &PlacementTable) -> Vec<u32> {
         let Some(before) = before else { return vec![0; next.core_slots.len()] };
-        before.counted.initial_counts(next, |slot| self.assigned(before.at(), slot))
+        before.counted.initial_counts(next, |slot| self.assigned(before.offset(), slot))
     }
 
     /// Returns how many connections were assigned to a core slot of the table at `at`.
     pub fn assigned(&self, at: u32, slot: u16) -> u32 {
-        let assigned_at = self.memory.half(field!(at, assigned_at)).load(Ordering::Relaxed) as usize;
-        self.memory.half(assigned_at + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
+        let assigned_offset = self.memory.half(field!(at, assigned_offset)).load(Ordering::Relaxed) as usize;
+        self.memory.half(assigned_offset + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
     }
 
     /// Writes a table that [`check`] has accepted. `before`: the service's present table.
     pub fn write(
         &mut self,
-        before: Option<&Written>,
+        before: Option<&StoredTable>,
         hashing: Hashing,
         table: &PlacementTable,
         grace_periods: &GracePeriods,
-    ) -> Result<Written, Full> {
+    ) -> Result<StoredTable, MemoryFull> {
         self.reclaim(grace_periods);
         let mut layout = Layout { bytes: HEADER_BYTES.next_multiple_of(8) };
-        let consistent = layout.part::<u16>(table.consistent.len());
-        let consistent_before = layout.part::<u16>(table.consistent.len());
-        let candidates = layout.part::<intf::candidate>(table.candidates.len());
-        let members = layout.part::<intf::member>(table.members.len());
-        let assigned = layout.part::<u32>(table.core_slots.len());
-        let block = self.blocks.take(layout.bytes).ok_or(Full)?;
+        let consistent = layout.reserve::<u16>(table.consistent.len());
+        let consistent_before = layout.reserve::<u16>(table.consistent.len());
+        let candidates = layout.reserve::<intf::candidate>(table.candidates.len());
+        let members = layout.reserve::<intf::member>(table.members.len());
+        let assigned = layout.reserve::<u32>(table.core_slots.len());
+        let block = self.blocks.allocate(layout.bytes).ok_or(MemoryFull)?;
         let Ok(hashes) = self.hashes(before, hashing, table) else {
             self.blocks.free(block);
-            return Err(Full);
+            return Err(MemoryFull);
         };
         let mut header = intf::placement_table {
             generation: table.generation,
@@ -329,24 +330,24 @@ impl Tables {
             member_count: table.members.len() as u32,
             rule: table.rule.number(),
             toeplitz_destination: [0; intf::MAX_RSS_GROUPS as usize],
-            toeplitz_source_at: [0; intf::MAX_RSS_GROUPS as usize],
-            consistent_at: block.at + consistent,
-            consistent_before_at: block.at + consistent_before,
-            candidates_at: block.at + candidates,
-            members_at: block.at + members,
-            assigned_at: block.at + assigned,
+            toeplitz_source_offset: [0; intf::MAX_RSS_GROUPS as usize],
+            consistent_at: block.offset + consistent,
+            previous_consistent_offset: block.offset + consistent_before,
+            candidates_at: block.offset + candidates,
+            members_offset: block.offset + members,
+            assigned_offset: block.offset + assigned,
             bytes: layout.bytes,
         };
         for (group, (source, destination)) in hashes.iter().enumerate() {
             header.toeplitz_destination[group] = *destination;
-            header.toeplitz_source_at[group] = source.at;
+            header.toeplitz_source_offset[group] = source.offset;
         }
         let counts = self.counts(before, table);
-        self.memory.write(block.at as usize, &header);
+        self.memory.write(block.offset as usize, &header);
         self.write_lists(&header, table, counts);
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
         let sources = hashes.into_iter().map(|(source, _)| source).collect();
-        Ok(Written { block, sources, counted: CoreSlotIndex::of(table), rule })
+        Ok(StoredTable { block, sources, counted: CoreSlotIndex::of(table), rule })
     }
 
     fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {
@@ -363,7 +364,7 @@ impl Tables {
             [] => vec![nobody; consistent.len()],
             before => ids(&mut before.iter().map(|before| before.map_or(nobody, |server| server.get()))),
         };
-        self.memory.write(header.consistent_before_at as usize, before.as_slice());
+        self.memory.write(header.previous_consistent_offset as usize, before.as_slice());
         let candidates: Vec<intf::candidate> = table
             .candidates
             .iter()
@@ -375,23 +376,23 @@ impl Tables {
             .iter()
             .map(|member| intf::member { load: member.load, server_id: member.server.get(), reserved: 0 })
             .collect();
-        self.memory.write(header.members_at as usize, members.as_slice());
+        self.memory.write(header.members_offset as usize, members.as_slice());
         counts.resize(counts.len().next_multiple_of(2), 0);
-        self.memory.write(header.assigned_at as usize, counts.as_slice());
+        self.memory.write(header.assigned_offset as usize, counts.as_slice());
     }
 
     /// Returns the Toeplitz tables of each group's sources and its destination's part of the hash.
     fn hashes(
         &mut self,
-        before: Option<&Written>,
+        before: Option<&StoredTable>,
         hashing: Hashing,
         table: &PlacementTable,
-    ) -> Result<Vec<(Block, u32)>, Full> {
+    ) -> Result<Vec<(Block, u32)>, MemoryFull> {
         let vip = match (hashing, before) {
             (Hashing::Keys(vip), _) => vip,
             (Hashing::Kept, None) => return Ok(Vec::new()),
             (Hashing::Kept, Some(before)) => {
-                let header = self.memory.read::<intf::placement_table>(before.at() as usize);
+                let header = self.memory.read::<intf::placement_table>(before.offset() as usize);
                 let first = before.sources.first().map(|source| (*source, header.toeplitz_destination[0]));
                 first.iter().for_each(|(source, _)| self.sources.entry(*source).or_default().users += 1);
                 return Ok(first.into_iter().collect());
@@ -401,7 +402,7 @@ impl Tables {
         for key in &table.groups {
             let Ok(source) = self.source(key, vip) else {
                 self.release_sources(&hashes.into_iter().map(|(source, _)| source).collect::<Vec<_>>());
-                return Err(Full);
+                return Err(MemoryFull);
             };
             hashes.push((source, key.destination_part(vip)));
         }
@@ -409,14 +410,14 @@ impl Tables {
     }
 
     /// Returns the Toeplitz tables of a key, shared by all tables with that key and no transform.
-    fn source(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, Full> {
+    fn source(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, MemoryFull> {
         let family = Family::of(&vip);
         let source_key = (key.clone(), family, (key.input() != InputTransform::None).then_some(vip));
         let block = match self.by_key.get(&source_key) {
             Some(block) => *block,
             None => {
-                let block = self.blocks.take(family.source_bytes()).ok_or(Full)?;
-                self.memory.write(block.at as usize, key.source_tables(vip).as_slice());
+                let block = self.blocks.allocate(family.source_bytes()).ok_or(MemoryFull)?;
+                self.memory.write(block.offset as usize, key.source_tables(vip).as_slice());
                 self.by_key.insert(source_key.clone(), block);
                 self.sources.insert(block, Source { key: Some(source_key), users: 0 });
                 block
@@ -440,7 +441,7 @@ impl Tables {
     }
 
     /// Retires a table after programs were switched away from it.
-    pub fn retire(&mut self, table: Written, grace_periods: &GracePeriods) {
+    pub fn retire(&mut self, table: StoredTable, grace_periods: &GracePeriods) {
         self.retired.push_back((grace_periods.now(), table));
     }
 

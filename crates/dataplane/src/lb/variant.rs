@@ -26,7 +26,7 @@ pub(super) struct EnabledFeatures {
 
 impl EnabledFeatures {
     /// Returns the union.
-    pub fn and(self, other: Self) -> Self {
+    pub fn union(self, other: Self) -> Self {
         Self {
             rules: self.rules | other.rules,
             modes: self.modes | other.modes,

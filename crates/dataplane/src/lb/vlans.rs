@@ -21,7 +21,7 @@ pub(super) struct VlansInUse {
 }
 
 impl VlansInUse {
-    pub fn any(self) -> bool {
+    pub fn is_used(self) -> bool {
         self.servers || self.vip.is_tagged()
     }
 }
@@ -48,7 +48,7 @@ impl LoadBalancer {
 
     /// Whether the program reads and writes tags.
     pub fn uses_vlans(&self) -> bool {
-        self.variant.vlans.any()
+        self.variant.vlans.is_used()
     }
 
     /// Sets the VLAN of a server, which is the same for all services.

@@ -120,7 +120,7 @@ fn option(mut options: &[u8], option_type: u8) -> Option<MacAddress> {
 mod tests {
     use super::*;
 
-    const OWN: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
+    const OWN_ADDRESS: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
     const TARGET_ADDRESS: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xa01, 0x203);
     const MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
@@ -133,12 +133,12 @@ mod tests {
 
     #[test]
     fn solicitation_names_its_sender_and_goes_to_the_group_of_the_target() {
-        let frame = solicitation(TARGET_ADDRESS, None, MAC, OWN);
+        let frame = solicitation(TARGET_ADDRESS, None, MAC, OWN_ADDRESS);
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
         assert_eq!(frame[IP + 24..ICMP], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
-        assert_eq!(sender(&frame), Some((OWN, MAC)));
+        assert_eq!(sender(&frame), Some((OWN_ADDRESS, MAC)));
         let other = MacAddress([2, 0, 0, 0, 0, 9]);
-        let unicast = solicitation(TARGET_ADDRESS, Some(other), MAC, OWN);
+        let unicast = solicitation(TARGET_ADDRESS, Some(other), MAC, OWN_ADDRESS);
         assert_eq!((&unicast[..6], &unicast[IP + 24..ICMP]), (&other.0[..], &TARGET_ADDRESS.octets()[..]));
         for length in 0..FRAME_BYTES {
             assert_eq!(sender(&frame[..length]), None, "{length} bytes");
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn advertisement_names_its_target() {
-        let mut frame = solicitation(TARGET_ADDRESS, None, MAC, OWN);
+        let mut frame = solicitation(TARGET_ADDRESS, None, MAC, OWN_ADDRESS);
         frame[ICMP] = ADVERTISEMENT;
         assert_eq!(sender(&with_checksum(frame.clone())), None, "the option is of a solicitation");
         frame[OPTIONS] = OPTION_TARGET_ADDRESS;

@@ -12,9 +12,12 @@ use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 
 use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
-use crate::support::tunnel::{ETHERNET, Form, OWN, client, ip_header, own, server_address, set_traffic_class, vip};
+use crate::support::tunnel::{
+    ETHERNET, OWN_ADDRESSES, TunnelForm, client, ip_header, own_address, server_address, set_traffic_class, vip,
+};
 use crate::support::{
-    ExtensionHeader, Family, MORE, SYN, Tcp, aligned_timestamp, ipv4_frame, ipv6_frame, missing_bpf_rights, skip_if,
+    ExtensionHeader, Family, MORE_FRAGMENTS, SYN, Tcp, aligned_timestamp, ipv4_frame, ipv6_frame, missing_bpf_rights,
+    skip_if,
 };
 
 const CONGESTION_EXPERIENCED: u8 = 3;
@@ -23,7 +26,7 @@ const FRAGMENT_HEADER: u8 = 44;
 
 fn loaded() -> Decapsulation {
     let decapsulation = Decapsulation::load_only().unwrap();
-    decapsulation.set_sources(&Family::BOTH.map(own)).unwrap();
+    decapsulation.set_sources(&Family::BOTH.map(own_address)).unwrap();
     decapsulation.set_vips(&Family::BOTH.map(|family| vip(family).ip())).unwrap();
     decapsulation
 }
@@ -50,7 +53,7 @@ fn datagram(family: Family, port: u16) -> Vec<u8> {
 }
 
 /// `frame` behind an outer header of this form from a load balancer.
-fn encapsulated(form: Form, frame: &[u8]) -> Vec<u8> {
+fn encapsulated(form: TunnelForm, frame: &[u8]) -> Vec<u8> {
     let inner = &frame[ETHERNET..];
     let mut transport = Vec::new();
     if form.forwarding == Forwarding::Gue {
@@ -59,7 +62,7 @@ fn encapsulated(form: Form, frame: &[u8]) -> Vec<u8> {
         }
     }
     transport.extend(inner);
-    packet(own(form.outer), server_address(form.outer, id(1)), form.protocol(), 0x4000, &transport)
+    packet(own_address(form.outer), server_address(form.outer, id(1)), form.protocol(), 0x4000, &transport)
 }
 
 /// Runs the program on `frame`, of which the one counter that has risen must be `counter`; `None`: none has.
@@ -74,10 +77,10 @@ fn run(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i
 }
 
 /// Each form's encapsulated packet of a client, changed by `change`, is dropped and counted as `counter`.
-fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, Form)) {
+fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelForm)) {
     skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let mut frame = encapsulated(form, &client_packet(form.inner));
         change(&mut frame, form);
         assert_eq!(run(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{form:?}");
@@ -88,9 +91,9 @@ fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, Form)) {
 fn packet_of_a_load_balancer_loses_its_outer_header() {
     skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let (client, vip) = (client(form.inner), vip(form.inner));
-        let fragment = packet(client.ip(), vip.ip(), UDP, MORE, &datagram(form.inner, 53)[ETHERNET + 20..]);
+        let fragment = packet(client.ip(), vip.ip(), UDP, MORE_FRAGMENTS, &datagram(form.inner, 53)[ETHERNET + 20..]);
         let mut inner = vec![client_packet(form.inner), fragment];
         match (client, vip) {
             (SocketAddr::V4(_), _) => {
@@ -111,7 +114,7 @@ fn packet_of_a_load_balancer_loses_its_outer_header() {
 #[test]
 fn padding_behind_the_outer_packet_is_no_error() {
     skip_if!(missing_bpf_rights());
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let inner = client_packet(form.inner);
         let frame = [encapsulated(form, &inner), vec![0; 9]].concat();
         assert_eq!(run(&loaded(), &frame, Some("decapsulated")), (XDP_PASS, [inner, vec![0; 9]].concat()));
@@ -123,15 +126,15 @@ fn foreign_packets_pass_unchanged() {
     skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
     let mut frames = vec![vec![0; 60]];
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let mut other_family = encapsulated(form, &client_packet(form.inner));
         other_family[12..14].copy_from_slice(if form.outer == Family::Ipv4 { &[0x86, 0xdd] } else { &[8, 0] });
         frames.extend([client_packet(form.inner), datagram(form.inner, 6081), other_family]);
     }
-    let gue = Form { forwarding: Forwarding::Gue, inner: Family::Ipv4, outer: Family::Ipv4 };
+    let gue = TunnelForm { forwarding: Forwarding::Gue, inner: Family::Ipv4, outer: Family::Ipv4 };
     let mut later_fragment = encapsulated(gue, &client_packet(gue.inner));
     later_fragment[ETHERNET + 7] = 5;
-    let of_ipv6 = Form { outer: Family::Ipv6, ..gue };
+    let of_ipv6 = TunnelForm { outer: Family::Ipv6, ..gue };
     let mut fragment = encapsulated(of_ipv6, &client_packet(gue.inner));
     fragment[ETHERNET + 6] = FRAGMENT_HEADER;
     for frame in frames.into_iter().chain([later_fragment, fragment]) {
@@ -157,7 +160,7 @@ fn inner_destination_that_is_no_vip_is_dropped() {
 fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
     skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
-    for form in Form::all().filter(|form| form.outer == Family::Ipv4) {
+    for form in TunnelForm::all().filter(|form| form.outer == Family::Ipv4) {
         let mut first = encapsulated(form, &client_packet(form.inner));
         first[ETHERNET + 6] = 0x20;
         let mut later = encapsulated(form, &client_packet(form.inner));
@@ -186,7 +189,7 @@ fn tunnel_inside_is_dropped() {
 #[test]
 fn tunnel_behind_extension_headers_is_dropped() {
     expect_drop("drop_decap_nested", |frame, form| {
-        let form = Form { inner: Family::Ipv6, ..form };
+        let form = TunnelForm { inner: Family::Ipv6, ..form };
         let (IpAddr::V6(client), IpAddr::V6(vip)) = (client(form.inner).ip(), vip(form.inner).ip()) else { panic!() };
         let headers: Vec<ExtensionHeader> = vec![(0, vec![0, 0, 1, 4, 0, 0, 0, 0]), (60, vec![0, 0, 1, 4, 0, 0, 0, 0])];
         *frame = encapsulated(form, &ipv6_frame([client, vip], &headers, 4, b"packet"));
@@ -218,7 +221,7 @@ fn contradicting_lengths_are_dropped() {
 #[test]
 fn length_of_the_datagram_must_fit_that_of_the_packet() {
     skip_if!(missing_bpf_rights());
-    for form in Form::all().filter(|form| form.forwarding == Forwarding::Gue) {
+    for form in TunnelForm::all().filter(|form| form.forwarding == Forwarding::Gue) {
         let mut frame = encapsulated(form, &client_packet(form.inner));
         frame[ETHERNET + ip_header(form.outer) + 5] -= 1;
         assert_eq!(run(&loaded(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
@@ -229,7 +232,7 @@ fn length_of_the_datagram_must_fit_that_of_the_packet() {
 fn congestion_mark_goes_to_the_inner_packet_or_drops_it() {
     skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
-    for (form, inner_ecn) in Form::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
+    for (form, inner_ecn) in TunnelForm::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
         let mut inner = client_packet(form.inner);
         // DSCP 46.
         set_traffic_class(&mut inner, 0xb8 | inner_ecn);
@@ -244,7 +247,7 @@ fn congestion_mark_goes_to_the_inner_packet_or_drops_it() {
 #[test]
 fn removed_sources_and_vips_are_foreign() {
     skip_if!(missing_bpf_rights());
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let decapsulation = loaded();
         let frame = encapsulated(form, &client_packet(form.inner));
         let (other_family, of_form) = Family::BOTH.into_iter().partition::<Vec<_>, _>(|family| *family != form.inner);
@@ -262,10 +265,10 @@ fn removed_sources_and_vips_are_foreign() {
 fn encapsulated_packet_arrives_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(35, 0);
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let mode = ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() };
         let mut balancer = Balancer::with(&[(service(vip(form.inner)), mode)], Options::default(), &mut rng);
-        balancer.lb.set_outer(OWN, 1500);
+        balancer.lb.set_outer(OWN_ADDRESSES, 1500);
         let servers = balancer.replace_servers(0, 1, &mut rng);
         let address = server_address(form.outer, servers[0]);
         balancer.lb.set_tunnel(servers[0], Tunnel { address, source_port: None }).unwrap();

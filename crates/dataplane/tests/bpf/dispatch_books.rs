@@ -9,45 +9,45 @@ use coreward_dataplane::reuseport;
 use coreward_intf as intf;
 use socket2::SockRef;
 
-use crate::support::dispatch_bed::{
-    Bed, Pins, SERVICE, client, in_another_namespace, in_namespace, options, wait_for, worker_socket,
+use crate::support::dispatch_env::{
+    Pins, SERVICE, TestEnv, client, in_another_namespace, in_namespace, options, wait_for, worker_socket,
 };
 use crate::support::{missing_bpf_rights, skip_if};
 
 const TIMEOUTS: Timeouts =
     Timeouts { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
 
-fn looks(bed: &mut Bed, count: u32) {
-    (0..count).for_each(|_| _ = bed.poll(&TIMEOUTS));
+fn poll_times(env: &mut TestEnv, count: u32) {
+    (0..count).for_each(|_| _ = env.poll(&TIMEOUTS));
 }
 
-fn unmatched(bed: &Bed) -> u64 {
-    bed.counter(intf::DISPATCH_COUNTER_UNMATCHED)
+fn unmatched(env: &TestEnv) -> u64 {
+    env.counter(intf::DISPATCH_COUNTER_UNMATCHED)
 }
 
 #[test]
 fn only_an_expected_response_completes_a_request() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let bed = Bed::new(1, &options(Policy::ShortestQueue));
+        let env = TestEnv::new(1, &options(Policy::ShortestQueue));
         let (first, second) = (client(), client());
-        bed.send(&first, b"a");
-        bed.send(&second, b"b");
-        let read = bed.read(2);
-        assert_eq!(bed.outstanding(), [2]);
-        bed.answer(&read[0]);
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 0));
+        env.send(&first, b"a");
+        env.send(&second, b"b");
+        let read = env.read(2);
+        assert_eq!(env.outstanding(), [2]);
+        env.answer(&read[0]);
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![1], 0));
         // Further datagrams of the same response.
-        bed.answer(&read[0]);
-        bed.answer(&read[0]);
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 2));
+        env.answer(&read[0]);
+        env.answer(&read[0]);
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![1], 2));
         // To a client that asked nothing; to a client that asked, from a socket that is not the service's.
         let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
-        bed.workers[&0].send_to(b"x", stranger.local_addr().unwrap()).unwrap();
+        env.workers[&0].send_to(b"x", stranger.local_addr().unwrap()).unwrap();
         stranger.send_to(b"x", second.local_addr().unwrap()).unwrap();
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 3));
-        bed.answer(&read[1]);
-        let worker = bed.counts(0);
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![1], 3));
+        env.answer(&read[1]);
+        let worker = env.counts(0);
         assert_eq!((worker.outstanding, worker.dispatched, worker.completed, worker.abandoned), (0, 2, 2, 0));
     });
 }
@@ -59,16 +59,16 @@ fn request_ids_distinguish_requests_of_one_client() {
         let mut options = options(Policy::ShortestQueue);
         // A response begins with a byte that a request has not.
         options.request_id = Some(RequestId { offset: 1, response_offset: 2, bytes: 2 });
-        let bed = Bed::new(1, &options);
+        let env = TestEnv::new(1, &options);
         let client = client();
-        (0..3u8).for_each(|id| bed.send(&client, &[9, id, 7]));
-        bed.read(3);
+        (0..3u8).for_each(|id| env.send(&client, &[9, id, 7]));
+        env.read(3);
         let answer = |id: u8| {
-            bed.workers[&0].send_to(&[8, 8, id, 7, 1, 2, 3], client.local_addr().unwrap()).unwrap();
-            bed.outstanding()[0]
+            env.workers[&0].send_to(&[8, 8, id, 7, 1, 2, 3], client.local_addr().unwrap()).unwrap();
+            env.outstanding()[0]
         };
         assert_eq!([answer(1), answer(1), answer(5), answer(0), answer(2)], [2, 2, 2, 1, 0]);
-        assert_eq!(unmatched(&bed), 2);
+        assert_eq!(unmatched(&env), 2);
     });
 }
 
@@ -76,19 +76,19 @@ fn request_ids_distinguish_requests_of_one_client() {
 fn another_socket_of_the_service_may_answer() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let bed = Bed::new(2, &options(Policy::RoundRobin));
+        let env = TestEnv::new(2, &options(Policy::RoundRobin));
         let client = client();
-        bed.send(&client, b"to 0");
-        bed.send(&client, b"to 1");
-        assert_eq!(bed.outstanding(), [1, 1]);
+        env.send(&client, b"to 0");
+        env.send(&client, b"to 1");
+        assert_eq!(env.outstanding(), [1, 1]);
         // One worker answers for the other: its own request is taken for answered first, then the other's.
         let address = client.local_addr().unwrap();
-        bed.workers[&1].send_to(b"by 1", address).unwrap();
-        assert_eq!(bed.outstanding(), [1, 0]);
+        env.workers[&1].send_to(b"by 1", address).unwrap();
+        assert_eq!(env.outstanding(), [1, 0]);
         // A socket at the service's port that is no worker: one that only answers.
         let answers = worker_socket(SERVICE);
         answers.send_to(b"for 0", address).unwrap();
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![0, 0], 0));
     });
 }
 
@@ -96,16 +96,16 @@ fn another_socket_of_the_service_may_answer() {
 fn equal_address_in_another_namespace_is_another_service() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let bed = Bed::new(1, &options(Policy::ShortestQueue));
+        let env = TestEnv::new(1, &options(Policy::ShortestQueue));
         let client = client();
-        bed.send(&client, b"a");
+        env.send(&client, b"a");
         let port = client.local_addr().unwrap().port();
         // The same service and the same client, elsewhere.
         in_another_namespace(|| {
             let answers = worker_socket(SERVICE);
             answers.send_to(b"b", ("127.0.0.1", port)).unwrap();
         });
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 0));
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![1], 0));
     });
 }
 
@@ -113,28 +113,28 @@ fn equal_address_in_another_namespace_is_another_service() {
 fn unqueued_request_without_response_is_abandoned() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
+        let mut env = TestEnv::new(1, &options(Policy::ShortestQueue));
         let clients: Vec<UdpSocket> = (0..5).map(|_| client()).collect();
-        clients.iter().for_each(|client| bed.send(client, b"a"));
+        clients.iter().for_each(|client| env.send(client, b"a"));
         // They wait in the queue: they stay however long it takes.
-        looks(&mut bed, 20);
-        assert_eq!((bed.outstanding(), bed.counts(0).queued), (vec![5], 5));
-        let read = bed.read(5);
-        bed.answer(&read[0]);
+        poll_times(&mut env, 20);
+        assert_eq!((env.outstanding(), env.counts(0).queued), (vec![5], 5));
+        let read = env.read(5);
+        env.answer(&read[0]);
         // Now they are read: four responses are missing, and all are too old.
-        looks(&mut bed, 1);
-        let worker = bed.counts(0);
+        poll_times(&mut env, 1);
+        let worker = env.counts(0);
         assert_eq!((worker.outstanding, worker.completed, worker.abandoned, worker.queued), (0, 1, 4, 0));
         // One that comes after all takes nothing away.
-        bed.answer(&read[1]);
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0], 1));
+        env.answer(&read[1]);
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![0], 1));
         // Young ones stay for the timeout.
-        bed.send(&clients[0], b"a");
-        bed.read_one();
-        looks(&mut bed, 5);
-        assert_eq!(bed.outstanding(), [1]);
-        looks(&mut bed, 1);
-        assert_eq!((bed.outstanding(), bed.counts(0).abandoned), (vec![0], 5));
+        env.send(&clients[0], b"a");
+        env.read_one();
+        poll_times(&mut env, 5);
+        assert_eq!(env.outstanding(), [1]);
+        poll_times(&mut env, 1);
+        assert_eq!((env.outstanding(), env.counts(0).abandoned), (vec![0], 5));
     });
 }
 
@@ -143,29 +143,29 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
     skip_if!(missing_bpf_rights());
     for policy in Policy::all() {
         in_namespace(|| {
-            let mut bed = Bed::new(2, &options(policy));
-            for worker in bed.workers.values() {
+            let mut env = TestEnv::new(2, &options(policy));
+            for worker in env.workers.values() {
                 SockRef::from(worker).set_recv_buffer_size(0).unwrap();
             }
             let clients: Vec<UdpSocket> = (0..100).map(|_| client()).collect();
-            clients.iter().for_each(|client| bed.send(client, &[0; 200]));
+            clients.iter().for_each(|client| env.send(client, &[0; 200]));
             // No poll yet. The last one is dropped a moment after it was dispatched.
-            let sum = |bed: &Bed| bed.outstanding().iter().sum::<u32>();
+            let sum = |env: &TestEnv| env.outstanding().iter().sum::<u32>();
             let waiting = wait_for("what is dropped to be given up", || {
-                let abandoned: u64 = (0..2).map(|slot| bed.counts(slot).abandoned).sum();
-                let waiting = sum(&bed);
+                let abandoned: u64 = (0..2).map(|slot| env.counts(slot).abandoned).sum();
+                let waiting = sum(&env);
                 (u64::from(waiting) + abandoned == 100).then_some(waiting)
             });
             assert!(waiting < 50, "{policy:?}: {waiting}");
-            looks(&mut bed, 1);
+            poll_times(&mut env, 1);
             for slot in 0..2 {
-                let worker = bed.counts(slot);
+                let worker = env.counts(slot);
                 let kept = (worker.outstanding, worker.abandoned);
                 assert_eq!(kept, (worker.queued, u64::from(worker.dropped)), "{policy:?}: {worker:?}");
             }
             // The right ones were given up: every response finds its request.
-            bed.read(waiting as usize).iter().for_each(|read| bed.answer(read));
-            assert_eq!((sum(&bed), unmatched(&bed)), (0, 0), "{policy:?}");
+            env.read(waiting as usize).iter().for_each(|read| env.answer(read));
+            assert_eq!((sum(&env), unmatched(&env)), (0, 0), "{policy:?}");
         });
     }
 }
@@ -174,19 +174,19 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
 fn uncounted_waiting_request_becomes_outstanding() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
+        let mut env = TestEnv::new(1, &options(Policy::ShortestQueue));
         // More of one client's port than its sets hold.
         let client = client();
-        (0..40u8).for_each(|number| bed.send(&client, &[number]));
-        assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
-        looks(&mut bed, 1);
-        assert_eq!(bed.outstanding(), [40]);
-        let read = bed.read(40);
-        read[..8].iter().for_each(|read| bed.answer(read));
-        looks(&mut bed, 1);
-        assert_eq!(bed.outstanding(), [24]);
-        read[8..].iter().for_each(|read| bed.answer(read));
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0], 8));
+        (0..40u8).for_each(|number| env.send(&client, &[number]));
+        assert_eq!((env.outstanding(), env.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
+        poll_times(&mut env, 1);
+        assert_eq!(env.outstanding(), [40]);
+        let read = env.read(40);
+        read[..8].iter().for_each(|read| env.answer(read));
+        poll_times(&mut env, 1);
+        assert_eq!(env.outstanding(), [24]);
+        read[8..].iter().for_each(|read| env.answer(read));
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![0], 8));
     });
 }
 
@@ -195,24 +195,24 @@ fn stalled_worker_is_disabled_until_it_responds() {
     skip_if!(missing_bpf_rights());
     for policy in [Policy::ShortestQueue, Policy::LightestQueue, Policy::RoundRobin, Policy::RankedQueue] {
         in_namespace(|| {
-            let mut bed = Bed::new(2, &options(policy));
+            let mut env = TestEnv::new(2, &options(policy));
             let client = client();
-            bed.send(&client, b"a");
-            let waits = bed.outstanding().iter().position(|count| *count > 0).unwrap() as u32;
-            looks(&mut bed, 3);
-            assert!(bed.counts(waits).eligible);
-            looks(&mut bed, 1);
-            assert!(!bed.counts(waits).eligible && bed.counts(1 - waits).eligible);
-            (0..5).for_each(|_| bed.send(&client, b"b"));
-            assert_eq!(bed.counts(1 - waits).outstanding, 5, "{policy:?}: {:?}", bed.outstanding());
+            env.send(&client, b"a");
+            let waits = env.outstanding().iter().position(|count| *count > 0).unwrap() as u32;
+            poll_times(&mut env, 3);
+            assert!(env.counts(waits).eligible);
+            poll_times(&mut env, 1);
+            assert!(!env.counts(waits).eligible && env.counts(1 - waits).eligible);
+            (0..5).for_each(|_| env.send(&client, b"b"));
+            assert_eq!(env.counts(1 - waits).outstanding, 5, "{policy:?}: {:?}", env.outstanding());
             // Both stand still: requests still go somewhere.
-            looks(&mut bed, 5);
-            bed.send(&client, b"c");
-            assert_eq!(bed.outstanding().iter().sum::<u32>(), 7);
+            poll_times(&mut env, 5);
+            env.send(&client, b"c");
+            assert_eq!(env.outstanding().iter().sum::<u32>(), 7);
             // It answers one of its queue.
-            let read = bed.read(7);
-            bed.answer(read.iter().find(|read| read.slot == waits).unwrap());
-            assert!(bed.counts(waits).eligible, "{policy:?}");
+            let read = env.read(7);
+            env.answer(read.iter().find(|read| read.slot == waits).unwrap());
+            assert!(env.counts(waits).eligible, "{policy:?}");
         });
     }
 }
@@ -222,22 +222,22 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
     skip_if!(missing_bpf_rights());
     for policy in Policy::all() {
         in_namespace(|| {
-            let mut bed = Bed::new(3, &options(policy));
+            let mut env = TestEnv::new(3, &options(policy));
             let clients: Vec<UdpSocket> = (0..30).map(|_| client()).collect();
-            clients.iter().for_each(|client| bed.send(client, b"a"));
-            let lost = u64::from(bed.counts(1).outstanding);
-            drop(bed.workers.remove(&1));
+            clients.iter().for_each(|client| env.send(client, b"a"));
+            let lost = u64::from(env.counts(1).outstanding);
+            drop(env.workers.remove(&1));
             // Before user space knows.
-            clients.iter().for_each(|client| bed.send(client, b"b"));
-            bed.read(60 - lost as usize);
-            assert!(bed.poll(&TIMEOUTS));
-            let dead = bed.counts(1);
+            clients.iter().for_each(|client| env.send(client, b"b"));
+            env.read(60 - lost as usize);
+            assert!(env.poll(&TIMEOUTS));
+            let dead = env.counts(1);
             assert_eq!((dead.outstanding, dead.abandoned, dead.eligible), (0, lost, false), "{policy:?}");
-            assert!(!bed.poll(&TIMEOUTS), "it dies once");
-            assert_eq!(bed.add_worker(), 1);
-            assert!(bed.counts(1).eligible);
-            (0..60).for_each(|_| bed.send(&client(), b"c"));
-            let read = bed.read(60);
+            assert!(!env.poll(&TIMEOUTS), "it dies once");
+            assert_eq!(env.add_worker(), 1);
+            assert!(env.counts(1).eligible);
+            (0..60).for_each(|_| env.send(&client(), b"c"));
+            let read = env.read(60);
             assert!(read.iter().any(|read| read.slot == 1), "{policy:?}");
         });
     }
@@ -247,22 +247,22 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
 fn upgrade_takes_over_sockets_and_requests_in_flight() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let mut bed = Bed::new(2, &options(Policy::ShortestQueue));
-        assert!(!bed.dispatch.taken_over());
+        let mut env = TestEnv::new(2, &options(Policy::ShortestQueue));
+        assert!(!env.dispatch.is_taken_over());
         let clients: Vec<UdpSocket> = (0..4).map(|_| client()).collect();
-        clients.iter().for_each(|client| bed.send(client, b"a"));
-        let sockets = bed.dispatch.sockets();
+        clients.iter().for_each(|client| env.send(client, b"a"));
+        let sockets = env.dispatch.sockets();
         // Another version with another policy, while the one before still runs and after it.
-        bed.dispatch =
-            Dispatch::load(&bed.pins.0, &dispatch::cgroup_root().unwrap(), &options(Policy::RoundRobin)).unwrap();
-        assert!(bed.dispatch.taken_over());
-        assert_eq!((bed.dispatch.sockets(), bed.outstanding()), (sockets, vec![2, 2]));
-        bed.read(4).iter().for_each(|read| bed.answer(read));
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
-        bed.dispatch.attach(bed.workers[&0].as_fd()).unwrap();
-        (0..4).for_each(|_| bed.send(&clients[0], b"b"));
-        assert_eq!(bed.outstanding(), [2, 2]);
-        looks(&mut bed, 1);
+        env.dispatch =
+            Dispatch::load(&env.pins.0, &dispatch::cgroup_root().unwrap(), &options(Policy::RoundRobin)).unwrap();
+        assert!(env.dispatch.is_taken_over());
+        assert_eq!((env.dispatch.sockets(), env.outstanding()), (sockets, vec![2, 2]));
+        env.read(4).iter().for_each(|read| env.answer(read));
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![0, 0], 0));
+        env.dispatch.attach(env.workers[&0].as_fd()).unwrap();
+        (0..4).for_each(|_| env.send(&clients[0], b"b"));
+        assert_eq!(env.outstanding(), [2, 2]);
+        poll_times(&mut env, 1);
     });
 }
 
@@ -270,22 +270,22 @@ fn upgrade_takes_over_sockets_and_requests_in_flight() {
 fn detach_returns_sockets_to_the_kernels_choice() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let mut bed = Bed::new(2, &options(Policy::ShortestQueue));
+        let mut env = TestEnv::new(2, &options(Policy::ShortestQueue));
         let pins = Pins::new();
         let options = options(Policy::ShortestQueue);
         let again = Dispatch::load(&pins.0, &dispatch::cgroup_root().unwrap(), &options).unwrap();
-        let socket = bed.workers[&0].try_clone().unwrap();
+        let socket = env.workers[&0].try_clone().unwrap();
         let error = again.add_worker(socket.as_fd(), 1).unwrap_err().to_string();
         assert!(error.contains("is it in another one"), "{error}");
         reuseport::detach(socket.as_fd()).unwrap();
-        dispatch::remove(&bed.pins.0).unwrap();
+        dispatch::remove(&env.pins.0).unwrap();
         let from: Vec<UdpSocket> = (0..50).map(|_| client()).collect();
         from.iter().for_each(|client| _ = client.send(b"a").unwrap());
-        let read = bed.read(50);
+        let read = env.read(50);
         assert!((0..2).all(|slot| read.iter().any(|read| read.slot == slot)));
-        assert_eq!(bed.outstanding(), [0, 0]);
+        assert_eq!(env.outstanding(), [0, 0]);
         assert_eq!(again.add_worker(socket.as_fd(), 1).unwrap(), 0);
-        bed.workers.clear();
+        env.workers.clear();
     });
 }
 
@@ -294,15 +294,15 @@ fn ipv6_clients_are_counted() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let service: SocketAddr = "[::]:5300".parse().unwrap();
-        let bed = Bed::new(2, &dispatch::Options { service, ..options(Policy::ShortestQueue) });
+        let env = TestEnv::new(2, &dispatch::Options { service, ..options(Policy::ShortestQueue) });
         let clients = ["[::1]:0", "127.0.0.1:0"].map(|address| UdpSocket::bind(address).unwrap());
         clients[0].connect("[::1]:5300").unwrap();
         clients[1].connect("127.0.0.1:5300").unwrap();
-        clients.iter().for_each(|client| bed.send(client, b"a"));
-        assert_eq!(bed.outstanding(), [1, 1]);
-        bed.read(2).iter().for_each(|read| bed.answer(read));
-        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
-        assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
+        clients.iter().for_each(|client| env.send(client, b"a"));
+        assert_eq!(env.outstanding(), [1, 1]);
+        env.read(2).iter().for_each(|read| env.answer(read));
+        assert_eq!((env.outstanding(), unmatched(&env)), (vec![0, 0], 0));
+        assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
     });
 }
 
@@ -314,21 +314,21 @@ fn service_times_are_observed_by_type() {
         options.learn = true;
         options.types =
             vec![dispatch::RequestType { value: *b"slow\0\0\0\0", mask: [255, 255, 255, 255, 0, 0, 0, 0], class: 0 }];
-        let bed = Bed::new(1, &options);
+        let env = TestEnv::new(1, &options);
         let client = client();
         // Least and greatest duration of each type (ns), however late the machine is.
         let (mut at_least, mut at_most) = ([0, 0], [0, 0]);
         for (payload, kind, time) in [(&b"slow"[..], 0, 20), (b"fast", 1, 1), (b"slow", 0, 20), (b"fast", 1, 1)] {
             let time = Duration::from_millis(time);
             let began = Instant::now();
-            bed.send(&client, payload);
-            let read = bed.read_one();
+            env.send(&client, payload);
+            let read = env.read_one();
             std::thread::sleep(time);
-            bed.answer(&read);
+            env.answer(&read);
             at_least[kind] += time.as_nanos() as u64;
             at_most[kind] += began.elapsed().as_nanos() as u64;
         }
-        let observed = bed.dispatch.ledger().observed(2);
+        let observed = env.dispatch.ledger().observed_times(2);
         assert_eq!(observed.iter().map(|(_, count)| *count).collect::<Vec<_>>(), [2, 2]);
         for (kind, (sum, _)) in observed.iter().enumerate() {
             let possible = at_least[kind]..=at_most[kind];

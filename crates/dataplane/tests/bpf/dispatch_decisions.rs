@@ -13,7 +13,7 @@ use coreward_model::dispatch::{
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use crate::support::dispatch_bed::{Bed, Read, client, in_namespace, options};
+use crate::support::dispatch_env::{Read, TestEnv, client, in_namespace, options};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const REQUESTS: u32 = 3000;
@@ -21,7 +21,7 @@ const TIMES: [Duration; 3] = [Duration::from_micros(10), Duration::from_micros(3
 
 /// Sends requests and lets workers answer, in random order, and asks the model at every step. Responses come a little
 /// slower than requests until many are outstanding, then quicker. Request ids let workers answer in any order.
-fn agrees(bed: &Bed, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
+fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
     let mut under_way: Vec<(Read, Header)> = Vec::new();
     for id in 0..REQUESTS {
@@ -29,30 +29,30 @@ fn agrees(bed: &Bed, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
         let expected = Weight::new(TIMES[usize::from(class)]).ns();
         let header = Header { service: class.min(1), expected, hash: 0, flow_hash: 0 };
         let from = &clients[rng.next_u32() as usize % clients.len()];
-        bed.send(from, &[&id.to_le_bytes()[..], b"type", &[class]].concat());
-        let read = bed.read_one();
+        env.send(from, &[&id.to_le_bytes()[..], b"type", &[class]].concat());
+        let read = env.read_one();
         assert_eq!(model.place(0, &header), Some(read.slot as u16), "request {id} of class {class}");
         under_way.push((read, header));
         let busy = under_way.len() > 40;
         while !under_way.is_empty() && rng.next_u32() % 16 < if busy { 9 } else { 6 } {
             let (read, header) = under_way.swap_remove(rng.next_u32() as usize % under_way.len());
-            bed.answer(&read);
+            env.answer(&read);
             model.completed(read.slot as u16, &header);
         }
     }
-    assert_eq!(bed.outstanding().iter().sum::<u32>() as usize, under_way.len());
+    assert_eq!(env.outstanding().iter().sum::<u32>() as usize, under_way.len());
     for (read, _) in &under_way {
-        bed.answer(read);
+        env.answer(read);
     }
-    let workers = bed.dispatch.ledger().workers();
+    let workers = env.dispatch.ledger().workers();
     assert!(workers.iter().all(|worker| worker.outstanding == 0 && worker.outstanding_work.is_zero()), "{workers:?}");
     assert_eq!(workers.iter().map(|worker| worker.dispatched).sum::<u64>(), u64::from(REQUESTS));
     assert!(workers.iter().all(|worker| worker.dispatched == worker.completed && worker.abandoned == 0), "{workers:?}");
-    assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
-    assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNMATCHED), 0);
+    assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
+    assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNMATCHED), 0);
 }
 
-fn bed(workers: usize, policy: Policy) -> Bed {
+fn start_env(workers: usize, policy: Policy) -> TestEnv {
     let mut options = options(policy);
     options.request_id = Some(RequestId { offset: 0, response_offset: 0, bytes: 4 });
     options.type_offset = 4;
@@ -64,9 +64,9 @@ fn bed(workers: usize, policy: Policy) -> Bed {
     // The third is what no type matches.
     options.types = vec![kind(0, 0), kind(1, 1)];
     options.other_class = 1;
-    let bed = Bed::new(workers, &options);
-    bed.dispatch.set_expected(&TIMES);
-    bed
+    let env = TestEnv::new(workers, &options);
+    env.dispatch.set_expected(&TIMES);
+    env
 }
 
 fn clients() -> Vec<UdpSocket> {
@@ -78,9 +78,9 @@ fn jsq_equals_the_model() {
     skip_if!(missing_bpf_rights());
     for workers in [1, 3, 16, 64] {
         in_namespace(|| {
-            let bed = bed(workers, Policy::ShortestQueue);
-            bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));
-            agrees(&bed, &mut JoinShortestQueue::unbounded(workers as u16), &clients());
+            let env = start_env(workers, Policy::ShortestQueue);
+            env.dispatch.set_bounds(|workers| ClassBounds::with_reserved_cores(workers, 1, 0, 4, 0));
+            assert_equals_model(&env, &mut JoinShortestQueue::unbounded(workers as u16), &clients());
         });
     }
 }
@@ -90,8 +90,8 @@ fn jlq_equals_the_model() {
     skip_if!(missing_bpf_rights());
     for workers in [2, 5, 64] {
         in_namespace(|| {
-            let bed = bed(workers, Policy::LightestQueue);
-            agrees(&bed, &mut JoinLightestQueue::new(workers as u16), &clients());
+            let env = start_env(workers, Policy::LightestQueue);
+            assert_equals_model(&env, &mut JoinLightestQueue::new(workers as u16), &clients());
         });
     }
 }
@@ -99,7 +99,7 @@ fn jlq_equals_the_model() {
 #[test]
 fn rr_equals_the_model() {
     skip_if!(missing_bpf_rights());
-    in_namespace(|| agrees(&bed(5, Policy::RoundRobin), &mut RoundRobinCore::new(5), &clients()));
+    in_namespace(|| assert_equals_model(&start_env(5, Policy::RoundRobin), &mut RoundRobinCore::new(5), &clients()));
 }
 
 #[test]
@@ -107,12 +107,12 @@ fn jbsrq_equals_the_model() {
     skip_if!(missing_bpf_rights());
     for (workers, reserved, bound, reserved_bound) in [(4, 1, 4, 0), (7, 2, 3, 1), (1, 1, 1, 0)] {
         in_namespace(|| {
-            let bed = bed(workers, Policy::RankedQueue);
-            let bounds = |workers| ClassBounds::reserving(workers, 2, reserved, bound, reserved_bound);
-            bed.dispatch.set_bounds(bounds);
+            let env = start_env(workers, Policy::RankedQueue);
+            let bounds = |workers| ClassBounds::with_reserved_cores(workers, 2, reserved, bound, reserved_bound);
+            env.dispatch.set_bounds(bounds);
             let mut model = ClassBoundedShortestQueue::new(bounds(workers as u16));
-            agrees(&bed, &mut model, &clients());
-            assert_eq!(bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound());
+            assert_equals_model(&env, &mut model, &clients());
+            assert_eq!(env.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound());
             assert!(model.over_bound() > 0);
         });
     }
@@ -122,13 +122,13 @@ fn jbsrq_equals_the_model() {
 fn random_selects_by_flow_and_reaches_all_workers() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let bed = Bed::new(4, &options(Policy::Random));
+        let env = TestEnv::new(4, &options(Policy::Random));
         let mut reached = [0; 4];
         for _ in 0..200 {
             let client = client();
             let slots = [0, 1].map(|number: u8| {
-                bed.send(&client, &[number]);
-                bed.read_one().slot
+                env.send(&client, &[number]);
+                env.read_one().slot
             });
             assert_eq!(slots[0], slots[1]);
             reached[slots[0] as usize] += 1;
@@ -141,12 +141,12 @@ fn random_selects_by_flow_and_reaches_all_workers() {
 fn request_above_the_bound_is_counted() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let bed = Bed::new(2, &options(Policy::ShortestQueue));
-        bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));
+        let env = TestEnv::new(2, &options(Policy::ShortestQueue));
+        env.dispatch.set_bounds(|workers| ClassBounds::with_reserved_cores(workers, 1, 0, 4, 0));
         let client = client();
-        (0..8u8).for_each(|number| bed.send(&client, &[number]));
-        assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![4, 4], 0));
-        bed.send(&client, &[8]);
-        assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![5, 4], 1));
+        (0..8u8).for_each(|number| env.send(&client, &[number]));
+        assert_eq!((env.outstanding(), env.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![4, 4], 0));
+        env.send(&client, &[8]);
+        assert_eq!((env.outstanding(), env.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![5, 4], 1));
     });
 }

@@ -9,7 +9,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 
 use crate::support::balancer::XDP_PASS;
-use crate::support::{MORE, Udp, missing_bpf_rights, ones_complement_sum, skip_if};
+use crate::support::{MORE_FRAGMENTS, Udp, missing_bpf_rights, ones_complement_sum, skip_if};
 
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 9), 40_000);
 const SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4000);
@@ -21,7 +21,7 @@ const UDP_CHECKSUM: usize = UDP + 6;
 /// The longest datagram of an MTU of 1500.
 const MAX_PAYLOAD: usize = 1472;
 
-const WOULD_ENTER: Option<&str> = Some("passed_no_socket");
+const NO_SOCKET: Option<&str> = Some("passed_no_socket");
 
 fn loaded() -> IntakeProgram {
     let listeners = [SERVICE, OTHER_SERVICE].map(|(address, port)| SocketAddrV4::new(address, port));
@@ -65,7 +65,7 @@ fn intake_takes_requests_of_every_length() {
     for length in (0..200).chain([511, 512, 513, 1023, 1024, MAX_PAYLOAD - 1, MAX_PAYLOAD]) {
         let payload = (0..length).map(|byte| (byte * 7 + length) as u8).collect();
         let frame = with_checksum(request(payload).frame());
-        expect(&program, &frame, WOULD_ENTER, &format!("{length} bytes"));
+        expect(&program, &frame, NO_SOCKET, &format!("{length} bytes"));
         // Any bit matters, the last byte's, too.
         for at in [UDP + 1, UDP_CHECKSUM, frame.len() - 1] {
             let mut damaged = frame.clone();
@@ -80,17 +80,17 @@ fn intake_takes_datagrams_whose_checksum_is_absent_or_left_to_a_nic() {
     skip_if!(missing_bpf_rights());
     let program = loaded();
     let mut frame = request(b"get".to_vec()).frame();
-    expect(&program, &frame, WOULD_ENTER, "no checksum");
+    expect(&program, &frame, NO_SOCKET, "no checksum");
     let partial = pseudo_header_sum(&frame);
     frame[UDP_CHECKSUM..UDP_CHECKSUM + 2].copy_from_slice(&partial.to_be_bytes());
-    expect(&program, &frame, WOULD_ENTER, "left to a NIC");
+    expect(&program, &frame, NO_SOCKET, "left to a NIC");
     frame[UDP_CHECKSUM + 1] ^= 1;
     expect(&program, &frame, Some("passed_checksum"), "neither");
     let mut frame = with_checksum(request(b"get".to_vec()).frame());
     frame[IP + 11] ^= 1;
     expect(&program, &frame, Some("passed_checksum"), "that of the IP header");
     let padded = [with_checksum(request(b"get".to_vec()).frame()), vec![9; 20]].concat();
-    expect(&program, &padded, WOULD_ENTER, "padding of a short frame");
+    expect(&program, &padded, NO_SOCKET, "padding of a short frame");
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn intake_passes_other_traffic_uncounted() {
         ("another address", Udp::new(CLIENT, (Ipv4Addr::new(10, 0, 0, 2), SERVICE.1)).frame()),
         ("another port", Udp::new(CLIENT, (SERVICE.0, 4002)).frame()),
         ("IP options", Udp { ip_options: vec![1; 4], ..request(b"get".to_vec()) }.frame()),
-        ("first fragment", Udp { fragment: MORE, ..request(vec![1; 16]) }.frame()),
+        ("first fragment", Udp { fragment: MORE_FRAGMENTS, ..request(vec![1; 16]) }.frame()),
         ("later fragment", Udp { fragment: 2, ..request(vec![1; 16]) }.frame()),
         ("VLAN", vlan),
         ("a frame shorter than the headers", request(vec![]).frame()[..UDP + 7].to_vec()),
@@ -140,7 +140,7 @@ fn intake_passes_doubtful_requests_by_reason() {
     ] {
         expect(&program, &request_from(source), Some("passed_source"), &format!("{source:?}"));
     }
-    expect(&program, &request_from((OTHER_SERVICE.0.octets(), 4002)), WOULD_ENTER, "a client on the same host");
+    expect(&program, &request_from((OTHER_SERVICE.0.octets(), 4002)), NO_SOCKET, "a client on the same host");
     let length_of = |udp_length: u16| {
         let mut frame = request(vec![1; 16]).frame();
         frame[UDP + 4..UDP + 6].copy_from_slice(&udp_length.to_be_bytes());

@@ -43,18 +43,18 @@ fn unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), tsecr: u32) -> 
     Tcp { flags: ACK, options: aligned_timestamp(1, tsecr), ..Tcp::new(client, vip) }.frame()
 }
 
-fn reaches_all(balancer: &Balancer, frame: &[u8]) -> bool {
+fn is_broadcast(balancer: &Balancer, frame: &[u8]) -> bool {
     let (verdict, packet) = balancer.run(frame);
     verdict == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
 }
 
 /// How many of 100 genuine ICMP errors in a second, each of another router, are accepted among 10,000 forged packets.
-fn accepted_beside(balancer: &Balancer, forged: impl FnMut() -> Vec<u8>) -> usize {
-    accepted_of(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged)
+fn count_accepted(balancer: &Balancer, forged: impl FnMut() -> Vec<u8>) -> usize {
+    count_accepted_from(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged)
 }
 
 /// The same of errors of these routers.
-fn accepted_of(router: fn(u32) -> Ipv4Addr, balancer: &Balancer, mut forged: impl FnMut() -> Vec<u8>) -> usize {
+fn count_accepted_from(router: fn(u32) -> Ipv4Addr, balancer: &Balancer, mut forged: impl FnMut() -> Vec<u8>) -> usize {
     const INTERVAL: Duration = Duration::from_micros(100);
     let (mut next, mut accepted) = (Instant::now(), 0);
     for n in 0..10_000u32 {
@@ -64,7 +64,7 @@ fn accepted_of(router: fn(u32) -> Ipv4Addr, balancer: &Balancer, mut forged: imp
         balancer.run(&forged());
         if n % 100 == 0 {
             let host = router(n);
-            accepted += usize::from(reaches_all(balancer, &icmp(host, (host, 4000))));
+            accepted += usize::from(is_broadcast(balancer, &icmp(host, (host, 4000))));
         }
     }
     accepted
@@ -77,18 +77,18 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
     let mut any = || (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
     let balancer = || balancer(1, Options::default());
     let mut tsecr = seeded_rng(123, 0);
-    assert_eq!(accepted_beside(&balancer(), || unknown_cookie(any(), VIP, tsecr.next_u32())), 100, "unknown cookies");
-    assert_eq!(accepted_beside(&balancer(), || reset(any())), 100, "resets");
-    assert_eq!(accepted_beside(&balancer(), || icmp(any().0, any())), 100, "ICMP errors of any source");
+    assert_eq!(count_accepted(&balancer(), || unknown_cookie(any(), VIP, tsecr.next_u32())), 100, "unknown cookies");
+    assert_eq!(count_accepted(&balancer(), || reset(any())), 100, "resets");
+    assert_eq!(count_accepted(&balancer(), || icmp(any().0, any())), 100, "ICMP errors of any source");
     // The rates have room for both: nothing is scarce.
     assert_eq!(
-        accepted_of(|_| FORGED, &balancer(), || icmp(FORGED, any())),
+        count_accepted_from(|_| FORGED, &balancer(), || icmp(FORGED, any())),
         100,
         "ICMP errors of the router's own address"
     );
     // The bucket of the one source is one of 4,096, and each router draws one: two meet it once in 3,500 runs, three in
     // 450,000.
-    let beside_one_source = accepted_beside(&balancer(), || icmp(FORGED, any()));
+    let beside_one_source = count_accepted(&balancer(), || icmp(FORGED, any()));
     assert!(beside_one_source >= 98, "{beside_one_source} among ICMP errors of one source");
 }
 
@@ -100,22 +100,22 @@ fn rate(burst: u32) -> PacketRate {
 #[test]
 fn one_source_leaves_tokens_to_the_others() {
     skip_if!(missing_bpf_rights());
-    let rates = BroadcastRates { by_source: rate(10), by_service: rate(100), of_all: rate(1000) };
+    let rates = BroadcastRates { per_source: rate(10), per_service: rate(100), total: rate(1000) };
     let balancer = balancer(1, Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(124, 0);
     let junk = (0..1000u16).map(|port| reset((FORGED, port)));
-    let sent = junk.filter(|frame| reaches_all(&balancer, frame)).count();
+    let sent = junk.filter(|frame| is_broadcast(&balancer, frame)).count();
     assert!((50..55).contains(&sent), "{sent} of one source: half of what its service may");
     let genuine = (0..50).map(|_| reset((Ipv4Addr::from(rng.next_u32()), 4000)));
     // One of 4,096 buckets is the other source's: two sources share it once in 14,000 runs, three in 3,500,000.
-    let accepted = genuine.filter(|frame| reaches_all(&balancer, frame)).count();
+    let accepted = genuine.filter(|frame| is_broadcast(&balancer, frame)).count();
     assert!(accepted >= 48, "{accepted} of 50");
 }
 
 #[test]
 fn all_services_together_are_bounded() {
     skip_if!(missing_bpf_rights());
-    let rates = BroadcastRates { by_source: rate(100), by_service: rate(100), of_all: rate(300) };
+    let rates = BroadcastRates { per_source: rate(100), per_service: rate(100), total: rate(300) };
     let balancer =
         balancer(40, Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(125, 0);
@@ -123,7 +123,7 @@ fn all_services_together_are_bounded() {
         .filter(|n| {
             let client = (Ipv4Addr::from(rng.next_u32()), 4000);
             let vip = (VIP.0, VIP.1 + n % 40);
-            reaches_all(&balancer, &unknown_cookie(client, vip, rng.next_u32()))
+            is_broadcast(&balancer, &unknown_cookie(client, vip, rng.next_u32()))
         })
         .count();
     assert!((300..310).contains(&sent), "{sent} of 40 services that might have 50 each");

@@ -71,8 +71,8 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
-    pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
-    let mac = pair.server.within(|| mac_address("eth0").0);
+    pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let mac = pair.server.run_inside(|| mac_address("eth0").0);
     let stateless = |vip| (service(vip), ServiceMode::default());
     let indexes = lb.set_services(&[stateless(VIP), stateless(OTHER)]).unwrap();
     lb.set_service_name(indexes[0], "web");
@@ -100,7 +100,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
         Tcp { destination_mac: mac, ..Tcp::new(CLIENT, OTHER) }.frame(),
     ];
     let send = |frames: &[Vec<u8>]| {
-        pair.client.within(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
+        pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
     };
     send(&frames);
     let captured = collect(&mut capture, 4);
@@ -116,10 +116,10 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
         ]
     );
     for (packet, frame) in captured.iter().zip(&frames) {
-        assert_eq!(packet.arrived, frame[..frame.len().min(200)]);
+        assert_eq!(packet.frame_in, frame[..frame.len().min(200)]);
         assert_eq!(packet.length as usize, frame.len());
     }
-    assert_eq!(captured[0].left[..6], SERVER_MAC.0);
+    assert_eq!(captured[0].frame_out[..6], SERVER_MAC.0);
 
     interrupt(|| capture.poll(LONG_WAIT, &mut |_| {}).unwrap());
 
@@ -136,7 +136,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
         }
     }
     assert!(!captured.is_empty() && captured.iter().all(|packet| packet.outcome == "new_connection"));
-    assert_eq!(capture.lost(), 0);
+    assert_eq!(capture.lost_records(), 0);
 
     let unknown = capture::Options { service: service((VIP.0, 443)), ..options };
     let error = Capture::start(unknown).err().map(|error| error.to_string());
@@ -151,8 +151,8 @@ fn ipv6_packets_of_the_service_are_captured() {
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
-    pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
-    let mac = pair.server.within(|| mac_address("eth0").0);
+    pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let mac = pair.server.run_inside(|| mac_address("eth0").0);
     let (watched, other) = (vip(Family::Ipv6), SocketAddr::new(vip(Family::Ipv6).ip(), 81));
     let services = [watched, other].map(|vip| (service(vip), ServiceMode::default()));
     for index in lb.set_services(&services).unwrap() {
@@ -167,9 +167,9 @@ fn ipv6_packets_of_the_service_are_captured() {
     };
     // One queue keeps their order.
     let frames = [syn(other), syn(watched)];
-    pair.client.within(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
+    pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
     let captured = collect(&mut capture, 1);
-    let seen: Vec<_> = captured.iter().map(|packet| (packet.outcome, &packet.arrived)).collect();
+    let seen: Vec<_> = captured.iter().map(|packet| (packet.outcome, &packet.frame_in)).collect();
     assert_eq!(seen, [("new_connection", &frames[1])]);
     drop(capture);
     lb.detach().unwrap();

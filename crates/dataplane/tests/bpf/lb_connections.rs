@@ -17,7 +17,8 @@ use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_DROP, XDP_TX, random_table, service};
 use crate::support::stateful::{
-    STATEFUL, VIP, balancer, client, established, ipv4_client, own, owner, packet, syn, syn_with_tsecr, tsecr_of, tuple,
+    STATEFUL, VIP, balancer, client, established, ipv4_client, own_number, owner, packet, syn, syn_with_tsecr,
+    tsecr_of, tuple,
 };
 use crate::support::{
     self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if, tcp_sum, timestamp,
@@ -35,7 +36,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
     for opened in &opened {
         let entry = balancer.entry(opened.client).unwrap();
         assert_eq!(entry.identity.server, opened.server);
-        assert_eq!(owner_and_slot(opened.number), (own(), entry.index.slot()));
+        assert_eq!(owner_and_slot(opened.number), (own_number(), entry.index.slot()));
         let hash = balancer.hash(opened.client);
         let size = TableSize::try_from(4096).unwrap();
         assert_eq!((entry.index.partition(), entry.identity.tag), (hash.partition(size), hash.tag()));
@@ -109,7 +110,7 @@ fn server_learns_the_index_at_any_option_offset() {
         };
         let (verdict, forwarded) = balancer.counted(&with(tsecr), Some(0), "new_connection");
         let entry = balancer.entry(client).expect("it got an entry");
-        let mut expected = with(syn_tsecr(own(), entry.index.slot()));
+        let mut expected = with(syn_tsecr(own_number(), entry.index.slot()));
         expected[..6].copy_from_slice(&balancer.macs[&(0, entry.identity.server)].0);
         expected[6..12].copy_from_slice(&OWN_MAC.0);
         assert_eq!(verdict, XDP_TX);
@@ -180,11 +181,11 @@ fn cookie_of_another_connection_is_unknown() {
     let ids = balancer.replace_servers(0, 4, &mut rng);
     let table = random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng);
     balancer.install(0, &table);
-    balancer.lb.set_owner(Some(own()));
+    balancer.lb.set_owner(Some(own_number()));
     let opened = balancer.opened(client(&mut rng));
     let mut unknown = 0;
     let mut expect_unknown = |balancer: &Balancer, frame: &[u8]| {
-        balancer.expect_broadcast_or(0, frame, Identification::Kept, "drop_unknown_cookie");
+        balancer.expect_broadcast_or(0, frame, Identification::Unchanged, "drop_unknown_cookie");
         unknown += 1;
         assert_eq!(balancer.events(0, "connection_unknown"), unknown);
     };
@@ -193,7 +194,7 @@ fn cookie_of_another_connection_is_unknown() {
         expect_unknown(&balancer, &established(&balancer, client(&mut rng), opened.number));
     }
     for slot in (0..1024).filter(|slot| *slot != u32::from(opened.number) % 1024).step_by(7) {
-        let number = cookie_number(own(), slot);
+        let number = cookie_number(own_number(), slot);
         expect_unknown(&balancer, &established(&balancer, opened.client, number));
         expect_unknown(&balancer, &packet(&balancer.keys, opened.client, number, ACK | FIN).frame());
     }
@@ -214,7 +215,7 @@ fn cookie_of_another_connection_is_unknown() {
     let frame = established(&balancer, opened.client, opened.number);
     balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(index, opened.server);
-    balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
     assert_eq!(balancer.events(0, "connection_unknown"), unknown);
 }
 
@@ -227,7 +228,7 @@ fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
     broadcast[intf::LIMITED_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
     let options = Options { broadcast, ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
-    balancer.lb.set_owner(Some(own()));
+    balancer.lb.set_owner(Some(own_number()));
     let (alive, lost, never) = (owner(9), owner(0), owner(15));
     let mac = MacAddress([2, 0, 0, 0, 9, 9]);
     balancer.lb.set_owner_mac(alive, Some(mac));
@@ -270,7 +271,7 @@ fn connections_without_an_owner_number_are_stateless() {
     let mut rng = seeded_rng(106, 0);
     let (mut balancer, ids) = balancer(1024, &mut rng);
     balancer.lb.tick(Duration::from_secs(9));
-    assert_eq!(balancer.lb.owner(), Some(own()));
+    assert_eq!(balancer.lb.owner(), Some(own_number()));
     balancer.lb.set_owner(None);
     assert_eq!((balancer.lb.owner(), balancer.lb.clock()), (None, Clock(90)));
     for _ in 0..20 {
@@ -278,7 +279,7 @@ fn connections_without_an_owner_number_are_stateless() {
         let (server, number) = balancer.open(client);
         assert_eq!(number, None);
         // A client that writes there what only a load balancer may is not believed.
-        let forged = syn_with_tsecr(client, syn_tsecr(own(), 3)).frame();
+        let forged = syn_with_tsecr(client, syn_tsecr(own_number(), 3)).frame();
         let (_, forwarded) = balancer.counted(&forged, Some(0), "new_connection");
         assert_eq!((tsecr_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
         let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
@@ -287,7 +288,7 @@ fn connections_without_an_owner_number_are_stateless() {
     }
     assert_eq!(balancer.lb.connections_in_use(), 0);
     // A client without timestamps has no entry either.
-    balancer.lb.set_owner(Some(own()));
+    balancer.lb.set_owner(Some(own_number()));
     let plain = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), VIP) }.frame();
     balancer.counted(&plain, Some(0), "bucket_hash");
     assert_eq!(balancer.lb.connections_in_use(), 0);
@@ -355,14 +356,14 @@ fn entry_is_freed_once_and_only_if_unchanged() {
     assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
     balancer.expect_by_index(&second);
     let frame = established(&balancer, first.client, first.number);
-    balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
     assert_eq!(balancer.events(0, "connection_unknown"), 1);
 
     // There is one free slot, and the next connection gets it: another generation.
     let next = balancer.opened(client(&mut rng));
     let entry = balancer.entry(next.client).unwrap();
     assert_eq!((entry.index, entry.identity.generation), (seen[0].index, seen[0].identity.generation + 1));
-    balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
     balancer.expect_by_index(&next);
     assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
     assert_eq!(balancer.entry(next.client).unwrap().packets, 2);

@@ -21,7 +21,9 @@ use rand::Rng;
 
 use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_TX, id, service};
 use crate::support::network::{Pair, PinDirectory};
-use crate::support::stateful::{STATEFUL, VIP, balancer, client, established, ipv4_client, number_of, own, owner, syn};
+use crate::support::stateful::{
+    STATEFUL, VIP, balancer, client, established, ipv4_client, number_of, own_number, owner, syn,
+};
 use crate::support::{self, SYN, Tcp, missing_bpf_rights, skip_if, timestamp};
 
 const ENTRIES: u64 = 4096;
@@ -37,7 +39,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     skip_if!(missing_bpf_rights());
     // At least; and on, until enough slots were reused, because the moment at which user space frees some varies.
     const PER_THREAD: u32 = 20_000;
-    const ENOUGH: u64 = 2 * ENTRIES;
+    const MIN_OPERATIONS: u64 = 2 * ENTRIES;
     const TIME_LIMIT: Duration = Duration::from_secs(120);
     let mut rng = seeded_rng(120, 0);
     let (mut balancer, _) = balancer(ENTRIES, &mut rng);
@@ -45,7 +47,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     let done = AtomicBool::new(false);
     let (sent, with_entry, started) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
     let go_on = |number: u32| {
-        number < PER_THREAD || (with_entry.load(Ordering::Relaxed) <= ENOUGH && started.elapsed() < TIME_LIMIT)
+        number < PER_THREAD || (with_entry.load(Ordering::Relaxed) <= MIN_OPERATIONS && started.elapsed() < TIME_LIMIT)
     };
     let mut freed: BTreeMap<(Ipv4Addr, u16), u32> = BTreeMap::new();
     let taken: BTreeSet<(Ipv4Addr, u16)> = std::thread::scope(|scope| {
@@ -96,7 +98,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     assert_eq!(left.union(&gone).copied().collect::<BTreeSet<_>>(), taken);
     assert_eq!(balancer.lb.connections_in_use(), left.len());
     let sent = sent.into_inner();
-    assert!(taken.len() as u64 > ENOUGH, "{} of {sent} got an entry", taken.len());
+    assert!(taken.len() as u64 > MIN_OPERATIONS, "{} of {sent} got an entry", taken.len());
     let contended = balancer.events(0, "connection_contended");
     let full = balancer.events(0, "connection_table_full");
     // Threads share a row of counters here, so a count may be lost.
@@ -138,7 +140,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     let mut rng = seeded_rng(121, 0);
     let start = |entries| -> anyhow::Result<LoadBalancer> {
         let mut lb = LoadBalancer::load(options(&pins, entries))?;
-        pair.server.within(|| lb.attach("eth0", XdpMode::Auto))?;
+        pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
         Ok(lb)
     };
     let mut lb = start(2048).unwrap();
@@ -149,7 +151,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     }
     let table = support::balancer::random_table(Rule::Table, 1, 1, &servers, &mut rng);
     lb.install_table(index, &table).unwrap();
-    lb.set_owner(Some(own()));
+    lb.set_owner(Some(own_number()));
     lb.tick(Duration::from_secs(60));
     let key = lb.connection_key();
     let clients: Vec<_> = (0..100).map(|_| client(&mut rng)).collect();
@@ -167,8 +169,8 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
         entries.update(&position.to_ne_bytes(), &zeros, MapFlags::ANY).unwrap();
     }
     let mut lb = start(2048).unwrap();
-    assert!(lb.taken_over());
-    assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own()), Clock(600), true));
+    assert!(lb.is_taken_over());
+    assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own_number()), Clock(600), true));
     assert_eq!(lb.connections(index).collect::<Vec<_>>(), before[10..]);
     // A reader of the pins sees the same.
     let pinned = Pinned::open(&pins.path()).unwrap();
@@ -189,7 +191,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     drop(lb);
     for entries in [8192, 1024] {
         let mut lb = start(entries).unwrap();
-        assert!(lb.taken_over());
+        assert!(lb.is_taken_over());
         assert_eq!(u64::from(lb.connection_table_size().entries()), entries);
         let taken = (0..40_000).filter(|number| open(&mut lb, client_of(2, *number)).is_some()).count();
         assert_eq!(taken as u64, entries);
@@ -238,7 +240,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
             if let Some(MacAddress(source)) = came_from {
                 frame[6..12].copy_from_slice(&source);
             }
-            after.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+            after.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
         }
     };
     let mut after = rebooted(&before, &ids, &mut rng);
@@ -246,7 +248,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     expect_broadcast(&after, None);
     assert_eq!(after.events(0, "connection_unknown"), 0);
     // It has its old number, and every slot holds another connection: every old index names an entry in use.
-    after.lb.set_owner(Some(own()));
+    after.lb.set_owner(Some(own_number()));
     while after.lb.connections_in_use() < ENTRIES as usize {
         after.open(client(&mut rng));
     }
@@ -256,7 +258,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     // Another load balancer sends such packets to the owner, which broadcasts them and does not send them on.
     let (mut peer, owner_mac, peer_mac) = (rebooted(&before, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
     peer.lb.set_owner(Some(owner(9)));
-    peer.lb.set_owner_mac(own(), Some(owner_mac));
+    peer.lb.set_owner_mac(own_number(), Some(owner_mac));
     for opened in &old {
         peer.expect_to(&established(&peer, opened.client, opened.number), owner_mac, "to_owner");
     }

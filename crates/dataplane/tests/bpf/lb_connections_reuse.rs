@@ -11,7 +11,7 @@ use rand::Rng;
 
 use crate::support::balancer::{Balancer, Identification, random_table, service};
 use crate::support::stateful::{
-    Client, Opened, STATEFUL, VIP, balancer, client, established, ipv4_client, own, packet,
+    Client, Opened, STATEFUL, VIP, balancer, client, established, ipv4_client, own_number, packet,
 };
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
@@ -69,7 +69,7 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
     let lost: Vec<_> = before.iter().filter(|opened| balancer.entry(opened.client).is_none()).collect();
     assert_eq!(lost.len(), 200);
     let frame = established(&balancer, lost[0].client, lost[0].number);
-    balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn packets_read_the_clock_without_a_daemon() {
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     let ids = balancer.replace_servers(0, 3, &mut rng);
     balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner(Some(own()));
+    balancer.lb.set_owner(Some(own_number()));
     let (opened, began) = (balancer.opened(client(&mut rng)), Instant::now());
     let first = balancer.lb.clock();
     assert_ne!(first, Clock(0), "the SYN read the clock");

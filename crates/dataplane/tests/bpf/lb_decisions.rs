@@ -65,7 +65,7 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
         for _ in 0..200 {
             let client = client(&mut rng);
             let chosen = table.choose_consistent(&tuple(client)).expect("one per bucket");
-            let before = Identification::Before(support::balancer::before(&table, &tuple(client)));
+            let before = Identification::Before(support::balancer::previous_server(&table, &tuple(client)));
             let inserted = balancer.events(0, "flow_inserted");
             // The first packet that is not a SYN is remembered.
             let packets = [
@@ -157,7 +157,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
             }
             _ => {
                 seen[2] += 1;
-                balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+                balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
             }
         }
     }

@@ -11,7 +11,7 @@ use coreward_model::{FourTuple, ServerId};
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_table, service};
 use crate::support::tunnel::{
-    ETHERNET, Form, OWN, client, ip_header, octets, own, server_address, set_traffic_class, vip,
+    ETHERNET, OWN_ADDRESSES, TunnelForm, client, ip_header, octets, own_address, server_address, set_traffic_class, vip,
 };
 use crate::support::{
     ACK, Family, RST, SYN, TIME_KEY, Tcp, aligned_timestamp, missing_bpf_rights, ones_complement_sum, skip_if,
@@ -19,18 +19,18 @@ use crate::support::{
 
 const MTU: usize = 1500;
 
-fn mode(form: Form) -> ServiceMode {
+fn mode(form: TunnelForm) -> ServiceMode {
     ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() }
 }
 
-fn balancer(form: Form) -> (Balancer, PlacementTable) {
+fn balancer(form: TunnelForm) -> (Balancer, PlacementTable) {
     balancer_with(form, mode(form), MTU, Options::default())
 }
 
-fn balancer_with(form: Form, mode: ServiceMode, mtu: usize, options: Options) -> (Balancer, PlacementTable) {
+fn balancer_with(form: TunnelForm, mode: ServiceMode, mtu: usize, options: Options) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
     let mut balancer = Balancer::with(&[(service(vip(form.inner)), mode)], options, &mut rng);
-    balancer.lb.set_outer(OWN, mtu as u32);
+    balancer.lb.set_outer(OWN_ADDRESSES, mtu as u32);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     for id in &ids {
         set_tunnel(&mut balancer, form.outer, *id, None);
@@ -64,24 +64,24 @@ fn word(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
-fn check_outer_ipv4(outer: &[u8], form: Form, server: ServerId, class: u8) {
+fn check_outer_ipv4(outer: &[u8], form: TunnelForm, server: ServerId, class: u8) {
     assert_eq!(ones_complement_sum(&outer[..20]), 0xffff, "checksum of the outer header");
     assert_eq!((outer[0], outer[1], usize::from(word(outer, 2))), (0x45, class, outer.len()));
     assert_eq!(outer[4..10], [0, 0, 0x40, 0, 64, form.protocol()], "identification 0, DF, TTL 64");
-    let addresses = [octets(own(form.outer)), octets(server_address(form.outer, server))];
+    let addresses = [octets(own_address(form.outer)), octets(server_address(form.outer, server))];
     assert_eq!(outer[12..20], addresses.concat());
 }
 
-fn check_outer_ipv6(outer: &[u8], form: Form, server: ServerId, class: u8) {
+fn check_outer_ipv6(outer: &[u8], form: TunnelForm, server: ServerId, class: u8) {
     let [a, b] = flow(form.inner).to_be_bytes();
     assert_eq!(outer[..4], [0x60 | class >> 4, class << 4, a, b]);
     assert_eq!((usize::from(word(outer, 4)), outer[6], outer[7]), (outer.len() - 40, form.protocol(), 64));
-    let addresses = [octets(own(form.outer)), octets(server_address(form.outer, server))];
+    let addresses = [octets(own_address(form.outer)), octets(server_address(form.outer, server))];
     assert_eq!(outer[8..40], addresses.concat());
 }
 
 /// The inner packet of `packet`, whose outer header is checked.
-fn inner(packet: &[u8], form: Form, server: ServerId, class: u8) -> Vec<u8> {
+fn inner(packet: &[u8], form: TunnelForm, server: ServerId, class: u8) -> Vec<u8> {
     let outer = &packet[ETHERNET..];
     match form.outer {
         Family::Ipv4 => check_outer_ipv4(outer, form, server, class),
@@ -102,7 +102,7 @@ fn ethertype(family: Family) -> [u8; 2] {
 #[test]
 fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
     skip_if!(missing_bpf_rights());
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let (balancer, table) = balancer(form);
         let server = chosen(form.inner, &table);
         let mut frame = syn(form.inner).frame();
@@ -119,7 +119,7 @@ fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
 #[test]
 fn established_packets_of_the_fast_path_get_the_same_outer_header() {
     skip_if!(missing_bpf_rights());
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let (balancer, table) = balancer(form);
         let server = chosen(form.inner, &table);
         let tuple = FourTuple::new(client(form.inner), vip(form.inner)).unwrap();
@@ -135,7 +135,7 @@ fn established_packets_of_the_fast_path_get_the_same_outer_header() {
 #[test]
 fn source_port_is_that_of_the_flow_or_of_the_server() {
     skip_if!(missing_bpf_rights());
-    for form in Form::all().filter(|form| form.forwarding == Forwarding::Gue) {
+    for form in TunnelForm::all().filter(|form| form.forwarding == Forwarding::Gue) {
         let (mut balancer, table) = balancer(form);
         let server = chosen(form.inner, &table);
         let source_port =
@@ -149,7 +149,7 @@ fn source_port_is_that_of_the_flow_or_of_the_server() {
 #[test]
 fn server_with_another_address_gets_its_packets_there() {
     skip_if!(missing_bpf_rights());
-    let form = Form { forwarding: Forwarding::Ipip, inner: Family::Ipv4, outer: Family::Ipv6 };
+    let form = TunnelForm { forwarding: Forwarding::Ipip, inner: Family::Ipv4, outer: Family::Ipv6 };
     let (mut balancer, table) = balancer(form);
     let server = chosen(form.inner, &table);
     let other = id(u64::from(server.get() ^ 1));
@@ -157,7 +157,7 @@ fn server_with_another_address_gets_its_packets_there() {
         let tunnel = Tunnel { address: server_address(outer, other), source_port: None };
         balancer.lb.set_tunnel(server, tunnel).unwrap();
         let packet = balancer.run(&syn(form.inner).frame()).1;
-        inner(&packet, Form { outer, ..form }, other, 0);
+        inner(&packet, TunnelForm { outer, ..form }, other, 0);
     }
 }
 
@@ -194,7 +194,7 @@ fn error_to<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
 #[test]
 fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
     skip_if!(missing_bpf_rights());
-    for form in Form::all() {
+    for form in TunnelForm::all() {
         let (balancer, _) = balancer(form);
         let mtu = MTU - form.overhead();
         assert_eq!(balancer.counted(&syn_of(form.inner, mtu), Some(0), "new_connection").0, XDP_TX);
@@ -209,7 +209,7 @@ fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
 #[test]
 fn ipv6_packet_of_1280_bytes_gets_no_error() {
     skip_if!(missing_bpf_rights());
-    let form = Form { forwarding: Forwarding::Gue, inner: Family::Ipv6, outer: Family::Ipv6 };
+    let form = TunnelForm { forwarding: Forwarding::Gue, inner: Family::Ipv6, outer: Family::Ipv6 };
     let (balancer, _) = balancer_with(form, mode(form), 1300, Options::default());
     assert_eq!(balancer.counted(&syn_of(form.inner, 1280), Some(0), "drop_exceeds_mtu").0, XDP_DROP);
     let frame = syn_of(form.inner, 1281);
@@ -224,7 +224,7 @@ fn source_other_than_a_host_gets_no_error() {
         (Family::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),
         (Family::Ipv6, vec![[&[0xff, 2][..], &[0; 13], &[1]].concat(), vec![0; 16]]),
     ] {
-        let form = Form { forwarding: Forwarding::Gue, inner, outer: Family::Ipv4 };
+        let form = TunnelForm { forwarding: Forwarding::Gue, inner, outer: Family::Ipv4 };
         let (balancer, _) = balancer(form);
         let at = ETHERNET + if inner == Family::Ipv4 { 12 } else { 8 };
         for source in sources {
@@ -241,7 +241,7 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
     for inner in Family::BOTH {
         let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
         let options = Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
-        let form = Form { forwarding: Forwarding::Ipip, inner, outer: Family::Ipv4 };
+        let form = TunnelForm { forwarding: Forwarding::Ipip, inner, outer: Family::Ipv4 };
         let (balancer, _) = balancer_with(form, mode(form), MTU, options);
         let frame = syn_of(inner, MTU);
         let answered = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
@@ -254,7 +254,7 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
 fn nothing_is_broadcast_to_servers_behind_routers() {
     skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
-        for form in Form::all() {
+        for form in TunnelForm::all() {
             let mode = ServiceMode { consistency, ..mode(form) };
             let (balancer, _) = balancer_with(form, mode, MTU, Options::default());
             let reset = Tcp { flags: RST, options: vec![], ..syn(form.inner) }.frame();
@@ -284,7 +284,7 @@ fn services_of_all_kinds_share_a_program_and_servers() {
         })
         .collect();
     let mut balancer = Balancer::with(&services, Options::default(), &mut rng);
-    balancer.lb.set_outer(OWN, MTU as u32);
+    balancer.lb.set_outer(OWN_ADDRESSES, MTU as u32);
     let server = id(7);
     let known = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), eligible: true };
     set_tunnel(&mut balancer, Family::Ipv6, server, None);
@@ -294,7 +294,7 @@ fn services_of_all_kinds_share_a_program_and_servers() {
         for flags in [SYN, ACK] {
             let frame = Tcp { flags, options: vec![], ..Tcp::between(client(kind.1), vip_of(kind)) }.frame();
             let (verdict, packet) = balancer.run(&frame);
-            let overhead = kind.0.overhead(own(Family::Ipv6));
+            let overhead = kind.0.overhead(own_address(Family::Ipv6));
             assert_eq!((verdict, packet.len()), (XDP_TX, frame.len() + overhead), "{kind:?}");
         }
     }

@@ -22,7 +22,7 @@ const IP: usize = 14;
 const ICMP: usize = IP + 20;
 const QUOTE: usize = ICMP + 8;
 
-const KEPT: Identification = Identification::Kept;
+const UNCHANGED: Identification = Identification::Unchanged;
 
 /// A frame's IP packet, without Ethernet.
 fn packet_of(frame: &[u8]) -> Vec<u8> {
@@ -82,7 +82,7 @@ fn quoted_timestamp_names_the_server() {
     balancer.lb.set_server(balancer.services[0], ids[3], Server { mac: None, eligible: true });
     balancer.expect(&error(3, &quoted), XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.services[0], ids[3]);
-    balancer.expect_broadcast_or(0, &error(3, &quoted), KEPT, "drop_broadcast_rate_limited");
+    balancer.expect_broadcast_or(0, &error(3, &quoted), UNCHANGED, "drop_broadcast_rate_limited");
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
     bad_data_offset[20 + 12] = 0x40;
     let quotes: Vec<_> = cut.into_iter().chain([without, bad_options, bad_data_offset]).collect();
     for quoted in &quotes {
-        balancer.expect_broadcast_or(0, &error(3, quoted), KEPT, "drop_broadcast_rate_limited");
+        balancer.expect_broadcast_or(0, &error(3, quoted), UNCHANGED, "drop_broadcast_rate_limited");
     }
     // Once a packet of the connection was seen, its server is known.
     let chosen = balancer.newest_table.as_ref().unwrap().choose_consistent(&tuple()).unwrap();
@@ -127,7 +127,7 @@ fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
             }
             _ => {
                 seen[1] += 1;
-                balancer.expect_broadcast_or(0, &frame, KEPT, "drop_broadcast_rate_limited");
+                balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
             }
         }
     }
@@ -143,7 +143,7 @@ fn icmp_errors_without_cookies_follow_the_modes_table() {
     for mode in modes.into_iter().chain([off]) {
         let (balancer, ids) = balancer(mode);
         let frame = error(3, &answer(aligned_timestamp(stamped(&balancer, ids[1]), 7), vec![]));
-        balancer.expect_broadcast_or(0, &frame, KEPT, "drop_broadcast_rate_limited");
+        balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
         // A placed connection in the flow table is found; one by rule or bucket is not.
         let packet = Tcp { options: aligned_timestamp(1, 2), ..Tcp::new(CLIENT, VIP) };
         balancer.run(&Tcp { flags: SYN, ..packet.clone() }.frame());
@@ -153,7 +153,7 @@ fn icmp_errors_without_cookies_follow_the_modes_table() {
             let server = *ids.iter().find(|id| balancer.macs[&(0, **id)] == destination).unwrap();
             balancer.expect_sent_to(0, &frame, server, "icmp_error");
         } else {
-            balancer.expect_broadcast_or(0, &frame, KEPT, "drop_broadcast_rate_limited");
+            balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
         }
     }
 }
@@ -169,13 +169,13 @@ fn errors_about_datagrams_follow_their_flow() {
         let ids = balancer.replace_servers(0, 5, &mut rng);
         balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
         let frame = error(3, &packet_of(&Udp::new(VIP, CLIENT).frame()));
-        balancer.expect_broadcast_or(0, &frame, KEPT, "drop_broadcast_rate_limited");
+        balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
         let destination = balancer.destination(&Udp::new(CLIENT, VIP).frame());
         if consistency == Consistency::HashTable {
             let server = *ids.iter().find(|id| balancer.macs[&(0, **id)] == destination).unwrap();
             balancer.expect_sent_to(0, &frame, server, "icmp_error");
         } else {
-            balancer.expect_broadcast_or(0, &frame, KEPT, "drop_broadcast_rate_limited");
+            balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
         }
         // TCP at the same port is no service.
         balancer.expect_passed(&error(3, &answer(vec![], vec![])));

@@ -14,8 +14,8 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, Identification, XDP_DROP, before, id, random_table, service};
-use crate::support::stateful::{STATEFUL, number_of, own};
+use crate::support::balancer::{Balancer, Identification, XDP_DROP, id, previous_server, random_table, service};
+use crate::support::stateful::{STATEFUL, number_of, own_number};
 use crate::support::{
     self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, ipv6_frame, missing_bpf_rights, skip_if, timestamp,
 };
@@ -120,7 +120,7 @@ fn ipv6_without_timestamps_stays_and_names_the_previous_server() {
     for _ in 0..300 {
         let client = client(&mut rng);
         let chosen = table.choose_consistent(&tuple(client)).expect("one per bucket");
-        let previous = Identification::Before(before(&table, &tuple(client)));
+        let previous = Identification::Before(previous_server(&table, &tuple(client)));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK | FIN, "flow_table")] {
             balancer.expect_sent(0, &frame(client, flags, vec![]), chosen, previous, name);
         }
@@ -204,7 +204,7 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
         balancer.expect_sent_to(0, &whole, server, "icmp_error");
         // Without the timestamp it is broadcast.
         let short = error(kind, router, client, aligned_timestamp(value, 7), 48);
-        balancer.expect_broadcast_or(0, &short, Identification::Kept, "drop_broadcast_rate_limited");
+        balancer.expect_broadcast_or(0, &short, Identification::Unchanged, "drop_broadcast_rate_limited");
     }
     let whole = error(2, router, client(&mut rng), vec![], usize::MAX);
     balancer.expect_without_service(&error(2, router, client(&mut rng), vec![], 47), XDP_DROP, "drop_malformed_icmp");
@@ -229,7 +229,7 @@ fn ipv6_stateful_connections_find_their_entry() {
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner(Some(own()));
+    balancer.lb.set_owner(Some(own_number()));
     for _ in 0..300 {
         let client = client(&mut rng);
         let (_, sent) = balancer.counted(&syn(client), Some(0), "new_connection");
@@ -259,7 +259,7 @@ fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner(Some(own()));
+    balancer.lb.set_owner(Some(own_number()));
     balancer.lb.guard_connection_table();
     for number in 0..2000u128 {
         balancer.run(&syn((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));

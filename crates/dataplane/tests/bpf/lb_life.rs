@@ -78,15 +78,15 @@ fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
 fn new_process_takes_over_while_packets_pass() {
     skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
-    let mac = pair.server.within(|| mac_address("eth0").0);
+    let mac = pair.server.run_inside(|| mac_address("eth0").0);
     let start = || {
         let mut lb = LoadBalancer::load(options(&pins)).unwrap();
-        let attachment = pair.server.within(|| lb.attach("eth0", XdpMode::Native)).unwrap();
+        let attachment = pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
         assert_eq!(attachment, Attachment::Native);
         lb
     };
     let mut lb = start();
-    assert!(!lb.taken_over());
+    assert!(!lb.is_taken_over());
     let mut index = fill(&mut lb);
 
     let passed = pinned_count(&pins);
@@ -95,7 +95,7 @@ fn new_process_takes_over_while_packets_pass() {
     let limit = Instant::now() + Duration::from_secs(60);
     let (lb, index) = std::thread::scope(|scope| {
         scope.spawn(|| {
-            pair.client.within(|| {
+            pair.client.run_inside(|| {
                 let wire = support::packet_socket::PacketSocket::open("eth0");
                 let frame = established(mac);
                 while !done.load(Ordering::Relaxed) && Instant::now() < limit {
@@ -122,7 +122,7 @@ fn new_process_takes_over_while_packets_pass() {
             drop(lb);
             pass(40);
             lb = start();
-            assert!(lb.taken_over());
+            assert!(lb.is_taken_over());
             assert!(
                 in_all(&lb) >= counted && counted > 0,
                 "round {round}: counts continue before services are configured"
@@ -149,7 +149,7 @@ fn new_process_takes_over_while_packets_pass() {
     lb.detach().unwrap();
     assert!(!pins.path().join("lb").exists());
     let shown =
-        pair.server.within(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
+        pair.server.run_inside(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
     assert!(!String::from_utf8(shown.stdout).unwrap().contains("xdp"));
 }
 
@@ -160,7 +160,7 @@ fn modes_and_flows_are_taken_over() {
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let start = |flow_table_entries| {
         let mut lb = LoadBalancer::load(Options { flow_table_entries, ..options(&pins) }).unwrap();
-        pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
         lb.set_own_mac(MacAddress([0; 6]));
         lb
     };
@@ -191,7 +191,7 @@ fn modes_and_flows_are_taken_over() {
     drop(lb);
     // Before the new process has its services.
     let mut lb = start(1 << 15);
-    assert!(lb.taken_over());
+    assert!(lb.is_taken_over());
     assert_eq!(outcomes(&lb, &indexes), ["flow_table", "flow_table"]);
     assert_eq!(lb.set_services(&services).unwrap(), indexes);
     assert_eq!(outcomes(&lb, &indexes), ["flow_table", "flow_table"]);
@@ -204,7 +204,7 @@ fn modes_and_flows_are_taken_over() {
 fn failed_attachment_returns_a_reason() {
     skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
-    let within = |lb: &mut LoadBalancer, interface: &str, mode| pair.server.within(|| lb.attach(interface, mode));
+    let within = |lb: &mut LoadBalancer, interface: &str, mode| pair.server.run_inside(|| lb.attach(interface, mode));
     let refused = |lb: &mut LoadBalancer, interface, mode| format!("{:#}", within(lb, interface, mode).unwrap_err());
 
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
@@ -214,7 +214,7 @@ fn failed_attachment_returns_a_reason() {
     assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), Attachment::Generic);
     drop(lb);
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
-    assert!(lb.taken_over());
+    assert!(lb.is_taken_over());
     let elsewhere = refused(&mut lb, "eth0", XdpMode::Auto);
     assert!(elsewhere.contains("is at the interface of index 1, not at \"eth0\""), "{elsewhere}");
     assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), Attachment::Generic);
@@ -239,7 +239,7 @@ fn failed_attachment_returns_a_reason() {
 fn program_of_another_version_forwards_until_this_one_is_ready() {
     skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
-    let attach = |lb: &mut LoadBalancer| pair.server.within(|| lb.attach("eth0", XdpMode::Native)).unwrap();
+    let attach = |lb: &mut LoadBalancer| pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     attach(&mut lb);
     drop(lb);
@@ -253,7 +253,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     // Ended before it was ready: nothing has changed.
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     attach(&mut lb);
-    assert!(lb.is_upgrade_pending() && !lb.taken_over());
+    assert!(lb.is_upgrade_pending() && !lb.is_taken_over());
     drop(lb);
     assert_eq!((program(), problem()), (at_work, Some(found)));
     // And once more, to its end.
@@ -265,7 +265,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     assert_eq!(problem(), None);
     drop(lb);
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
-    assert!(lb.taken_over());
+    assert!(lb.is_taken_over());
     assert_eq!(attach(&mut lb), attachment);
     drop(lb);
 
@@ -292,7 +292,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     drop(lb);
     assert!(state.exists());
     let lb = LoadBalancer::load(options(&pins)).unwrap();
-    assert!(!lb.taken_over() && !lb.is_upgrade_pending());
+    assert!(!lb.is_taken_over() && !lb.is_upgrade_pending());
     lb.detach().unwrap();
 }
 

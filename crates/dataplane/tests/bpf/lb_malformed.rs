@@ -8,7 +8,7 @@ use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
 use crate::support::balancer::{
-    Balancer, CLIENT, Identification, VIP, XDP_DROP, XDP_PASS, XDP_TX, before, random_table,
+    Balancer, CLIENT, Identification, VIP, XDP_DROP, XDP_PASS, XDP_TX, previous_server, random_table,
 };
 use crate::support::{
     self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, ones_complement_sum, skip_if, tcp_offset,
@@ -218,9 +218,9 @@ fn malformed_options_are_dropped_with_a_reason() {
     let table = balancer.newest_table.as_ref().unwrap();
     for (port, options) in (1..).zip(none) {
         let tuple = FourTuple::ipv4((CLIENT.0, port), VIP);
-        let (consistent, before) = (table.choose_consistent(&tuple).unwrap(), before(table, &tuple));
+        let (consistent, previous_server) = (table.choose_consistent(&tuple).unwrap(), previous_server(table, &tuple));
         let frame = Tcp { options, ..Tcp::new((CLIENT.0, port), VIP) }.frame();
-        balancer.expect_sent(0, &frame, consistent, Identification::Before(before), "bucket_hash");
+        balancer.expect_sent(0, &frame, consistent, Identification::Before(previous_server), "bucket_hash");
     }
 }
 

@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::support::balancer::{
-    Balancer, Identification, VIP, XDP_DROP, XDP_TX, before, client, random_table, service, tuple,
+    Balancer, Identification, VIP, XDP_DROP, XDP_TX, client, previous_server, random_table, service, tuple,
 };
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
@@ -103,7 +103,7 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     let mut named = 0;
     for _ in 0..200 {
         let client = client(&mut rng);
-        let before = before(&table, &tuple(client));
+        let before = previous_server(&table, &tuple(client));
         named += usize::from(before.is_some());
         let chosen = table.choose_consistent(&tuple(client)).unwrap();
         for flags in [SYN, ACK, ACK | FIN, RST] {
@@ -170,7 +170,7 @@ fn with_timestamps_off_connections_use_the_flow_table() {
     for _ in 0..100 {
         let client = client(&mut rng);
         let chosen = table.choose_consistent(&tuple(client)).unwrap();
-        let before = before(&table, &tuple(client));
+        let before = previous_server(&table, &tuple(client));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK, "flow_table")] {
             let frame = packet(client, flags, uniform_below(&mut rng, 3));
             balancer.expect_sent(0, &frame, chosen, Identification::Before(before), name);
@@ -206,7 +206,7 @@ fn flow_of_a_removed_server_follows_the_bucket() {
         .find(|client| table.choose_consistent(&tuple(*client)) == Some(ids[0]))
         .unwrap();
     let frame = packet(from, ACK, 0);
-    let of = |table: &PlacementTable| Identification::Before(before(table, &tuple(from)));
+    let of = |table: &PlacementTable| Identification::Before(previous_server(table, &tuple(from)));
     balancer.expect_sent(0, &frame, ids[0], of(&table), "bucket_hash");
     balancer.expect_sent(0, &frame, ids[0], of(&table), "flow_table");
     balancer.lb.set_server(balancer.services[0], ids[0], Server { mac: None, eligible: false });
@@ -345,8 +345,8 @@ fn services_of_different_modes_coexist_and_change() {
                 let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple, Cookie::Server(by_rule), 5);
                 let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, vip(position)) };
                 let ack = Tcp { flags: ACK, options: aligned_timestamp(2, tsecr), ..syn.clone() };
-                let before = Identification::Before(before(table, &tuple));
-                let kept = Identification::Kept;
+                let before = Identification::Before(previous_server(table, &tuple));
+                let kept = Identification::Unchanged;
                 let (server, identification, names) = match (mode.timestamps, mode.consistency) {
                     (Timestamps::Off, _) => (by_bucket, before, ["bucket_hash", "bucket_hash", "flow_table"]),
                     (_, Consistency::Beamer) => (by_bucket, before, ["bucket_hash"; 3]),

@@ -23,7 +23,7 @@ fn keys(current: KeyIndex) -> FleetKeys {
     FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current }
 }
 
-struct Bed {
+struct TestEnv {
     lb: LoadBalancer,
     service: ServiceIndex,
     listeners: Vec<TcpListener>,
@@ -31,31 +31,31 @@ struct Bed {
     _pins: PinDirectory,
 }
 
-impl Bed {
+impl TestEnv {
     fn new() -> Self {
         let (segment, pins) = (Segment::new(SERVERS), PinDirectory::new());
         let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
         let mut lb = LoadBalancer::load(options).unwrap();
-        segment.load_balancer.within(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
+        segment.load_balancer.run_inside(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
         let mode = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
         let index = lb.set_services(&[(service((VIP, PORT)), mode)]).unwrap()[0];
         lb.set_keys(&keys(KeyIndex::First));
         lb.set_time_key(index, CookieKey { k0: 77, k1: 88 });
         let ids: Vec<_> = (0..SERVERS).map(|number| id(u64::from(number) + 5)).collect();
         for (server, host) in ids.iter().zip(&segment.servers) {
-            let mac = host.within(|| mac_address("eth0"));
+            let mac = host.run_inside(|| mac_address("eth0"));
             lb.set_server(index, *server, Server { mac: Some(mac), eligible: true });
         }
         // In turn, so that every server gets its share.
         lb.install_table(index, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut seeded_rng(3, 0))).unwrap();
         let listen = || TcpListener::bind((VIP, PORT)).unwrap();
-        let listeners = segment.servers.iter().map(|host| host.within(listen)).collect();
+        let listeners = segment.servers.iter().map(|host| host.run_inside(listen)).collect();
         Self { lb, service: index, listeners, segment, _pins: pins }
     }
 
     fn connect(&self) -> TcpStream {
         let address = SocketAddr::from((VIP, PORT));
-        let stream = self.segment.client.within(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
+        let stream = self.segment.client.run_inside(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
@@ -106,61 +106,61 @@ fn exchange(client: &mut TcpStream, server: &mut TcpStream) {
 fn servers_with_one_clock_are_stamped_and_keep_connections() {
     skip_if!(missing_bpf_rights());
     on_one_cpu();
-    let bed = Bed::new();
+    let env = TestEnv::new();
     // Until the clocks are known, connections are plain: the flow table keeps them.
-    let mut plain: Vec<_> = (0..SERVERS).map(|_| bed.connection()).collect();
+    let mut plain: Vec<_> = (0..SERVERS).map(|_| env.connection()).collect();
     for (client, server, _) in &mut plain {
         exchange(client, server);
     }
-    assert_eq!(bed.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
-    while bed.clocks().iter().any(|clock| clock.state() != ClockState::Known) {
-        plain.push(bed.connection());
-        assert!(plain.len() < 400, "{:?}", bed.clocks());
+    assert_eq!(env.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
+    while env.clocks().iter().any(|clock| clock.state() != ClockState::Known) {
+        plain.push(env.connection());
+        assert!(plain.len() < 400, "{:?}", env.clocks());
     }
-    let mut stamped: Vec<_> = (0..2 * SERVERS).map(|_| bed.connection()).collect();
-    let by_cookie = bed.count(intf::LB_COUNTER_ESTABLISHED);
+    let mut stamped: Vec<_> = (0..2 * SERVERS).map(|_| env.connection()).collect();
+    let by_cookie = env.count(intf::LB_COUNTER_ESTABLISHED);
     for (client, server, _) in stamped.iter_mut().chain(&mut plain) {
         exchange(client, server);
     }
-    assert!(bed.count(intf::LB_COUNTER_REPLY_STAMPED) > 100);
-    assert!(bed.count(intf::LB_COUNTER_ESTABLISHED) > by_cookie + 100);
+    assert!(env.count(intf::LB_COUNTER_REPLY_STAMPED) > 100);
+    assert!(env.count(intf::LB_COUNTER_ESTABLISHED) > by_cookie + 100);
 
-    change_keys_and_close(bed, stamped.into_iter().chain(plain).collect());
+    change_keys_and_close(env, stamped.into_iter().chain(plain).collect());
 }
 
 #[test]
 fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     skip_if!(missing_bpf_rights());
     on_one_cpu();
-    let bed = Bed::new();
-    for host in &bed.segment.servers {
+    let env = TestEnv::new();
+    for host in &env.segment.servers {
         host.set_sysctl("ipv4/tcp_timestamps", "1");
     }
     // The clocks are known once open connections have shown how fast they tick.
-    let mut plain: Vec<_> = (0..2 * SERVERS).map(|_| bed.connection()).collect();
+    let mut plain: Vec<_> = (0..2 * SERVERS).map(|_| env.connection()).collect();
     let end = Instant::now() + TIMEOUT;
-    while bed.clocks().iter().any(|clock| clock.state() != ClockState::PerConnection) {
+    while env.clocks().iter().any(|clock| clock.state() != ClockState::PerConnection) {
         plain.iter_mut().for_each(|(client, server, _)| exchange(client, server));
-        assert!(Instant::now() < end, "{:?}", bed.clocks());
+        assert!(Instant::now() < end, "{:?}", env.clocks());
     }
-    assert_eq!(bed.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
-    let mut stamped: Vec<_> = (0..4 * SERVERS).map(|_| bed.connection()).collect();
-    let by_flow = bed.count(intf::LB_COUNTER_FLOW_TABLE);
+    assert_eq!(env.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
+    let mut stamped: Vec<_> = (0..4 * SERVERS).map(|_| env.connection()).collect();
+    let by_flow = env.count(intf::LB_COUNTER_FLOW_TABLE);
     for (client, server, _) in &mut stamped {
         exchange(client, server);
     }
-    assert_eq!(bed.count(intf::LB_COUNTER_FLOW_TABLE), by_flow);
-    assert!(bed.count(intf::LB_COUNTER_REPLY_STAMPED) > 100 && bed.count(intf::LB_COUNTER_ESTABLISHED) > 100);
-    for clock in bed.clocks() {
+    assert_eq!(env.count(intf::LB_COUNTER_FLOW_TABLE), by_flow);
+    assert!(env.count(intf::LB_COUNTER_REPLY_STAMPED) > 100 && env.count(intf::LB_COUNTER_ESTABLISHED) > 100);
+    for clock in env.clocks() {
         assert!(clock.disagreed > 0 && clock.problem().is_none(), "{clock:?}");
     }
-    change_keys_and_close(bed, stamped.into_iter().chain(plain).collect());
+    change_keys_and_close(env, stamped.into_iter().chain(plain).collect());
 }
 
 /// Connections, stamped ones among them, go on while keys change and no server takes new connections. Then they close.
-fn change_keys_and_close(mut bed: Bed, mut connections: Vec<(TcpStream, TcpStream, usize)>) {
+fn change_keys_and_close(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpStream, usize)>) {
     for current in [KeyIndex::Second, KeyIndex::First] {
-        bed.lb.set_keys(&keys(current));
+        env.lb.set_keys(&keys(current));
         std::thread::sleep(Duration::from_millis(1100));
         for (client, server, _) in &mut connections {
             exchange(client, server);
@@ -172,7 +172,7 @@ fn change_keys_and_close(mut bed: Bed, mut connections: Vec<(TcpStream, TcpStrea
         drop(closing);
         assert_eq!(waiting.read(&mut [0]).unwrap(), 0);
     }
-    for host in bed.segment.servers.iter().chain([&bed.segment.client]) {
+    for host in env.segment.servers.iter().chain([&env.segment.client]) {
         for counter in ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"] {
             assert_eq!(host.kernel_counter(counter), 0, "{counter}");
         }

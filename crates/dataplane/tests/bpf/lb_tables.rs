@@ -11,7 +11,7 @@ use coreward_dataplane::test_run;
 use coreward_model::placement::{
     BucketCount, Candidate, Core, Member, PlacementState, PlacementTable, Rule, rendezvous,
 };
-use coreward_model::policy::{Least, Pool, PoolServer};
+use coreward_model::policy::{LeastByMetric, Pool, PoolServer};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
@@ -21,7 +21,7 @@ use crate::support::{ACK, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_
 
 const SWITCHES: u64 = 1_000;
 const DECISIONS_PER_TABLE: u64 = 30;
-const AT_MOST: Duration = Duration::from_secs(240);
+const TIME_LIMIT: Duration = Duration::from_secs(240);
 
 /// A table of rule `Table` in which each bucket of each group has a server of its own, drawn from `servers`.
 fn table(
@@ -82,7 +82,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
     std::thread::scope(|scope| {
         let packets_pass = scope.spawn(|| {
             let mut strays = Vec::new();
-            while !done.load(Ordering::Relaxed) && start.elapsed() < 2 * AT_MOST {
+            while !done.load(Ordering::Relaxed) && start.elapsed() < 2 * TIME_LIMIT {
                 for (frame, expected) in &packets {
                     let outcome = test_run::run(std::os::fd::AsFd::as_fd(&program), frame, 1).unwrap();
                     let mac = MacAddress(outcome.packet[..6].try_into().unwrap());
@@ -97,12 +97,12 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
         });
         let decisions = || decided.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
         let mut switches = 0;
-        while switches < SWITCHES && start.elapsed() < AT_MOST {
+        while switches < SWITCHES && start.elapsed() < TIME_LIMIT {
             switches += 1;
             // Nobody waits while tables are exchanged, and one is made faster than the other: each stands as long as
             // some packets take.
             let stands_until = decisions() + DECISIONS_PER_TABLE;
-            while decisions() < stands_until && start.elapsed() < AT_MOST {
+            while decisions() < stands_until && start.elapsed() < TIME_LIMIT {
                 std::thread::yield_now();
             }
             let generation = switches + 2;
@@ -112,7 +112,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
         done.store(true, Ordering::Relaxed);
         let strays = packets_pass.join().unwrap();
         assert!(strays.is_empty(), "{} decisions of neither table, first {:?}", strays.len(), strays[0]);
-        assert_eq!(switches, SWITCHES, "in {AT_MOST:?}");
+        assert_eq!(switches, SWITCHES, "in {TIME_LIMIT:?}");
     });
     let decided = decided.map(|count| count.load(Ordering::Relaxed));
     println!("{SWITCHES} switches, decisions by table {decided:?}");
@@ -122,7 +122,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
 /// Candidates by open connections: the servers' positions.
 fn least(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
     let server = |(open, id): (usize, &ServerId)| PoolServer { open_connections: open as u32, ..PoolServer::new(*id) };
-    Least::new(3).candidates(&Pool::new(ids.iter().enumerate().map(server).collect(), 1), buckets)
+    LeastByMetric::new(3).candidates(&Pool::new(ids.iter().enumerate().map(server).collect(), 1), buckets)
 }
 
 #[test]

@@ -13,7 +13,7 @@ use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
 use crate::support::balancer::{Balancer, XDP_DROP, XDP_TX, client, random_table, service};
-use crate::support::{MORE, SYN, Tcp, Udp, missing_bpf_rights, skip_if};
+use crate::support::{MORE_FRAGMENTS, SYN, Tcp, Udp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
@@ -182,7 +182,7 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
 /// The fragments of a datagram of `count` times 16 bytes.
 fn fragments(datagram: &Udp, count: u16) -> Vec<Vec<u8>> {
     let fragment = |n: u16| {
-        let more = if n + 1 < count { MORE } else { 0 };
+        let more = if n + 1 < count { MORE_FRAGMENTS } else { 0 };
         // 8 bytes of UDP header and 8 of data, then 16 of data each.
         let payload = vec![n as u8; if n == 0 { 8 } else { 16 }];
         Udp { fragment: more | (n * 2), payload, ..datagram.clone() }.frame()

@@ -13,7 +13,7 @@ use coreward_model::vlan::Vlan;
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
 use crate::support::network::{Pair, PinDirectory};
-use crate::support::tunnel::{OWN, client, server_address, vip};
+use crate::support::tunnel::{OWN_ADDRESSES, client, server_address, vip};
 use crate::support::{ACK, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const TAG_AT: usize = 12;
@@ -30,7 +30,7 @@ fn balancer(family: Family, mode: ServiceMode, vips: u16, servers: u16) -> Balan
     let mut rng = seeded_rng(32, 1);
     let options = Options { vlan: vlan(vips), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(vip(family)), mode)], options, &mut rng);
-    balancer.lb.set_outer(OWN, MTU as u32);
+    balancer.lb.set_outer(OWN_ADDRESSES, MTU as u32);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     balancer.lb.use_server_vlans(BTreeSet::from([vlan(servers)])).unwrap();
     balancer.lb.set_broadcast_vlan(balancer.services[0], Some(vlan(servers)));
@@ -147,7 +147,7 @@ fn vlans_of_servers_are_taken_over() {
     let start = || {
         let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
         let mut lb = LoadBalancer::load(options).unwrap();
-        pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
         lb.set_own_mac(OWN_MAC);
         lb
     };
@@ -165,6 +165,6 @@ fn vlans_of_servers_are_taken_over() {
     leaves_in_vlan(&lb);
     drop(lb);
     let lb = start();
-    assert!(lb.taken_over());
+    assert!(lb.is_taken_over());
     leaves_in_vlan(&lb);
 }

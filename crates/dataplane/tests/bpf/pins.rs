@@ -7,7 +7,7 @@ use coreward_dataplane::pins::{PinLock, remove_if_empty};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 
 use crate::support::network::{Pair, PinDirectory};
-use crate::support::server_bed::{Bed, attach};
+use crate::support::server_env::{TestEnv, attach};
 use crate::support::{missing_bpf_rights, skip_if};
 
 #[test]
@@ -47,23 +47,23 @@ fn read_only_commands_create_no_pins() {
 #[test]
 fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());
-    let (bed, elsewhere) = (Bed::new(), PinDirectory::new());
+    let (env, elsewhere) = (TestEnv::new(), PinDirectory::new());
     let options = ServerOptions {
-        interface_index: bed.pair.server_interface(),
+        interface_index: env.pair.server_interface(),
         pin_directory: elsewhere.path(),
         sample_every_syn: false,
     };
-    let attach_elsewhere = || bed.pair.server.within(|| ServerPrograms::attach(options.clone()));
+    let attach_elsewhere = || env.pair.server.run_inside(|| ServerPrograms::attach(options.clone()));
     let refused = attach_elsewhere().unwrap_err().to_string();
-    let named = format!("what is pinned in {} is at the interface of index ", bed.pins.path().display());
+    let named = format!("what is pinned in {} is at the interface of index ", env.pins.path().display());
     assert!(refused.starts_with(&named), "{refused}");
     assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 
     // In its own directory the next process takes over, and once they are off, any other one will do.
-    drop(attach(&bed.pair, &bed.pins));
-    bed.pair.server.within(|| bed.programs.remove()).unwrap();
-    let moved = bed.pair.server.within(|| ServerPrograms::attach(options.clone())).unwrap();
-    bed.pair.server.within(|| moved.remove()).unwrap();
+    drop(attach(&env.pair, &env.pins));
+    env.pair.server.run_inside(|| env.programs.remove()).unwrap();
+    let moved = env.pair.server.run_inside(|| ServerPrograms::attach(options.clone())).unwrap();
+    env.pair.server.run_inside(|| moved.remove()).unwrap();
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn load_balancer_pinned_elsewhere_is_named() {
     skip_if!(missing_bpf_rights());
     let attach = |pair: &Pair, pins: &PinDirectory| {
         let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;
-        pair.server.within(|| lb.attach("eth0", XdpMode::Auto))?;
+        pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
         anyhow::Ok(lb)
     };
     // The devices of the two network namespaces have the same index.

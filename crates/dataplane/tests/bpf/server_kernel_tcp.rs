@@ -14,18 +14,18 @@ use coreward_model::cookie::{Cookie, FleetKeys, KeyIndex};
 use socket2::SockRef;
 
 use crate::support::network::Pair;
-use crate::support::server_bed::{
-    Bed, Sniffer, TIMEOUT, attach, client, cookie_of, flags, id, keys, pattern, send_and_receive, set_services, vip,
+use crate::support::server_env::{
+    Sniffer, TIMEOUT, TestEnv, attach, client, cookie_of, flags, id, keys, pattern, send_and_receive, set_services, vip,
 };
 use crate::support::{
     self, ACK, FIN, Family, RST, SYN, Tcp, missing_bpf_rights, now_ms, skip_if, timestamp_offset, word,
 };
 
 /// Handshake, data both ways in large segments, and an end by the server, then by the client.
-fn exchange(bed: &Bed, listener: &TcpListener) {
-    let sniffer = Sniffer::new(bed);
+fn exchange(env: &TestEnv, listener: &TcpListener) {
+    let sniffer = Sniffer::new(env);
     for round in 0..4 {
-        let (mut client, mut server) = bed.connection(listener);
+        let (mut client, mut server) = env.connection(listener);
         send_and_receive(&mut client, &mut server, &pattern(3 << 20));
         send_and_receive(&mut server, &mut client, &pattern(3 << 20));
         if round % 2 == 0 {
@@ -43,19 +43,19 @@ fn exchange(bed: &Bed, listener: &TcpListener) {
     for frame in &frames {
         assert_eq!(cookie_of(frame), Cookie::Server(id()), "{frame:02x?}");
     }
-    assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) >= frames.len() as u64);
-    assert!(bed.counter(intf::SERVER_COUNTER_RESTORED) > 100);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED), 0);
-    bed.assert_nobody_noticed();
+    assert!(env.counter(intf::SERVER_COUNTER_STAMPED) >= frames.len() as u64);
+    assert!(env.counter(intf::SERVER_COUNTER_RESTORED) > 100);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED), 0);
+    env.assert_no_errors();
 }
 
 #[test]
 fn connections_carry_the_cookie_from_first_to_last_packet() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let bed = Bed::of(family, ServiceMode::default());
-        exchange(&bed, &bed.listen());
+        let env = TestEnv::of(family, ServiceMode::default());
+        exchange(&env, &env.listen());
     }
 }
 
@@ -63,40 +63,40 @@ fn connections_carry_the_cookie_from_first_to_last_packet() {
 fn syn_cookies_work() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let bed = Bed::of(family, ServiceMode::default());
-        bed.pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
-        exchange(&bed, &bed.listen());
-        assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
-        assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0, "{family:?}");
+        let env = TestEnv::of(family, ServiceMode::default());
+        env.pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
+        exchange(&env, &env.listen());
+        assert_eq!(env.pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
+        assert_eq!(env.pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0, "{family:?}");
     }
 }
 
 #[test]
 fn clsact_replaces_tcx_below_kernel_6_6() {
     skip_if!(missing_bpf_rights());
-    let mut bed = Bed::new();
-    let interface = bed.pair.server_interface();
+    let mut env = TestEnv::new();
+    let interface = env.pair.server_interface();
     let mut programs = ServerPrograms::load_only(false).unwrap();
-    std::mem::swap(&mut programs, &mut bed.programs);
-    bed.pair.server.within(|| programs.remove()).unwrap();
-    bed.programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
-    set_services(&mut bed.programs, ServiceMode::default());
+    std::mem::swap(&mut programs, &mut env.programs);
+    env.pair.server.run_inside(|| programs.remove()).unwrap();
+    env.programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
+    set_services(&mut env.programs, ServiceMode::default());
     for direction in [Direction::Ingress, Direction::Egress] {
         // Twice: the second one replaces the first.
         for _ in 0..2 {
-            let attach = || tc::attach_to_clsact(bed.programs.program(direction), interface, direction);
-            bed.pair.server.within(attach).unwrap();
+            let attach = || tc::attach_to_clsact(env.programs.program(direction), interface, direction);
+            env.pair.server.run_inside(attach).unwrap();
         }
     }
-    let listener = bed.listen();
-    exchange(&bed, &listener);
-    let stamped = bed.counter(intf::SERVER_COUNTER_STAMPED);
+    let listener = env.listen();
+    exchange(&env, &listener);
+    let stamped = env.counter(intf::SERVER_COUNTER_STAMPED);
     for direction in [Direction::Ingress, Direction::Egress] {
-        let detach = || tc::detach(interface, direction, &bed.pins.path().join("none"));
-        bed.pair.server.within(detach).unwrap();
+        let detach = || tc::detach(interface, direction, &env.pins.path().join("none"));
+        env.pair.server.run_inside(detach).unwrap();
     }
-    drop(bed.connection(&listener));
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_STAMPED), stamped, "detached");
+    drop(env.connection(&listener));
+    assert_eq!(env.counter(intf::SERVER_COUNTER_STAMPED), stamped, "detached");
 }
 
 #[test]
@@ -106,12 +106,12 @@ fn answers_without_a_socket_and_resets_are_stamped() {
 }
 
 fn expect_stamped_answers_without_socket(family: Family) {
-    let bed = Bed::of(family, ServiceMode::default());
-    let listener = bed.listen();
-    let sniffer = Sniffer::new(&bed);
+    let env = TestEnv::of(family, ServiceMode::default());
+    let listener = env.listen();
+    let sniffer = Sniffer::new(&env);
 
     // An active reset: unread data is thrown away.
-    let (mut client, server) = bed.connection(&listener);
+    let (mut client, server) = env.connection(&listener);
     client.write_all(b"unread").unwrap();
     server.peek(&mut [0]).unwrap();
     SockRef::from(&server).set_linger(Some(Duration::ZERO)).unwrap();
@@ -122,12 +122,12 @@ fn expect_stamped_answers_without_socket(family: Family) {
     assert_eq!(cookie_of(&resets[0]), Cookie::Server(id()));
 
     // TIME-WAIT at the server: a segment that it has seen before is acknowledged by no socket of its own.
-    let (mut client, server) = bed.connection(&listener);
+    let (mut client, server) = env.connection(&listener);
     drop(server);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let port = client.local_addr().unwrap().port();
     drop(client);
-    let (mut frames, end) = (sniffer.settled_from_vip(&bed), Instant::now() + TIMEOUT);
+    let (mut frames, end) = (sniffer.collect_from_vip(&env), Instant::now() + TIMEOUT);
     // The FIN of the server, and its answer to that of the client.
     let both_ended = |frames: &[Vec<u8>]| {
         let after_end = frames.iter().skip_while(|frame| flags(frame) != FIN | ACK);
@@ -135,7 +135,7 @@ fn expect_stamped_answers_without_socket(family: Family) {
     };
     while !both_ended(&frames) {
         assert!(Instant::now() < end, "{frames:02x?}");
-        frames.extend(sniffer.settled_from_vip(&bed));
+        frames.extend(sniffer.collect_from_vip(&env));
     }
     let last = frames.pop().unwrap();
     let tcp = support::tcp_offset(&last);
@@ -148,11 +148,11 @@ fn expect_stamped_answers_without_socket(family: Family) {
     again.options = support::aligned_timestamp(word(&last, timestamp_offset(&last).unwrap() + 4), tsecr);
     let sequence = word(&last, tcp + 8).wrapping_sub(1);
     let frame = again.frame_with_sequence(sequence, word(&last, tcp + 4));
-    sniffer.send(&bed, &frame);
-    let answers = sniffer.settled_from_vip(&bed);
+    sniffer.send(&env, &frame);
+    let answers = sniffer.collect_from_vip(&env);
     assert_eq!(answers.len(), 1, "TIME-WAIT answers");
     assert_eq!((flags(&answers[0]), cookie_of(&answers[0])), (ACK, Cookie::Server(id())));
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK), 0);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK), 0);
 }
 
 #[test]
@@ -162,17 +162,17 @@ fn connections_older_than_the_clock_stay_unchanged() {
 }
 
 fn expect_older_connections_unchanged(family: Family) {
-    let bed = Bed::of(family, ServiceMode::default());
-    bed.pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
-    let listener = bed.listen();
-    let (mut client, mut server) = bed.connection(&listener);
-    bed.pair.server.set_sysctl("ipv4/tcp_timestamps", "2");
+    let env = TestEnv::of(family, ServiceMode::default());
+    env.pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
+    let listener = env.listen();
+    let (mut client, mut server) = env.connection(&listener);
+    env.pair.server.set_sysctl("ipv4/tcp_timestamps", "2");
     send_and_receive(&mut client, &mut server, &pattern(100_000));
     send_and_receive(&mut server, &mut client, &pattern(100_000));
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_STAMPED), 0);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_RESTORED), 0);
-    assert!(bed.counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK) > 0);
-    bed.assert_nobody_noticed();
+    assert_eq!(env.counter(intf::SERVER_COUNTER_STAMPED), 0);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_RESTORED), 0);
+    assert!(env.counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK) > 0);
+    env.assert_no_errors();
 }
 
 #[test]
@@ -182,10 +182,10 @@ fn broadcast_reaches_only_the_connection() {
 }
 
 fn expect_broadcast_at_connection(family: Family) {
-    let bed = Bed::of(family, ServiceMode::default());
-    let listener = bed.listen();
-    let sniffer = Sniffer::new(&bed);
-    let (client, mut server) = bed.connection(&listener);
+    let env = TestEnv::of(family, ServiceMode::default());
+    let listener = env.listen();
+    let sniffer = Sniffer::new(&env);
+    let (client, mut server) = env.connection(&listener);
     let handshake = sniffer.received_from_vip();
     let tcp = support::tcp_offset(&handshake[0]);
     let mut reset = Tcp::between(client.local_addr().unwrap(), vip(family));
@@ -198,43 +198,43 @@ fn expect_broadcast_at_connection(family: Family) {
     let mut other = reset.clone();
     other.source.set_port(1);
     other.flags = ACK;
-    sniffer.send(&bed, &other.frame_with_sequence(sequence, 1));
-    let answers = sniffer.settled_from_vip(&bed);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_BROADCAST_IGNORED), 1);
+    sniffer.send(&env, &other.frame_with_sequence(sequence, 1));
+    let answers = sniffer.collect_from_vip(&env);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_BROADCAST_IGNORED), 1);
     assert_eq!(answers.len(), 0, "the server kept silent");
 
-    sniffer.send(&bed, &reset.frame_with_sequence(sequence, 0));
+    sniffer.send(&env, &reset.frame_with_sequence(sequence, 0));
     assert_eq!(server.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
 }
 
 #[test]
 fn new_process_takes_over() {
     skip_if!(missing_bpf_rights());
-    let mut bed = Bed::new();
-    let listener = bed.listen();
-    let (mut client, mut server) = bed.connection(&listener);
+    let mut env = TestEnv::new();
+    let listener = env.listen();
+    let (mut client, mut server) = env.connection(&listener);
     for round in 1..=3 {
-        let stamped = bed.counter(intf::SERVER_COUNTER_STAMPED);
-        bed.programs = attach(&bed.pair, &bed.pins);
-        assert!(bed.programs.taken_over() && bed.programs.has_services());
+        let stamped = env.counter(intf::SERVER_COUNTER_STAMPED);
+        env.programs = attach(&env.pair, &env.pins);
+        assert!(env.programs.is_taken_over() && env.programs.has_services());
         // Nothing was set again: keys and services are still there.
         send_and_receive(&mut client, &mut server, &pattern(round * 100_000));
         send_and_receive(&mut server, &mut client, &pattern(round * 100_000));
-        assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) > stamped, "counters go on, and count");
+        assert!(env.counter(intf::SERVER_COUNTER_STAMPED) > stamped, "counters go on, and count");
     }
-    bed.assert_nobody_noticed();
+    env.assert_no_errors();
 
     // The device goes and another comes: the links of the old one are of no use.
-    bed.pair.server.ip("link del eth0");
+    env.pair.server.ip("link del eth0");
     let pair = Pair::new();
-    bed.programs = attach(&pair, &bed.pins);
-    bed.pair = pair;
+    env.programs = attach(&pair, &env.pins);
+    env.pair = pair;
     drop(listener);
-    let listener = bed.listen();
-    let stamped = bed.counter(intf::SERVER_COUNTER_STAMPED);
-    drop(bed.connection(&listener));
-    assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) > stamped);
+    let listener = env.listen();
+    let stamped = env.counter(intf::SERVER_COUNTER_STAMPED);
+    drop(env.connection(&listener));
+    assert!(env.counter(intf::SERVER_COUNTER_STAMPED) > stamped);
 }
 
 const PACKETS_PER_KEY: usize = 500;
@@ -244,9 +244,9 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 #[test]
 fn transfer_continues_when_keys_change() {
     skip_if!(missing_bpf_rights());
-    let mut bed = Bed::new();
-    let sniffer = Sniffer::new(&bed);
-    let (mut client, mut server) = bed.connection(&bed.listen());
+    let mut env = TestEnv::new();
+    let sniffer = Sniffer::new(&env);
+    let (mut client, mut server) = env.connection(&env.listen());
     let data = pattern(1 << 20);
     let key_bit = |frame: &Vec<u8>| word(frame, timestamp_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
     let current_bit = |keys: &FleetKeys| if keys.current == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
@@ -264,7 +264,7 @@ fn transfer_continues_when_keys_change() {
         let mut keys = keys();
         for _ in 0..30 {
             keys.current = keys.current.other();
-            bed.programs.set_keys(&keys, now_ms() + 20);
+            env.programs.set_keys(&keys, now_ms() + 20);
             let mut with_new_key = 0;
             while with_new_key < PACKETS_PER_KEY && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(2));
@@ -279,9 +279,9 @@ fn transfer_continues_when_keys_change() {
     let switches = frames.windows(2).filter(|pair| key_bit(&pair[0]) != key_bit(&pair[1])).count();
     assert!(switches >= 20, "{switches} switches in {} packets", frames.len());
     assert!(frames.iter().all(|frame| cookie_of(frame) == Cookie::Server(id())));
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
-    bed.assert_nobody_noticed();
-    for host in [&bed.pair.client, &bed.pair.server] {
+    assert_eq!(env.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
+    env.assert_no_errors();
+    for host in [&env.pair.client, &env.pair.server] {
         let (again, sent) = (host.kernel_counter("TcpRetransSegs"), host.kernel_counter("TcpOutSegs"));
         assert!(again * 200 < sent + 200, "{again} of {sent} segments sent again in {rounds} rounds");
     }
@@ -289,11 +289,11 @@ fn transfer_continues_when_keys_change() {
 
 /// The side that sends first after the silence, and how much.
 #[derive(Debug, Clone, Copy)]
-enum First {
+enum FirstSender {
     Server,
     Client,
     /// With more than one segment.
-    ServerMuch,
+    ServerManySegments,
 }
 
 /// A connection that is silent for so long, then used.
@@ -301,13 +301,13 @@ struct Idle {
     client: TcpStream,
     server: TcpStream,
     silence: Duration,
-    first: First,
+    first: FirstSender,
     keep_alive: bool,
 }
 
 impl Idle {
-    fn new(bed: &Bed, listener: &TcpListener, silence: Duration, first: First, keep_alive: bool) -> Self {
-        let (mut client, mut server) = bed.connection(listener);
+    fn new(env: &TestEnv, listener: &TcpListener, silence: Duration, first: FirstSender, keep_alive: bool) -> Self {
+        let (mut client, mut server) = env.connection(listener);
         if keep_alive {
             let interval = Duration::from_secs(25);
             let probes = socket2::TcpKeepalive::new().with_time(interval).with_interval(interval);
@@ -319,14 +319,14 @@ impl Idle {
     }
 
     /// Waits, then goes on; what took longer than a few milliseconds should.
-    fn goes_on(mut self) -> Option<String> {
+    fn resume(mut self) -> Option<String> {
         std::thread::sleep(self.silence);
         let (client, server, began) = (&mut self.client, &mut self.server, Instant::now());
-        if matches!(self.first, First::Client) {
+        if matches!(self.first, FirstSender::Client) {
             send_and_receive(client, server, b"request");
         }
         for round in 1..20 {
-            let length = if matches!(self.first, First::ServerMuch) { 1 << 18 } else { round };
+            let length = if matches!(self.first, FirstSender::ServerManySegments) { 1 << 18 } else { round };
             send_and_receive(server, client, &pattern(length));
             send_and_receive(client, server, b"request");
         }
@@ -337,26 +337,26 @@ impl Idle {
 }
 
 /// All of these connections at once.
-fn go_on_after(bed: &Bed, silences: &[u64], keep_alives: &[bool]) {
-    let (listener, mut connections) = (bed.listen(), vec![]);
+fn assert_resumes_after(env: &TestEnv, silences: &[u64], keep_alives: &[bool]) {
+    let (listener, mut connections) = (env.listen(), vec![]);
     for silence in silences {
-        for first in [First::Server, First::Client, First::ServerMuch] {
+        for first in [FirstSender::Server, FirstSender::Client, FirstSender::ServerManySegments] {
             for keep_alive in keep_alives {
                 let silence = Duration::from_secs(*silence);
-                connections.push(Idle::new(bed, &listener, silence, first, *keep_alive));
+                connections.push(Idle::new(env, &listener, silence, first, *keep_alive));
             }
         }
     }
     let slow: Vec<String> = std::thread::scope(|scope| {
-        let going_on: Vec<_> = connections.into_iter().map(|connection| scope.spawn(|| connection.goes_on())).collect();
+        let going_on: Vec<_> = connections.into_iter().map(|connection| scope.spawn(|| connection.resume())).collect();
         going_on.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
     });
     // A sender repeats lost packets four times within 3 s; a busy machine only waits. (Without a fault nothing is sent
     // again.)
     let again: u64 =
-        [&bed.pair.client, &bed.pair.server].map(|host| host.kernel_counter("TcpRetransSegs")).iter().sum();
+        [&env.pair.client, &env.pair.server].map(|host| host.kernel_counter("TcpRetransSegs")).iter().sum();
     assert!(slow.is_empty() || again < 4, "{again} segments sent again: {slow:#?}");
-    bed.assert_nobody_noticed();
+    env.assert_no_errors();
 }
 
 /// Longer than half the circle of the time part (32.8 s).
@@ -373,12 +373,12 @@ fn idle_ipv6_connection_continues() {
 }
 
 fn expect_idle_connections_continue(family: Family) {
-    let bed = Bed::of(family, ServiceMode::default());
-    go_on_after(&bed, &[33, 36, 40], &[false]);
+    let env = TestEnv::of(family, ServiceMode::default());
+    assert_resumes_after(&env, &[33, 36, 40], &[false]);
     // Before the first TSecr several segments may be held.
-    let held = bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
+    let held = env.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
     assert!(held >= 9, "{held} packets held");
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED), 9);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED), 9);
 }
 
 /// Around every half turn of the circle, up to two turns.
@@ -387,5 +387,5 @@ fn expect_idle_connections_continue(family: Family) {
 fn connections_idle_for_any_time_continue() {
     skip_if!(missing_bpf_rights());
     let silences = [32, 33, 40, 50, 60, 64, 65, 66, 70, 80, 95, 97, 98, 99, 105, 115, 125, 130, 131, 132, 135, 140];
-    go_on_after(&Bed::new(), &silences, &[false, true]);
+    assert_resumes_after(&TestEnv::new(), &silences, &[false, true]);
 }

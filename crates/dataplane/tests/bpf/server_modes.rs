@@ -18,7 +18,7 @@ use coreward_model::{FourTuple, ServerId};
 
 use crate::support::hand_client::{HandClient, send_to_all, set_previous_server, syn_tsecr};
 use crate::support::network::VIP;
-use crate::support::server_bed::{Bed, PORT, TIMEOUT, client, flags, id, keys, vip};
+use crate::support::server_env::{PORT, TIMEOUT, TestEnv, client, flags, id, keys, vip};
 use crate::support::{
     self, ACK, Family, RST, SYN, Tcp, aligned_timestamp, is_ipv6, missing_bpf_rights, now_ms, ones_complement_sum,
     skip_if, timestamp_offset, word,
@@ -54,12 +54,12 @@ fn index_in_the_syn_is_hidden_from_the_kernel() {
 
 fn expect_index_stamped(family: Family) {
     for syn_cookies in ["1", "2"] {
-        let bed = Bed::of(family, STATEFUL);
-        bed.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
-        let listener = bed.listen();
-        let mut client = HandClient::new(&bed, 4001, true);
+        let env = TestEnv::of(family, STATEFUL);
+        env.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
+        let listener = env.listen();
+        let mut client = HandClient::new(&env, 4001, true);
         let answer = client.open(syn_tsecr(INDEX));
-        assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_LEARNT), 1);
+        assert_eq!(env.counter(intf::SERVER_COUNTER_INDEX_LEARNT), 1);
         assert_eq!(cookie_of(&client, &answer), Cookie::TableIndex(INDEX));
         let returned = word(&answer, timestamp_offset(&answer).unwrap() + 4);
         assert_eq!(returned, 1, "the client's own TSval");
@@ -67,14 +67,14 @@ fn expect_index_stamped(family: Family) {
         let (mut server, _) = listener.accept().unwrap();
         server.set_read_timeout(Some(TIMEOUT)).unwrap();
         for _ in 0..3 {
-            let answers = client.talk(b"request", unchanged);
+            let answers = client.exchange(b"request", unchanged);
             assert!(!answers.is_empty());
             assert!(cookies_of(&client, &answers).iter().all(|cookie| *cookie == Cookie::TableIndex(INDEX)));
             server.read_exact(&mut [0; 7]).unwrap();
         }
-        assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_UNKNOWN), 0);
-        assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
-        bed.assert_nobody_noticed();
+        assert_eq!(env.counter(intf::SERVER_COUNTER_INDEX_UNKNOWN), 0);
+        assert_eq!(env.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
+        env.assert_no_errors();
     }
 }
 
@@ -85,24 +85,24 @@ fn server_id_is_stamped_without_an_index() {
 }
 
 fn expect_id_without_index(family: Family) {
-    let bed = Bed::of(family, STATEFUL);
-    let listener = bed.listen();
+    let env = TestEnv::of(family, STATEFUL);
+    let listener = env.listen();
     // A connection that had one, whose 4-tuple is used again: what was known of it is forgotten.
-    let mut first = HandClient::new(&bed, 4002, true);
+    let mut first = HandClient::new(&env, 4002, true);
     first.open(syn_tsecr(INDEX));
     let reset = first.frame(RST | ACK, first.recent, b"");
     first.send(&reset);
-    first.overheard();
-    let mut client = HandClient::new(&bed, 4002, true);
+    first.received_by_others();
+    let mut client = HandClient::new(&env, 4002, true);
     let answer = client.open(0);
     assert_eq!(cookie_of(&client, &answer), Cookie::Server(id()));
     client.acknowledge();
     let _server = listener.accept().unwrap();
-    let answers = client.talk(b"request", unchanged);
+    let answers = client.exchange(b"request", unchanged);
     assert!(cookies_of(&client, &answers).iter().all(|cookie| *cookie == Cookie::Server(id())), "{answers:02x?}");
-    assert!(bed.counter(intf::SERVER_COUNTER_INDEX_UNKNOWN) >= 2);
+    assert!(env.counter(intf::SERVER_COUNTER_INDEX_UNKNOWN) >= 2);
     // A cookie of kind "index" that no SYN brought changes nothing: only the kernel of the client's own server sees it.
-    bed.assert_nobody_noticed();
+    env.assert_no_errors();
 }
 
 #[test]
@@ -112,39 +112,39 @@ fn connections_continue_with_the_server_id_after_table_loss() {
 }
 
 fn expect_id_after_lost_table(family: Family) {
-    let bed = Bed::of(family, STATEFUL);
-    let listener = bed.listen();
-    let mut client = HandClient::new(&bed, 4003, true);
+    let env = TestEnv::of(family, STATEFUL);
+    let listener = env.listen();
+    let mut client = HandClient::new(&env, 4003, true);
     client.open(syn_tsecr(INDEX));
     client.acknowledge();
     let (mut server, _) = listener.accept().unwrap();
-    let with_index = client.talk(b"request", unchanged);
+    let with_index = client.exchange(b"request", unchanged);
     assert_eq!(cookie_of(&client, &with_index[0]), Cookie::TableIndex(INDEX));
     // One round trip by way of all servers; what the client has returned until then is still restored.
-    let after = client.talk(b"request", |frame| send_to_all(frame));
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_GIVEN_UP), 1);
+    let after = client.exchange(b"request", |frame| send_to_all(frame));
+    assert_eq!(env.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_INDEX_GIVEN_UP), 1);
     assert_eq!(cookie_of(&client, after.last().unwrap()), Cookie::Server(id()));
     let step = client.recent.wrapping_sub(word(&with_index[0], timestamp_offset(&with_index[0]).unwrap()));
     assert!(step < 1 << 31, "TSval does not step back");
-    let later = client.talk(b"request", unchanged);
+    let later = client.exchange(b"request", unchanged);
     assert_eq!(cookie_of(&client, &later[0]), Cookie::Server(id()));
     server.set_read_timeout(Some(TIMEOUT)).unwrap();
     server.read_exact(&mut [0; 21]).unwrap();
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
-    bed.assert_nobody_noticed();
+    assert_eq!(env.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
+    env.assert_no_errors();
 }
 
 #[test]
 fn syn_flood_evicts_indexes_and_breaks_no_connection() {
     skip_if!(missing_bpf_rights());
-    let bed = Bed::with(STATEFUL);
-    let listener = bed.listen();
-    let (mut established, mut half_open) = (HandClient::new(&bed, 4004, true), HandClient::new(&bed, 4005, true));
+    let env = TestEnv::with(STATEFUL);
+    let listener = env.listen();
+    let (mut established, mut half_open) = (HandClient::new(&env, 4004, true), HandClient::new(&env, 4005, true));
     established.open(syn_tsecr(INDEX));
     established.acknowledge();
     let _first = listener.accept().unwrap();
-    assert!(!established.talk(b"request", unchanged).is_empty());
+    assert!(!established.exchange(b"request", unchanged).is_empty());
     let answer = half_open.open(syn_tsecr(INDEX + 1));
     assert_eq!(cookie_of(&half_open, &answer), Cookie::TableIndex(INDEX + 1));
 
@@ -154,48 +154,48 @@ fn syn_flood_evicts_indexes_and_breaks_no_connection() {
         syn.flags = SYN;
         syn.payload.clear();
         syn.options = aligned_timestamp(1, syn_tsecr(7));
-        test_run::run(bed.programs.program(Direction::Ingress), &syn.frame(), 1).unwrap();
+        test_run::run(env.programs.program(Direction::Ingress), &syn.frame(), 1).unwrap();
         let mut answer = Tcp::new((VIP, PORT), (*syn.source.ip(), 5));
         answer.flags = SYN | ACK;
         answer.payload.clear();
         answer.options = aligned_timestamp(now_ms(), 1);
-        test_run::run(bed.programs.program(Direction::Egress), &answer.frame(), 1).unwrap();
+        test_run::run(env.programs.program(Direction::Egress), &answer.frame(), 1).unwrap();
     }
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
     // The kernel (LRU) chooses which others are still known; this one is not.
     let mut forgets = half_open.frame(SYN, 0, b"");
     // Test runs arrive at the loopback device.
     forgets[..6].fill(0);
-    test_run::run(bed.programs.program(Direction::Ingress), &forgets, 1).unwrap();
+    test_run::run(env.programs.program(Direction::Ingress), &forgets, 1).unwrap();
     // SYN-ACKs that were sent again meanwhile.
     half_open.receive();
     half_open.acknowledge();
     let _second = listener.accept().unwrap();
-    let answers = half_open.talk(b"request", unchanged);
+    let answers = half_open.exchange(b"request", unchanged);
     assert_eq!(cookie_of(&half_open, &answers[0]), Cookie::Server(id()));
-    let answers = established.talk(b"request", unchanged);
+    let answers = established.exchange(b"request", unchanged);
     assert_eq!(cookie_of(&established, &answers[0]), Cookie::TableIndex(INDEX));
-    bed.assert_nobody_noticed();
+    env.assert_no_errors();
 }
 
-const BEFORE: u16 = 0x0abc;
-const MAC_BEFORE: MacAddress = MacAddress([2, 0, 0, 0, 0xab, 0xcd]);
+const PREVIOUS_SERVER_ID: u16 = 0x0abc;
+const PREVIOUS_SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0xab, 0xcd]);
 
-fn before() -> ServerId {
-    ServerId::try_from(u64::from(BEFORE)).unwrap()
+fn previous_server() -> ServerId {
+    ServerId::try_from(u64::from(PREVIOUS_SERVER_ID)).unwrap()
 }
 
 /// Sends `frame` with that previous server. Returns whether it was forwarded there.
 fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
-    client.overheard();
+    client.received_by_others();
     client.send(&frame);
-    let overheard = client.overheard();
-    let Some(found) = overheard.iter().find(|seen| seen[..6] == MAC_BEFORE.0) else { return false };
+    let overheard = client.received_by_others();
+    let Some(found) = overheard.iter().find(|seen| seen[..6] == PREVIOUS_SERVER_MAC.0) else { return false };
     let mut expected = frame.clone();
     expected[6..12].copy_from_slice(&frame[..6]);
-    expected[..6].copy_from_slice(&MAC_BEFORE.0);
+    expected[..6].copy_from_slice(&PREVIOUS_SERVER_MAC.0);
     set_previous_server(&mut expected, intf::NO_SERVER as u16);
     assert_eq!(found[..expected.len()], expected[..]);
     assert!(is_ipv6(&frame) || ones_complement_sum(&found[14..34]) == 0xffff);
@@ -206,13 +206,13 @@ fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identificati
 fn answered(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
-    client.overheard();
+    client.received_by_others();
     client.send(&frame);
     let (sources, destinations) = if is_ipv6(&frame) { (22..38, 38..54) } else { (26..30, 30..34) };
     let is_answer = |seen: &Vec<u8>| {
         seen[sources.clone()] == frame[destinations.clone()] && seen[destinations.clone()] == frame[sources.clone()]
     };
-    client.overheard().iter().any(is_answer)
+    client.received_by_others().iter().any(is_answer)
 }
 
 #[test]
@@ -222,42 +222,42 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
 }
 
 fn expect_forwarded_to_previous(family: Family) {
-    let mut bed = Bed::of(family, ServiceMode::default());
-    bed.programs.set_server_mac(before(), Some(MAC_BEFORE));
-    let bed = bed;
-    let listener = bed.listen();
-    let mut client = HandClient::new(&bed, 4006, false);
+    let mut env = TestEnv::of(family, ServiceMode::default());
+    env.programs.set_server_mac(previous_server(), Some(PREVIOUS_SERVER_MAC));
+    let env = env;
+    let listener = env.listen();
+    let mut client = HandClient::new(&env, 4006, false);
     let (stray, syn) = (client.frame(ACK, 0, b"stray"), client.frame(SYN, 0, b""));
-    assert!(forwarded_to_previous(&mut client, &stray, BEFORE));
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_CHAINED), 1);
+    assert!(forwarded_to_previous(&mut client, &stray, PREVIOUS_SERVER_ID));
+    assert_eq!(env.counter(intf::SERVER_COUNTER_CHAINED), 1);
     for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
         assert!(!forwarded_to_previous(&mut client, &stray, identification), "{identification:#x}");
     }
     // A packet that may belong to another server's connection is not refused while that server cannot be found: it will
     // be retransmitted.
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
-    assert!(!answered(&mut client, &stray, BEFORE + 1));
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
+    assert!(!answered(&mut client, &stray, PREVIOUS_SERVER_ID + 1));
+    assert_eq!(env.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
     assert!(answered(&mut client, &stray, intf::NO_SERVER as u16), "an unknown connection is refused");
-    assert!(!forwarded_to_previous(&mut client, &syn, BEFORE), "a connection begins here");
+    assert!(!forwarded_to_previous(&mut client, &syn, PREVIOUS_SERVER_ID), "a connection begins here");
     // With timestamps the cookie names this server.
-    let mut with_timestamps = HandClient::new(&bed, 4007, true);
+    let mut with_timestamps = HandClient::new(&env, 4007, true);
     let frame = with_timestamps.frame(ACK, 5, b"stray");
-    assert!(!forwarded_to_previous(&mut with_timestamps, &frame, BEFORE));
+    assert!(!forwarded_to_previous(&mut with_timestamps, &frame, PREVIOUS_SERVER_ID));
 
     // Connections stay from the end of the handshake on, with a SYN cookie or without.
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
-        bed.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
-        let mut client = HandClient::new(&bed, port, false);
+        env.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
+        let mut client = HandClient::new(&env, port, false);
         client.open(0);
         let ack = client.frame(ACK, 0, b"");
-        assert!(!forwarded_to_previous(&mut client, &ack, BEFORE), "SYN cookies {syn_cookies}");
+        assert!(!forwarded_to_previous(&mut client, &ack, PREVIOUS_SERVER_ID), "SYN cookies {syn_cookies}");
         let (mut server, _) = listener.accept().unwrap();
         server.set_read_timeout(Some(TIMEOUT)).unwrap();
-        client.talk(b"request", |frame| set_previous_server(frame, BEFORE));
+        client.exchange(b"request", |frame| set_previous_server(frame, PREVIOUS_SERVER_ID));
         server.read_exact(&mut [0; 7]).unwrap();
     }
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_CHAINED), 1);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_CHAINED), 1);
 }
 
 #[test]
@@ -271,21 +271,21 @@ fn expect_chain_of_all_packets(family: Family) {
     for (mode, chained) in
         [(BEAMER, true), (off, true), (ServiceMode { consistency: Consistency::HashTable, ..off }, false)]
     {
-        let mut bed = Bed::of(family, mode);
-        bed.programs.set_server_mac(before(), Some(MAC_BEFORE));
-        let bed = bed;
-        let listener = bed.listen();
-        let mut client = HandClient::new(&bed, 4008, true);
+        let mut env = TestEnv::of(family, mode);
+        env.programs.set_server_mac(previous_server(), Some(PREVIOUS_SERVER_MAC));
+        let env = env;
+        let listener = env.listen();
+        let mut client = HandClient::new(&env, 4008, true);
         let stray = client.frame(ACK, 5, b"stray");
-        assert_eq!(forwarded_to_previous(&mut client, &stray, BEFORE), chained, "{mode:?}");
+        assert_eq!(forwarded_to_previous(&mut client, &stray, PREVIOUS_SERVER_ID), chained, "{mode:?}");
         // Nothing is stamped, nothing restored.
-        let (mut at_client, mut at_server) = bed.connection(&listener);
-        support::server_bed::send_and_receive(&mut at_client, &mut at_server, b"request");
-        support::server_bed::send_and_receive(&mut at_server, &mut at_client, b"answer");
+        let (mut at_client, mut at_server) = env.connection(&listener);
+        support::server_env::send_and_receive(&mut at_client, &mut at_server, b"request");
+        support::server_env::send_and_receive(&mut at_server, &mut at_client, b"answer");
         for counter in [intf::SERVER_COUNTER_STAMPED, intf::SERVER_COUNTER_RESTORED] {
-            assert_eq!(bed.counter(counter), 0, "{mode:?}");
+            assert_eq!(env.counter(counter), 0, "{mode:?}");
         }
-        bed.assert_nobody_noticed();
+        env.assert_no_errors();
     }
 }
 
@@ -329,13 +329,13 @@ fn broadcast_icmp_error_is_accepted_by_the_connections_server() {
 }
 
 fn expect_broadcast_errors_at_connection(family: Family) {
-    let bed = Bed::of(family, ServiceMode::default());
-    let listener = bed.listen();
-    let (stream, _server) = bed.connection(&listener);
+    let env = TestEnv::of(family, ServiceMode::default());
+    let listener = env.listen();
+    let (stream, _server) = env.connection(&listener);
     let port = stream.local_addr().unwrap().port();
-    let mut client = HandClient::new(&bed, 4009, true);
+    let mut client = HandClient::new(&env, 4009, true);
     let counted = || {
-        let counter = |counter| bed.counter(counter);
+        let counter = |counter| env.counter(counter);
         (counter(intf::SERVER_COUNTER_ICMP_BROADCAST_ACCEPTED), counter(intf::SERVER_COUNTER_ICMP_BROADCAST_IGNORED))
     };
     let cases = [
@@ -347,18 +347,18 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     for (source, destination, expected) in cases {
         let frame = icmp_error(&client, source, destination);
         client.send(&frame);
-        client.overheard();
+        client.received_by_others();
         assert_eq!(counted(), expected, "{source:?} {destination:?}");
     }
     let mut to_one = icmp_error(&client, vip(family), self::client(family, port));
     to_one[..6].copy_from_slice(&client.frame(ACK, 0, b"")[..6]);
     client.send(&to_one);
-    client.overheard();
+    client.received_by_others();
     assert_eq!(counted(), (1, 1), "not broadcast");
     // An error for which it finds no socket is one too: that of the other port.
     if family == Family::Ipv4 {
         for (kernel, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
-            assert_eq!(bed.pair.server.kernel_counter(kernel), expected, "{kernel}");
+            assert_eq!(env.pair.server.kernel_counter(kernel), expected, "{kernel}");
         }
     }
 }
@@ -366,47 +366,47 @@ fn expect_broadcast_errors_at_connection(family: Family) {
 #[test]
 fn stalled_handshakes_and_connections_are_counted_once() {
     skip_if!(missing_bpf_rights());
-    let bed = Bed::new();
-    let listener = bed.listen();
+    let env = TestEnv::new();
+    let listener = env.listen();
     // The SYN-ACK is never answered: sent after 0, 1, 3, 7 s. What is sent is never acknowledged: 0.2, 0.6, 1.4, 3 s.
-    let (mut silent, mut deaf) = (HandClient::new(&bed, 4012, true), HandClient::new(&bed, 4013, true));
+    let (mut silent, mut deaf) = (HandClient::new(&env, 4012, true), HandClient::new(&env, 4013, true));
     silent.open(0);
     deaf.open(0);
     deaf.acknowledge();
     let (mut server, _) = listener.accept().unwrap();
     server.write_all(b"answer").unwrap();
-    let new_syn_acks = || silent.settled().iter().filter(|frame| flags(frame) == SYN | ACK).count();
+    let new_syn_acks = || silent.received().iter().filter(|frame| flags(frame) == SYN | ACK).count();
     let (mut syn_acks, end) = (1, Instant::now() + TIMEOUT);
     while syn_acks < 4 {
         std::thread::sleep(Duration::from_millis(20));
-        let stalled = bed.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED);
+        let stalled = env.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED);
         // Only the fourth SYN-ACK was counted and sent.
         syn_acks += new_syn_acks();
         assert!(stalled == 0 || syn_acks == 4, "counted after {syn_acks} SYN-ACKs");
         assert!(Instant::now() < end, "{syn_acks} SYN-ACKs");
     }
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED), 1);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_CONNECTION_STALLED), 1);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_HANDSHAKE), 3, "two SYN-ACKs, and one again");
+    assert_eq!(env.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED), 1);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_CONNECTION_STALLED), 1);
+    assert_eq!(env.counter(intf::SERVER_COUNTER_HANDSHAKE), 3, "two SYN-ACKs, and one again");
 }
 
 #[test]
 fn open_sockets_are_found() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let bed = Bed::of(family, ServiceMode::default());
-        expect_sockets_of_connections(&bed, &bed.listen());
+        let env = TestEnv::of(family, ServiceMode::default());
+        expect_sockets_of_connections(&env, &env.listen());
         // A socket of both families: its IPv4 connections have IPv4-mapped addresses.
-        let bed = Bed::of(family, ServiceMode::default());
-        let of_both = bed.pair.server.within(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
-        expect_sockets_of_connections(&bed, &of_both);
+        let env = TestEnv::of(family, ServiceMode::default());
+        let of_both = env.pair.server.run_inside(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
+        expect_sockets_of_connections(&env, &of_both);
     }
 }
 
-fn expect_sockets_of_connections(bed: &Bed, listener: &TcpListener) {
-    let service = vip(bed.family);
-    let open: Vec<_> = (0..100).map(|_| bed.connection(listener)).collect();
-    let mut half_open = HandClient::new(bed, 4014, true);
+fn expect_sockets_of_connections(env: &TestEnv, listener: &TcpListener) {
+    let service = vip(env.family);
+    let open: Vec<_> = (0..100).map(|_| env.connection(listener)).collect();
+    let mut half_open = HandClient::new(env, 4014, true);
     half_open.open(0);
     let tuple = |client, vip| FourTuple::new(client, vip).unwrap();
     let mut asked = vec![(tuple(half_open.address(), service), true)];
@@ -418,12 +418,12 @@ fn expect_sockets_of_connections(bed: &Bed, listener: &TcpListener) {
         asked.push((tuple(client, (service.ip(), PORT + 1).into()), false));
     }
     let tuples: Vec<FourTuple> = asked.iter().map(|(tuple, _)| *tuple).collect();
-    let found = bed.pair.server.within(|| open_sockets(&tuples).unwrap());
+    let found = env.pair.server.run_inside(|| open_sockets(&tuples).unwrap());
     for ((tuple, expected), found) in asked.iter().zip(found) {
         assert_eq!(found, *expected, "{tuple:?}");
     }
-    assert_eq!(bed.pair.server.within(|| open_sockets(&[]).unwrap()), [] as [bool; 0]);
-    let other_family = vip(if bed.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
-    let counts = bed.pair.server.within(|| connections_of(&[service, other_family]).unwrap());
+    assert_eq!(env.pair.server.run_inside(|| open_sockets(&[]).unwrap()), [] as [bool; 0]);
+    let other_family = vip(if env.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
+    let counts = env.pair.server.run_inside(|| connections_of(&[service, other_family]).unwrap());
     assert_eq!(counts, [101, 0]);
 }

@@ -9,7 +9,7 @@ use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::forwarding::Forwarding;
 use nix::sys::socket::{getsockopt, sockopt};
 
-use crate::support::server_bed::{Bed, set_services};
+use crate::support::server_env::{TestEnv, set_services};
 use crate::support::{Family, missing_bpf_rights, skip_if};
 
 /// Returns Ethernet's MTU less the headers of IP and TCP and the timestamp option with its padding.
@@ -25,15 +25,15 @@ const OUTER_HEADERS: [(IpAddr, u32); 2] =
 /// Connects, sends a request and returns the client's segment size and the number of clamped SYN-ACKs. `server`: its
 /// address in outer headers.
 fn segment_size(family: Family, mode: ServiceMode, server: IpAddr) -> (u32, u64) {
-    let mut bed = Bed::of(family, mode);
-    bed.programs.set_outer_family(server);
-    set_services(&mut bed.programs, mode);
-    let listener = bed.listen();
-    let (mut client, mut server) = bed.connection(&listener);
+    let mut env = TestEnv::of(family, mode);
+    env.programs.set_outer_family(server);
+    set_services(&mut env.programs, mode);
+    let listener = env.listen();
+    let (mut client, mut server) = env.connection(&listener);
     client.write_all(&[7; 100_000]).unwrap();
     server.read_exact(&mut [0; 100_000]).unwrap();
-    bed.assert_nobody_noticed();
-    (getsockopt(&client.as_fd(), sockopt::TcpMaxSeg).unwrap(), bed.counter(intf::SERVER_COUNTER_MSS_CLAMPED))
+    env.assert_no_errors();
+    (getsockopt(&client.as_fd(), sockopt::TcpMaxSeg).unwrap(), env.counter(intf::SERVER_COUNTER_MSS_CLAMPED))
 }
 
 #[test]

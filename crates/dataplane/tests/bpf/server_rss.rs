@@ -12,7 +12,7 @@ use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 use coreward_model::tuple::address_of;
 use socket2::{Domain, SockRef, Socket, Type};
 
-use crate::support::server_bed::{Bed, TIMEOUT, vip};
+use crate::support::server_env::{TIMEOUT, TestEnv, vip};
 use crate::support::{Family, missing_bpf_rights, skip_if};
 
 const QUEUES: u16 = 4;
@@ -23,69 +23,69 @@ fn rss(input: InputTransform) -> Rss {
     Rss { key: RssKey::microsoft().with_input(input), indirection_table }
 }
 
-/// Returns a bed with each transform of the input in force, for either family.
-fn beds() -> impl Iterator<Item = (Bed, Rss)> {
+/// Returns a test environment with each transform of the input in force, for either family.
+fn start_envs() -> impl Iterator<Item = (TestEnv, Rss)> {
     let cases = Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
     cases.map(|(family, input)| {
-        let (mut bed, rss) = (Bed::of(family, ServiceMode::default()), rss(input));
-        bed.programs.set_rss(Some(&rss), 1);
-        (bed, rss)
+        let (mut env, rss) = (TestEnv::of(family, ServiceMode::default()), rss(input));
+        env.programs.set_rss(Some(&rss), 1);
+        (env, rss)
     })
 }
 
 #[test]
 fn syn_samples_equal_the_model() {
     skip_if!(missing_bpf_rights());
-    for (bed, rss) in beds() {
-        let listener = bed.listen();
-        let connections: Vec<_> = (0..CONNECTIONS).map(|_| bed.connection(&listener)).collect();
+    for (env, rss) in start_envs() {
+        let listener = env.listen();
+        let connections: Vec<_> = (0..CONNECTIONS).map(|_| env.connection(&listener)).collect();
         let clients: BTreeSet<SocketAddr> =
             connections.iter().map(|(client, _)| client.local_addr().unwrap()).collect();
         // The client's device has several queues: a SYN by the first one has none recorded.
-        let samples = bed.programs.samples(0);
+        let samples = env.programs.samples(0);
         assert!(samples.len() >= CONNECTIONS / 4, "{} samples", samples.len());
         for sample in &samples {
             let socket = |address, port| SocketAddr::new(address_of(address), u16::from_be(port));
             let client = socket(sample.source_address, sample.source_port);
             assert!(clients.contains(&client), "{client}");
-            assert_eq!(socket(sample.destination_address, sample.destination_port), vip(bed.family));
-            let hash = rss.key.toeplitz(&FourTuple::new(client, vip(bed.family)).unwrap().bytes());
+            assert_eq!(socket(sample.destination_address, sample.destination_port), vip(env.family));
+            let hash = rss.key.toeplitz(&FourTuple::new(client, vip(env.family)).unwrap().bytes());
             let predicted = (sample.hash, sample.predicted_queue);
             assert_eq!(predicted, (hash, rss.indirection_table.queue(hash)), "{client} {:?}", rss.key.input());
         }
-        let counted = [intf::SERVER_COUNTER_RSS_MATCHED, intf::SERVER_COUNTER_RSS_MISMATCHED].map(|c| bed.counter(c));
+        let counted = [intf::SERVER_COUNTER_RSS_MATCHED, intf::SERVER_COUNTER_RSS_MISMATCHED].map(|c| env.counter(c));
         assert_eq!(counted.iter().sum::<u64>(), samples.len() as u64);
     }
 }
 
 /// Returns sockets of one group that listen at the service's address.
-fn listeners(bed: &Bed) -> Vec<TcpListener> {
-    let domain = if bed.family == Family::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
+fn listeners(env: &TestEnv) -> Vec<TcpListener> {
+    let domain = if env.family == Family::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
     let listener = || {
         let socket = Socket::new(domain, Type::STREAM, None).unwrap();
         socket.set_reuse_port(true).unwrap();
-        socket.bind(&vip(bed.family).into()).unwrap();
+        socket.bind(&vip(env.family).into()).unwrap();
         socket.listen(64).unwrap();
         // accept() waits for as long.
         SockRef::from(&socket).set_read_timeout(Some(TIMEOUT)).unwrap();
         socket.into()
     };
-    bed.pair.server.within(|| (0..QUEUES).map(|_| listener()).collect())
+    env.pair.server.run_inside(|| (0..QUEUES).map(|_| listener()).collect())
 }
 
 #[test]
 fn connections_reach_the_socket_of_their_queue() {
     skip_if!(missing_bpf_rights());
-    for (bed, rss) in beds() {
-        let listeners = listeners(&bed);
-        let steer = Steer::load(&bed.pins.path(), "service", bed.programs.rss_map()).unwrap();
+    for (env, rss) in start_envs() {
+        let listeners = listeners(&env);
+        let steer = Steer::load(&env.pins.path(), "service", env.programs.rss_map()).unwrap();
         let slots: Vec<_> = listeners.iter().map(|socket| steer.add_socket(socket.as_fd()).ok()).collect();
         steer.set_queues(&slots);
         steer.attach(listeners[0].as_fd()).unwrap();
         for _ in 0..CONNECTIONS {
-            let client = bed.connect();
+            let client = env.connect();
             let address = client.local_addr().unwrap();
-            let hash = rss.key.toeplitz(&FourTuple::new(address, vip(bed.family)).unwrap().bytes());
+            let hash = rss.key.toeplitz(&FourTuple::new(address, vip(env.family)).unwrap().bytes());
             let queue = usize::from(rss.indirection_table.queue(hash));
             assert_eq!(listeners[queue].accept().unwrap().1, address);
         }

@@ -116,7 +116,7 @@ impl TestEnv {
             socket.set_nonblocking(true).unwrap();
             socket
         };
-        let mut site = Self {
+        let mut env = Self {
             workers: (0..workers).map(|_| Worker::start()).collect(),
             service: None,
             config,
@@ -126,10 +126,10 @@ impl TestEnv {
             sent: 0,
             polled: Instant::now(),
         };
-        site.set_timeouts(timeouts);
-        site.attach();
-        site.wait_until("all workers are found", |site| site.eligible() == workers);
-        site
+        env.set_timeouts(timeouts);
+        env.attach();
+        env.wait_until("all workers are found", |env| env.eligible() == workers);
+        env
     }
 
     /// They count from the next [`attach`](Self::attach) on.
@@ -160,7 +160,7 @@ impl TestEnv {
     }
 
     /// One request; responses that are there are read, and the service is polled when it is due.
-    fn step(&mut self, kind: u8) {
+    fn send_request(&mut self, kind: u8) {
         let id = self.sent;
         self.sent += 1;
         let client = &self.clients[id as usize % self.clients.len()];
@@ -168,10 +168,10 @@ impl TestEnv {
         if client.send(&[&[kind][..], &id.to_le_bytes()].concat()).is_err() {
             client.send(&[&[kind][..], &id.to_le_bytes()].concat()).unwrap();
         }
-        self.rest(Duration::from_micros(300));
+        self.wait(Duration::from_micros(300));
     }
 
-    fn rest(&mut self, time: Duration) {
+    fn wait(&mut self, time: Duration) {
         std::thread::sleep(time);
         let mut response = [0; 64];
         for client in &self.clients {
@@ -190,13 +190,13 @@ impl TestEnv {
         let end = Instant::now() + LIMIT;
         while !holds(self) {
             assert!(Instant::now() < end, "{what}: not within {LIMIT:?}; {:?}", self.counts());
-            self.rest(Duration::from_millis(5));
+            self.wait(Duration::from_millis(5));
         }
     }
 
     /// Nothing is outstanding any more, and what was dispatched is completed or was given up.
     fn settled(&mut self) -> Vec<WorkerCounts> {
-        self.wait_until("nothing is outstanding", |site| site.counts().iter().all(|worker| worker.outstanding == 0));
+        self.wait_until("nothing is outstanding", |env| env.counts().iter().all(|worker| worker.outstanding == 0));
         let counts = self.counts();
         for worker in &counts {
             assert_eq!(worker.dispatched, worker.completed + worker.abandoned, "{counts:?}");
@@ -222,24 +222,24 @@ fn counts_are_exact_with_responses_of_all_kinds() {
     skip_if!(missing_bpf_rights());
     for policy in Policy::all() {
         in_namespace(|| {
-            let mut site = TestEnv::start(policy, 3, NO_STALLS);
+            let mut env = TestEnv::start(policy, 3, NO_STALLS);
             for number in 0..600 {
-                site.step(match number % 10 {
+                env.send_request(match number % 10 {
                     3 => THREE_DATAGRAMS,
                     7 => NO_RESPONSE,
                     _ => ECHO,
                 });
             }
-            site.wait_until("all responses are there", |site| site.answered.len() == 540);
+            env.wait_until("all responses are there", |env| env.answered.len() == 540);
             // The rest is never answered: given up soon from here on.
-            site.set_timeouts(STALLS);
-            site.attach();
-            let counts = site.settled();
+            env.set_timeouts(STALLS);
+            env.attach();
+            let counts = env.settled();
             assert_eq!(total(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
             assert_eq!(total(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
-            assert_eq!(site.answered.len(), 540);
-            assert_eq!(site.answered.values().filter(|datagrams| **datagrams == 3).count(), 60);
-            let services = status::pinned(&[site.pins()]).unwrap();
+            assert_eq!(env.answered.len(), 540);
+            assert_eq!(env.answered.values().filter(|datagrams| **datagrams == 3).count(), 60);
+            let services = status::pinned(&[env.pins()]).unwrap();
             let status = status::json(&services);
             assert_eq!(status["services"][0]["listen"], "127.0.0.1:5300");
             assert_eq!(status["services"][0]["policy"], policy.name());
@@ -255,36 +255,36 @@ fn counts_are_exact_with_responses_of_all_kinds() {
 fn counts_stay_exact_while_workers_die_and_stop() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let mut site = TestEnv::start(Policy::ShortestQueue, 4, STALLS);
-        (0..200).for_each(|_| site.step(ECHO));
-        let killed = site.workers.remove(0);
+        let mut env = TestEnv::start(Policy::ShortestQueue, 4, STALLS);
+        (0..200).for_each(|_| env.send_request(ECHO));
+        let killed = env.workers.remove(0);
         let pid = killed.0.id();
         // Nothing is sent until it is gone: it can only have fewer then.
-        let had = site.counts().iter().find(|worker| worker.pid == pid).expect("a worker").outstanding;
+        let had = env.counts().iter().find(|worker| worker.pid == pid).expect("a worker").outstanding;
         drop(killed);
-        (0..300).for_each(|_| site.step(ECHO));
-        site.workers[0].signal(Signal::SIGSTOP);
+        (0..300).for_each(|_| env.send_request(ECHO));
+        env.workers[0].signal(Signal::SIGSTOP);
         // It is found out when it has got one more request than it had, and some time has passed.
         let end = Instant::now() + LIMIT;
-        while site.eligible() > 2 {
-            assert!(Instant::now() < end, "{:?}", site.counts());
-            site.step(ECHO);
+        while env.eligible() > 2 {
+            assert!(Instant::now() < end, "{:?}", env.counts());
+            env.send_request(ECHO);
         }
-        (0..300).for_each(|_| site.step(ECHO));
-        assert_eq!(site.eligible(), 2, "{:?}", site.counts());
-        let stopped = site.counts().into_iter().filter(|worker| worker.queued > 0).max_by_key(|w| w.queued).unwrap();
+        (0..300).for_each(|_| env.send_request(ECHO));
+        assert_eq!(env.eligible(), 2, "{:?}", env.counts());
+        let stopped = env.counts().into_iter().filter(|worker| worker.queued > 0).max_by_key(|w| w.queued).unwrap();
         assert!(!stopped.eligible && stopped.outstanding >= stopped.queued, "{stopped:?}");
-        site.workers[0].signal(Signal::SIGCONT);
-        site.workers.push(Worker::start());
-        let all_back = |site: &TestEnv| site.eligible() == 4;
-        site.wait_until("all workers are back", all_back);
-        (0..300).for_each(|_| site.step(ECHO));
-        let counts = site.settled();
-        assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(site.sent), "{counts:?}");
+        env.workers[0].signal(Signal::SIGCONT);
+        env.workers.push(Worker::start());
+        let all_back = |env: &TestEnv| env.eligible() == 4;
+        env.wait_until("all workers are back", all_back);
+        (0..300).for_each(|_| env.send_request(ECHO));
+        let counts = env.settled();
+        assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(env.sent), "{counts:?}");
         // Only requests of the killed worker are lost: the one in service and those in its queue.
-        let all = site.sent as usize;
-        site.wait_until("all others are answered", |site| site.answered.len() + had as usize >= all);
-        let lost = all - site.answered.len();
+        let all = env.sent as usize;
+        env.wait_until("all others are answered", |env| env.answered.len() + had as usize >= all);
+        let lost = all - env.answered.len();
         assert!(lost as u64 <= total(&counts, |worker| worker.abandoned), "{lost} lost, {counts:?}");
     });
 }
@@ -293,19 +293,19 @@ fn counts_stay_exact_while_workers_die_and_stop() {
 fn detach_and_attach_under_load_lose_no_request() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
-        let mut site = TestEnv::start(Policy::ShortestQueue, 3, NO_STALLS);
+        let mut env = TestEnv::start(Policy::ShortestQueue, 3, NO_STALLS);
         for _ in 0..5 {
-            (0..60).for_each(|_| site.step(ECHO));
-            site.detach();
-            (0..60).for_each(|_| site.step(ECHO));
-            site.attach();
-            site.wait_until("all workers are found", |site| site.eligible() == 3);
+            (0..60).for_each(|_| env.send_request(ECHO));
+            env.detach();
+            (0..60).for_each(|_| env.send_request(ECHO));
+            env.attach();
+            env.wait_until("all workers are found", |env| env.eligible() == 3);
             // A new version takes over while requests are in flight.
-            (0..60).for_each(|_| site.step(ECHO));
-            site.attach();
+            (0..60).for_each(|_| env.send_request(ECHO));
+            env.attach();
         }
-        let counts = site.settled();
+        let counts = env.settled();
         assert!(total(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
-        site.wait_until("all responses are there", |site| site.answered.len() == site.sent as usize);
+        env.wait_until("all responses are there", |env| env.answered.len() == env.sent as usize);
     });
 }

@@ -21,12 +21,12 @@ pub fn vip(facts: &Facts) -> Vec<Finding> {
     vips.into_iter().map(|vip| of_role(facts, vip)).collect()
 }
 
-fn holders(facts: &Facts, vip: IpAddr) -> Vec<&str> {
+fn devices_with(facts: &Facts, vip: IpAddr) -> Vec<&str> {
     facts.addresses.iter().filter(|held| held.address == vip).map(|held| held.device.as_str()).collect()
 }
 
 fn at_server(facts: &Facts, vip: IpAddr) -> Finding {
-    let held = holders(facts, vip);
+    let held = devices_with(facts, vip);
     let (prefix, condition) = match vip {
         IpAddr::V4(_) => ("32", "  # after arp-ignore and arp-announce are right"),
         IpAddr::V6(_) => ("128", ""),
@@ -47,7 +47,7 @@ fn at_server(facts: &Facts, vip: IpAddr) -> Finding {
 }
 
 fn at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
-    let held = holders(facts, vip);
+    let held = devices_with(facts, vip);
     let Some(device) = held.first() else { return Finding::ok(format!("VIP {vip} is no address of this machine")) };
     let stamps = facts.services.iter().any(|service| service.stamped_by_lb && service.vip() == vip);
     let on_network = *device != LOOPBACK;
@@ -69,14 +69,14 @@ pub fn segment(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::unknown("no server is known: the controller returned none")];
     }
     let own: Vec<&Address> = facts.addresses.iter().filter(|held| held.device == facts.interface()).collect();
-    let on_segment = facts.servers.iter().filter(|(_, server)| server.on_segment);
-    let beyond: Vec<String> = on_segment
+    let is_on_segment = facts.servers.iter().filter(|(_, server)| server.is_on_segment);
+    let beyond: Vec<String> = is_on_segment
         .clone()
         .filter(|(_, server)| !own.iter().any(|held| held.reaches(server.address)))
         .map(|(name, server)| format!("{name} ({})", server.address))
         .collect();
     if beyond.is_empty() {
-        let count = on_segment.count();
+        let count = is_on_segment.count();
         let others = match facts.servers.len() - count {
             0 => String::new(),
             others => format!("; {others} are behind routers or in VLANs"),

@@ -10,7 +10,7 @@ pub fn certificates(facts: &Facts) -> Vec<Finding> {
 }
 
 fn of(certificate: &CertificateFacts) -> Finding {
-    let CertificateFacts { which, subject, wrong_owner, remains, is_old } = certificate;
+    let CertificateFacts { usage: which, subject, wrong_owner, remaining: remains, is_old } = certificate;
     let renew = match *which {
         "own" => {
             "coreward certs renew DIRECTORY  # where the authority's key is; then copy own.crt, own.key and ca.crt here"

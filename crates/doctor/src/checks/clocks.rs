@@ -31,14 +31,14 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Clocks that are read from a device.
-const SLOW: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
+const SLOW_CLOCKS: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
 pub fn source(facts: &Facts) -> Vec<Finding> {
     let source = facts.clock.source.as_str();
     if source.is_empty() {
         return vec![Finding::unknown("/sys does not show the clock source")];
     }
-    if !SLOW.contains(&source) {
+    if !SLOW_CLOCKS.contains(&source) {
         return vec![Finding::ok(source)];
     }
     let why = "each reading takes a microsecond or more, or is coarse: timestamps, loads and request times read it for \

@@ -4,7 +4,7 @@ use crate::facts::{Facts, StoreFacts};
 use crate::finding::{Finding, Fix};
 
 /// Check of the machines that connect to it.
-pub fn answers(facts: &Facts) -> Vec<Finding> {
+pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
     match &facts.controller {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
         Some(Err(reason)) => {

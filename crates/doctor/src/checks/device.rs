@@ -42,7 +42,7 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
         let programs = [device.xdp.native, device.xdp.generic];
-        let others: Vec<u32> = programs.into_iter().flatten().filter(|id| Some(*id) != device.own_xdp).collect();
+        let others: Vec<u32> = programs.into_iter().flatten().filter(|id| Some(*id) != device.own_program_id).collect();
         let mut found = Vec::new();
         for id in others {
             let why = "a device has one XDP program: the kernel rejects coreward's";
@@ -52,7 +52,7 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
                     .remedy(format!("ip link set dev {name} xdp off")),
             );
         }
-        if let Some(refused) = refuses_by_queues(device) {
+        if let Some(refused) = queue_limit_problem(device) {
             let why = "each queue needs another one to send frames";
             let queues = device.channels.map_or(1, |channels| channels.receive_max / 2).max(1);
             let only_native = facts.settings.xdp_mode == XdpMode::Native;
@@ -60,7 +60,7 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
                 Finding::fault_if(only_native, refused, why).remedy(format!("ethtool -L {name} combined {queues}")),
             );
         }
-        if device.xdp.native_possible == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
+        if device.xdp.supports_native == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
             let only_native = facts.settings.xdp_mode == XdpMode::Native;
             let why = "the program runs after the driver (generic XDP), several times slower; with `xdp_mode = \
                        \"native\"` \
@@ -71,7 +71,7 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
             );
         }
         if found.is_empty() {
-            found.push(match (device.own_xdp, device.xdp.native_possible) {
+            found.push(match (device.own_program_id, device.xdp.supports_native) {
                 (Some(id), _) => Finding::ok(format!("coreward's own program (id {id}) is at {name}")),
                 (None, Some(true)) => Finding::ok(format!("{name} is free, and its driver has XDP")),
                 (None, Some(false)) => Finding::ok(format!("{name} is free; generic XDP, by `xdp_mode`")),
@@ -88,7 +88,7 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
         let why = "packets that coreward forwards are lost";
-        let is_native = device.own_xdp.is_some() && device.xdp.native == device.own_xdp;
+        let is_native = device.own_program_id.is_some() && device.xdp.native == device.own_program_id;
         if is_native && device.veth_peer_has_xdp == Some(false) {
             let found = format!(
                 "the other end of the veth {name} has no XDP program: frames that XDP sends are dropped, or with GRO \
@@ -118,7 +118,7 @@ fn with_veth_remedy(finding: Finding) -> Finding {
 }
 
 /// ena_xdp_legal_queue_count() in drivers/net/ethernet/amazon/ena/ena_netdev.h: half of the queues at most.
-fn refuses_by_queues(device: &Device) -> Option<String> {
+fn queue_limit_problem(device: &Device) -> Option<String> {
     let channels = device.channels?;
     (device.driver == "ena" && channels.receive * 2 > channels.receive_max).then(|| {
         format!(
@@ -135,7 +135,7 @@ const MAX_MTU: u32 = 3_498;
 pub fn mtu(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
-        let in_driver = device.own_xdp.is_some() && device.xdp.native == device.own_xdp;
+        let in_driver = device.own_program_id.is_some() && device.xdp.native == device.own_program_id;
         if device.mtu <= MAX_MTU || in_driver || facts.settings.xdp_mode == XdpMode::Generic {
             return vec![Finding::ok(format!("{} bytes", device.mtu))];
         }

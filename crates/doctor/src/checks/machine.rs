@@ -4,7 +4,7 @@ use crate::facts::{Facts, Role};
 use crate::finding::{Finding, Fix};
 
 /// Oldest supported kernel (docs/limits.md).
-const OLDEST: (u32, u32) = (6, 1);
+const MIN_KERNEL: (u32, u32) = (6, 1);
 
 /// Returns the version in a release, as of `uname -r`.
 pub(super) fn version(release: &str) -> (u32, u32) {
@@ -14,7 +14,7 @@ pub(super) fn version(release: &str) -> (u32, u32) {
 
 pub fn kernel(facts: &Facts) -> Vec<Finding> {
     let release = &facts.kernel.release;
-    if version(release) < OLDEST {
+    if version(release) < MIN_KERNEL {
         let why = "older kernels lack features of the BPF programs: no daemon starts";
         return vec![
             Finding::fault(format!("Linux {release}"), why)

@@ -20,11 +20,11 @@ use crate::finding::Finding;
 pub struct Check {
     pub name: &'static str,
     pub roles: &'static [Role],
-    pub expects: &'static str,
+    pub expectation: &'static str,
     /// Whether `--fix` repairs some of its findings.
-    pub fixes: bool,
+    pub is_fixable: bool,
     /// Returns the findings; none if it does not apply.
-    pub look: fn(&Facts) -> Vec<Finding>,
+    pub run_check: fn(&Facts) -> Vec<Finding>,
 }
 
 const BOTH: &[Role] = &[Role::Lb, Role::Server];
@@ -39,7 +39,7 @@ const fn check(
     expects: &'static str,
     look: fn(&Facts) -> Vec<Finding>,
 ) -> Check {
-    Check { name, roles, expects, fixes: false, look }
+    Check { name, roles, expectation: expects, is_fixable: false, run_check: look }
 }
 
 const fn fixing(
@@ -48,7 +48,7 @@ const fn fixing(
     expects: &'static str,
     look: fn(&Facts) -> Vec<Finding>,
 ) -> Check {
-    Check { fixes: true, ..check(name, roles, expects, look) }
+    Check { is_fixable: true, ..check(name, roles, expects, look) }
 }
 
 /// All checks, in the order of reports.
@@ -114,7 +114,7 @@ pub const CHECKS: &[Check] = &[
     ),
     check("polling", SERVER, "no thread polls, if `load` is CPU time", workers::polling),
     check("workers", SERVER, "workers are pinned to CPUs, if the agent steers by them", workers::pinned),
-    check("controller", BOTH, "the controller answers", controller::answers),
+    check("controller", BOTH, "the controller answers", controller::controller_connection),
     check(
         "certificates",
         ALL,
@@ -132,5 +132,5 @@ pub const CHECKS: &[Check] = &[
 
 pub fn run(facts: &Facts) -> Vec<(&'static Check, Finding)> {
     let of_role = CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
-    of_role.flat_map(|check| (check.look)(facts).into_iter().map(move |finding| (check, finding))).collect()
+    of_role.flat_map(|check| (check.run_check)(facts).into_iter().map(move |finding| (check, finding))).collect()
 }

@@ -19,11 +19,12 @@ fn with_chains(facts: &Facts, check: impl FnOnce(&[Chain]) -> Vec<Finding>) -> V
 
 pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     with_chains(facts, |chains| {
-        let tracking: Vec<&str> = chains.iter().filter(|chain| chain.tracks).map(|chain| chain.name.as_str()).collect();
+        let tracking: Vec<&str> =
+            chains.iter().filter(|chain| chain.tracks_connections).map(|chain| chain.name.as_str()).collect();
         if tracking.is_empty() {
             return vec![Finding::ok("no rule enables it")];
         }
-        if chains.iter().any(|chain| chain.untracks) {
+        if chains.iter().any(|chain| chain.exempts_packets) {
             return vec![Finding::ok(format!("{} enable it, with exceptions", tracking.join(", ")))];
         }
         let stamps = facts.role == Role::Lb && facts.services.iter().any(|service| service.stamped_by_lb);
@@ -81,7 +82,8 @@ pub fn firewall(facts: &Facts) -> Vec<Finding> {
         _ => false,
     };
     with_chains(facts, |chains| {
-        let dropping: Vec<&Chain> = chains.iter().filter(|chain| chain.drops && on_path(&chain.hook)).collect();
+        let dropping: Vec<&Chain> =
+            chains.iter().filter(|chain| chain.drops_by_default && on_path(&chain.hook)).collect();
         if dropping.is_empty() {
             return vec![Finding::ok("no chain drops the services' packets by default")];
         }
@@ -93,13 +95,14 @@ pub fn firewall(facts: &Facts) -> Vec<Finding> {
         let ports = if ports.is_empty() { "tcp dport PORT".to_owned() } else { ports.join("; ") };
         let of = |chain: &&Chain| {
             let why = "packets of services are dropped unless a rule accepts them";
-            let accepted = if chain.accepts {
+            let accepted = if chain.accepts_packets {
                 "its rules accept some packets: check that those of services are among them"
             } else {
                 "it has no accept rule"
             };
             let found = format!("chain {} (hook {}) drops; {accepted}", chain.name, chain.hook);
-            Finding::fault_if(!chain.accepts, found, why).remedy(format!("nft add rule {} {ports} accept", chain.name))
+            Finding::fault_if(!chain.accepts_packets, found, why)
+                .remedy(format!("nft add rule {} {ports} accept", chain.name))
         };
         dropping.iter().map(of).collect()
     })

@@ -8,14 +8,15 @@ use coreward_model::rss::InputTransform;
 use crate::facts::{Device, Facts, RssProblem};
 use crate::finding::{Finding, Fix};
 
-const WHY: &str = "other cores serve connections than the table selects: core-aware policies select wrong cores";
+const CONSEQUENCE: &str =
+    "other cores serve connections than the table selects: core-aware policies select wrong cores";
 
 const UNKNOWN: &str = "the core of a connection is unknown: core-aware policies select by server only";
 
 pub fn rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     match &device.rss {
-        Ok((_, InputTransform::None)) if hides_its_input(facts, device) => {
+        Ok((_, InputTransform::None)) if hides_input_transform(facts, device) => {
             let name = facts.interface();
             let found = format!(
                 "{name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux 6.15 on only; \
@@ -50,7 +51,7 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
 }
 
 /// mlx5e_get_rxfh() has it since Linux 6.15; rx_hash_symmetric was set before, too.
-fn hides_its_input(facts: &Facts, device: &Device) -> bool {
+fn hides_input_transform(facts: &Facts, device: &Device) -> bool {
     device.driver == "mlx5_core" && super::machine::version(&facts.kernel.release) < (6, 15)
 }
 
@@ -66,7 +67,7 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
                 _ => format!("ethtool -K {name} ntuple on  # the link may go down for a moment"),
             };
             let found = format!("{driver} moves open connections to the queue of the CPU that sent last (ATR)");
-            vec![Finding::warning(found, WHY).remedy(remedy)]
+            vec![Finding::warning(found, CONSEQUENCE).remedy(remedy)]
         }
     }
 }
@@ -102,32 +103,32 @@ pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Adds a fix that writes zero to an attribute of these queues, until the next boot.
-fn zero_at(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
+fn with_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
     let of_device = format!("/sys/class/net/{}/queues", facts.interface());
     queues.iter().fold(finding, |finding, queue| {
         finding.fix(Fix::Write { path: format!("{of_device}/{queue}/{attribute}").into(), value: "0" })
     })
 }
 
-fn unseen(device: &Device) -> Option<Vec<Finding>> {
-    (!device.seen_in_sys).then(|| vec![Finding::unknown("/sys shows another network namespace (or none)")])
+fn unknown_without_sysfs(device: &Device) -> Option<Vec<Finding>> {
+    (!device.is_sysfs_visible).then(|| vec![Finding::unknown("/sys shows another network namespace (or none)")])
 }
 
 pub fn rps(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let queues = &device.rss_conflicts.steered_queues;
     if queues.is_empty() {
-        return unseen(device).unwrap_or_else(|| vec![Finding::ok("off")]);
+        return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
     let found = format!("RPS is on for {} ({})", facts.interface(), queues.join(", "));
-    vec![zero_at(facts, Finding::warning(found, WHY), queues, "rps_cpus")]
+    vec![with_zeroing_fix(facts, Finding::warning(found, CONSEQUENCE), queues, "rps_cpus")]
 }
 
 pub fn rfs(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rss_conflicts = &device.rss_conflicts;
     if !rss_conflicts.flow_steering() {
-        return unseen(device).unwrap_or_else(|| vec![Finding::ok("off")]);
+        return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
     let found = format!(
         "{} is on for {} (net.core.rps_sock_flow_entries {}, {})",
@@ -136,7 +137,7 @@ pub fn rfs(facts: &Facts) -> Vec<Finding> {
         rss_conflicts.flow_entries,
         rss_conflicts.flow_queues.join(", ")
     );
-    vec![zero_at(facts, Finding::warning(found, WHY), &rss_conflicts.flow_queues, "rps_flow_cnt")]
+    vec![with_zeroing_fix(facts, Finding::warning(found, CONSEQUENCE), &rss_conflicts.flow_queues, "rps_flow_cnt")]
 }
 
 pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
@@ -146,7 +147,7 @@ pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok("none")];
     }
     vec![
-        Finding::warning(format!("{name} has {rules} flow rules"), WHY)
+        Finding::warning(format!("{name} has {rules} flow rules"), CONSEQUENCE)
             .remedy(format!("ethtool -n {name}  # lists them"))
             .remedy(format!("ethtool -N {name} delete NUMBER")),
     ]

@@ -33,8 +33,8 @@ fn service(protocol: Protocol) -> Service {
     }
 }
 
-fn servers(address: &str, on_segment: bool) -> BTreeMap<String, Server> {
-    BTreeMap::from([("s1".to_owned(), Server { address: address.parse().unwrap(), on_segment })])
+fn servers(address: &str, is_on_segment: bool) -> BTreeMap<String, Server> {
+    BTreeMap::from([("s1".to_owned(), Server { address: address.parse().unwrap(), is_on_segment })])
 }
 
 /// Facts of a server or load balancer without findings.
@@ -92,17 +92,17 @@ fn passing_facts(role: Role) -> Facts {
             channels: Some(Channels { receive: 4, receive_max: 8, transmit: 4 }),
             lro: false,
             port_hashing: FlowType::ALL.into_iter().map(|flow_type| (flow_type, true)).collect(),
-            xdp: Xdp { native: Some(7), generic: None, native_possible: Some(true) },
+            xdp: Xdp { native: Some(7), generic: None, supports_native: Some(true) },
             veth_peer_has_xdp: None,
             xdp_send_errors: vec![],
-            own_xdp: Some(7),
+            own_program_id: Some(7),
             rss_conflicts: RssConflicts::default(),
             interrupts: (0..4).map(|queue| (queue, Interrupt { number: 30, cpu: Some(queue.into()) })).collect(),
             rss: Ok((128, InputTransform::None)),
             moves_connections: None,
             strips_vlan_tags: true,
             vlans: vec![],
-            seen_in_sys: true,
+            is_sysfs_visible: true,
         }),
         addresses,
         default_routes: BTreeSet::from(["eth7".to_owned()]),
@@ -128,10 +128,10 @@ fn passing_facts(role: Role) -> Facts {
 /// A certificate of 90 days.
 fn certificate(days_left: u64) -> CertificateFacts {
     CertificateFacts {
-        which: "own",
+        usage: "own",
         subject: "agent s1".to_owned(),
         wrong_owner: None,
-        remains: DAY * days_left as u32,
+        remaining: DAY * days_left as u32,
         is_old: days_left < 30,
     }
 }
@@ -141,7 +141,7 @@ fn certificate_expiry_and_key_owner_are_checked() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
         let found = |change: fn(&mut CertificateFacts)| found(role, |facts| change(&mut facts.certificates[0]));
         assert_eq!(found(|certificate| certificate.is_old = true), [("certificates", WARNING)]);
-        assert_eq!(found(|certificate| certificate.remains = Duration::ZERO), [("certificates", FAULT)]);
+        assert_eq!(found(|certificate| certificate.remaining = Duration::ZERO), [("certificates", FAULT)]);
         assert_eq!(
             found(|own| own.wrong_owner = Some("agent s2: expected agent s1".into())),
             [("certificates", FAULT)]
@@ -157,7 +157,7 @@ fn found(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Seve
     findings
         .map(|(check, finding)| {
             assert!(!finding.why.is_empty() && !finding.remedy.is_empty(), "{}: {finding:?}", check.name);
-            assert!(check.fixes || finding.remedy.iter().all(|remedy| remedy.fix.is_none()), "{}", check.name);
+            assert!(check.is_fixable || finding.remedy.iter().all(|remedy| remedy.fix.is_none()), "{}", check.name);
             (check.name, finding.severity)
         })
         .collect()
@@ -358,15 +358,15 @@ fn polling_threads_are_reported_if_cpu_time_is_the_load() {
 fn native_xdp_is_checked() {
     let lb = |change: fn(&mut Facts)| found(Role::Lb, change);
     assert_eq!(lb(|facts| device(facts).lro = true), [("lro", FAULT)]);
-    let none = |facts: &mut Facts| device(facts).xdp = Xdp { native_possible: Some(false), ..Xdp::default() };
+    let none = |facts: &mut Facts| device(facts).xdp = Xdp { supports_native: Some(false), ..Xdp::default() };
     assert_eq!(lb(none), [("xdp", WARNING)]);
     let only_native = |facts: &mut Facts| {
-        device(facts).xdp = Xdp { native_possible: Some(false), ..Xdp::default() };
+        device(facts).xdp = Xdp { supports_native: Some(false), ..Xdp::default() };
         facts.settings.xdp_mode = XdpMode::Native;
     };
     assert_eq!(lb(only_native), [("xdp", FAULT)]);
     let configured = |facts: &mut Facts| {
-        device(facts).xdp = Xdp { native_possible: Some(false), ..Xdp::default() };
+        device(facts).xdp = Xdp { supports_native: Some(false), ..Xdp::default() };
         facts.settings.xdp_mode = XdpMode::Generic;
     };
     assert_eq!(lb(configured), []);
@@ -379,7 +379,7 @@ fn native_xdp_is_checked() {
     assert_eq!(lb(|facts| device(facts).mtu = 9000), []);
     let jumbo = |facts: &mut Facts| {
         device(facts).mtu = 9000;
-        device(facts).own_xdp = None;
+        device(facts).own_program_id = None;
         device(facts).xdp.native = None;
     };
     assert_eq!(lb(jumbo), [("mtu", WARNING)]);
@@ -387,8 +387,8 @@ fn native_xdp_is_checked() {
 
 #[test]
 fn servers_of_the_segment_need_an_address_in_its_network() {
-    let is_fault = |address: &str, on_segment: bool| {
-        found(Role::Lb, |facts| facts.servers = servers(address, on_segment)).contains(&("segment", FAULT))
+    let is_fault = |address: &str, is_on_segment: bool| {
+        found(Role::Lb, |facts| facts.servers = servers(address, is_on_segment)).contains(&("segment", FAULT))
     };
     assert!(is_fault("192.0.2.1", true));
     assert!(!is_fault("192.0.2.1", false), "it is behind routers or in a VLAN");
@@ -489,10 +489,10 @@ fn firewalls_and_connection_tracking_are_reported() {
     let chain = |hook: &str, drops, accepts, tracks| Chain {
         name: format!("ip filter {hook}"),
         hook: hook.to_owned(),
-        drops,
-        accepts,
-        tracks,
-        untracks: false,
+        drops_by_default: drops,
+        accepts_packets: accepts,
+        tracks_connections: tracks,
+        exempts_packets: false,
         rules: vec![],
     };
     let with = |role: Role, chain: Chain, by_lb: bool| {
@@ -507,7 +507,7 @@ fn firewalls_and_connection_tracking_are_reported() {
     assert_eq!(with(Role::Lb, chain("forward", true, false, false), true), [("firewall", FAULT)]);
     assert_eq!(with(Role::Lb, chain("input", true, true, true), true), [("conntrack", FAULT)]);
     assert_eq!(with(Role::Server, chain("input", false, true, true), false), [("conntrack", WARNING)]);
-    let untracked = Chain { untracks: true, ..chain("prerouting", false, true, true) };
+    let untracked = Chain { exempts_packets: true, ..chain("prerouting", false, true, true) };
     assert_eq!(with(Role::Server, untracked, false), []);
     let translates = |conditions| {
         let rule = NatRule { conditions, translates: true, jumps: vec![] };

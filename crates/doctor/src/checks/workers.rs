@@ -7,7 +7,7 @@ use coreward_model::tuple::Protocol;
 use crate::facts::{Facts, Service, Sockets};
 use crate::finding::Finding;
 
-fn served(facts: &Facts) -> impl Iterator<Item = (&Service, &Result<Sockets, String>)> {
+fn readable_services(facts: &Facts) -> impl Iterator<Item = (&Service, &Result<Sockets, String>)> {
     facts.services.iter().filter_map(|service| Some((service, service.sockets.as_ref()?)))
 }
 
@@ -19,7 +19,7 @@ pub fn listeners(facts: &Facts) -> Vec<Finding> {
     let queues =
         facts.device.as_ref().and_then(|device| device.channels).map_or(1, |channels| usize::from(channels.receive));
     let steers = facts.settings.steer != Steer::Off;
-    served(facts).map(|(service, sockets)| check_service(service, sockets, queues, steers)).collect()
+    readable_services(facts).map(|(service, sockets)| check_service(service, sockets, queues, steers)).collect()
 }
 
 fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: usize, steers: bool) -> Finding {
@@ -92,5 +92,5 @@ pub fn pinned(facts: &Facts) -> Vec<Finding> {
                 .remedy("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"),
         )
     };
-    served(facts).filter_map(of).collect()
+    readable_services(facts).filter_map(of).collect()
 }

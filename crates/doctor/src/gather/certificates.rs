@@ -1,12 +1,16 @@
 //! The daemon's certificates.
 
 use coreward_tls::certificate::unix_now;
-use coreward_tls::{Files, Role as CertifiedRole, table};
+use coreward_tls::{CredentialFiles, Role as CertifiedRole, table};
 
 use crate::facts::{CertificateFacts, Role};
 
 /// `name`: of this machine at the controller. Fails if the files are unusable: the daemon would not start.
-pub(super) fn gather(role: Role, files: Option<&Files>, name: Option<&str>) -> anyhow::Result<Vec<CertificateFacts>> {
+pub(super) fn gather(
+    role: Role,
+    files: Option<&CredentialFiles>,
+    name: Option<&str>,
+) -> anyhow::Result<Vec<CertificateFacts>> {
     let Some(tls) = table::load(files)? else { return Ok(Vec::new()) };
     let certified = match role {
         Role::Lb => CertifiedRole::Lb,
@@ -18,8 +22,8 @@ pub(super) fn gather(role: Role, files: Option<&Files>, name: Option<&str>) -> a
     let expected = name.map_or_else(|| certified.to_string(), |name| format!("{certified} {name}"));
     let now = unix_now();
     let certificates = tls.certificates().into_iter().map(|(which, certificate)| CertificateFacts {
-        which,
-        remains: certificate.remains(now),
+        usage: which,
+        remaining: certificate.remains(now),
         is_old: certificate.is_old(now),
         wrong_owner: (which == "own" && !right).then(|| format!("{identity}: expected {expected}")),
         subject: certificate.identity.as_ref().map_or(certificate.subject.clone(), ToString::to_string),

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 use coreward_control_server::config::ControllerConfig;
-use coreward_http::client::{Client, Proof};
+use coreward_http::client::{Client, Credential};
 use coreward_http::tokens::token_file;
 use coreward_model::ServiceAddress;
 use coreward_model::forwarding::Forwarding;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::Connector;
 use coreward_tls::verify::Host;
-use coreward_tls::{Files, Role as CertifiedRole};
+use coreward_tls::{CredentialFiles, Role as CertifiedRole};
 use coreward_wire::address::parse_address;
 use coreward_wire::v1::{FleetReply, FleetRequest, FleetServer, FleetService};
 use tonic::transport::Endpoint;
@@ -37,7 +37,7 @@ pub(super) struct Fleet {
 pub(super) fn query_controllers(
     role: Role,
     controllers: &[SocketAddr],
-    tls: Option<&Files>,
+    tls: Option<&CredentialFiles>,
     name: Option<&str>,
 ) -> Fleet {
     let mut problems = Vec::new();
@@ -51,7 +51,7 @@ pub(super) fn query_controllers(
 }
 
 /// Requests the answer by gRPC, as the daemon does.
-fn fetch(controller: SocketAddr, tls: Option<&Files>) -> anyhow::Result<FleetReply> {
+fn fetch(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
     let tls = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
     let unreachable = |reason: &dyn std::fmt::Display| {
         let expected = "expected a running `coreward controller` whose `listen` that is";
@@ -79,7 +79,7 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
         let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
         let url = format!("{scheme}://{}", config.api).parse()?;
         // On this host any of its addresses will do.
-        let client = Client::with_controllers(vec![url], &Proof::Token { file, ca }, Host::Any)?;
+        let client = Client::with_controllers(vec![url], &Credential::Token { file, ca }, Host::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())
     };
@@ -108,8 +108,8 @@ fn of(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet
         .collect();
     let server = |server: &FleetServer| {
         let address = parse_address("address", &server.address).ok().filter(|address| !address.is_unspecified())?;
-        let on_segment = bridged.contains(&server.name) && server.vlan == 0;
-        Some((server.name.clone(), Server { address, on_segment }))
+        let is_on_segment = bridged.contains(&server.name) && server.vlan == 0;
+        Some((server.name.clone(), Server { address, is_on_segment }))
     };
     Fleet {
         answer: Some(Ok(controller)),
@@ -137,8 +137,8 @@ mod tests {
             ..FleetReply::default()
         };
         let fleet = of(&reply, "10.1.0.2:7400".parse().unwrap(), None);
-        let on_segment = fleet.servers.iter().filter(|(_, server)| server.on_segment);
-        assert_eq!(on_segment.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["both", "near"]);
+        let is_on_segment = fleet.servers.iter().filter(|(_, server)| server.is_on_segment);
+        assert_eq!(is_on_segment.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["both", "near"]);
         assert_eq!(fleet.servers.len(), 4);
     }
 }

@@ -34,7 +34,7 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
         xdp: device::xdp(index).unwrap_or_default(),
         veth_peer_has_xdp: coreward_dataplane::veth::peer_has_xdp(index),
         xdp_send_errors: coreward_dataplane::ethtool::xdp_send_errors(name),
-        own_xdp: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program(pins).ok().flatten()),
+        own_program_id: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program(pins).ok().flatten()),
         rss_conflicts,
         interrupts: queues::interrupts(name),
         rss: rss.read().map(|rss| (rss.indirection_table.entry_count(), rss.key.input())).map_err(
@@ -43,7 +43,7 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
                 _ => RssProblem::Other(error.to_string()),
             },
         ),
-        seen_in_sys: sysfs::device_directory(name).is_some(),
+        is_sysfs_visible: sysfs::device_directory(name).is_some(),
     })
 }
 

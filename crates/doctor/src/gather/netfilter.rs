@@ -43,9 +43,9 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
         let found = Chain {
             name: name(chain, "name"),
             hook: text(&chain["hook"]),
-            drops: chain["policy"] == "drop",
+            drops_by_default: chain["policy"] == "drop",
             // A chain of type nat tracks connections.
-            tracks: chain["type"] == "nat",
+            tracks_connections: chain["type"] == "nat",
             ..Chain::default()
         };
         chains.insert(found.name.clone(), found);
@@ -53,14 +53,15 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
     for rule in objects.iter().filter_map(|object| object.get("rule")) {
         let Some(chain) = chains.get_mut(&name(rule, "chain")) else { continue };
         let expressions = rule["expr"].as_array().map_or(&[][..], Vec::as_slice);
-        chain.accepts |= expressions.iter().any(|expression| has_key(expression, &["accept", "jump", "goto", "vmap"]));
-        chain.untracks |= expressions.iter().any(|expression| has_key(expression, &["notrack"]));
+        chain.accepts_packets |=
+            expressions.iter().any(|expression| has_key(expression, &["accept", "jump", "goto", "vmap"]));
+        chain.exempts_packets |= expressions.iter().any(|expression| has_key(expression, &["notrack"]));
         let table = format!("{} {}", text(&rule["family"]), text(&rule["table"]));
         let nat = nat_rule(expressions, &table);
         if nat.translates || !nat.jumps.is_empty() {
             chain.rules.push(nat);
         }
-        chain.tracks |= expressions.iter().any(|expression| {
+        chain.tracks_connections |= expressions.iter().any(|expression| {
             // `xt`: a match of iptables-nft.
             let by_match =
                 ["conntrack", "state", "connlimit", "connmark"].iter().any(|name| expression["xt"]["name"] == *name);
@@ -200,11 +201,22 @@ mod tests {
             hook: hook.to_owned(),
             ..Chain::default()
         };
-        assert_eq!(of("input"), Chain { drops: true, accepts: true, tracks: true, ..chain("input", "input") });
-        assert_eq!(of("raw"), Chain { untracks: true, ..chain("raw", "prerouting") });
-        assert_eq!(of("own"), Chain { tracks: true, ..chain("own", "") });
+        assert_eq!(
+            of("input"),
+            Chain {
+                drops_by_default: true,
+                accepts_packets: true,
+                tracks_connections: true,
+                ..chain("input", "input")
+            }
+        );
+        assert_eq!(of("raw"), Chain { exempts_packets: true, ..chain("raw", "prerouting") });
+        assert_eq!(of("own"), Chain { tracks_connections: true, ..chain("own", "") });
         let translates = NatRule { translates: true, ..NatRule::default() };
-        assert_eq!(of("out"), Chain { tracks: true, rules: vec![translates], ..chain("out", "postrouting") });
+        assert_eq!(
+            of("out"),
+            Chain { tracks_connections: true, rules: vec![translates], ..chain("out", "postrouting") }
+        );
         assert!(chains(&Value::Null).is_empty());
     }
 

@@ -15,7 +15,7 @@ use coreward_control_server::config::{ControllerConfig, StoreLocation};
 use coreward_lb::config::{Config as LbConfig, XdpMode};
 use coreward_model::ServiceAddress;
 use coreward_model::forwarding::Forwarding;
-use coreward_tls::Files;
+use coreward_tls::CredentialFiles;
 use nix::sys::statvfs;
 
 use super::{bind_problem, controller, directory_of};
@@ -43,7 +43,7 @@ pub(super) struct Read {
     /// Name of this machine at the controller.
     pub name: Option<String>,
     /// The daemon's certificate.
-    pub tls: Option<Files>,
+    pub tls: Option<CredentialFiles>,
     pub rss: Option<Box<dyn RssDevice>>,
     pub services: Vec<Service>,
     pub controller_facts: Option<ControllerFacts>,

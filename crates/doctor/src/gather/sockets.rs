@@ -23,9 +23,9 @@ fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
     let mut found: BTreeMap<u64, Listener> =
         listeners::waiting(&inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
     let others = inodes.iter().copied().filter(|inode| !found.contains_key(inode)).collect();
-    found.extend(listeners::holding(&others)?.into_iter().map(|listener| (listener.inode, listener)));
+    found.extend(listeners::find_owners(&others)?.into_iter().map(|listener| (listener.inode, listener)));
     let reuseport = found.values().find_map(|listener| {
-        let socket = listeners::take(listener).ok()?;
+        let socket = listeners::duplicate_socket(listener).ok()?;
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
     });
     let workers = found.into_values().map(|listener| listener.affinity).collect();

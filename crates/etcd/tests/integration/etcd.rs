@@ -11,7 +11,7 @@ use coreward_etcd::leadership::{Candidate, LeaderState, Leadership};
 use coreward_etcd::local::{ClientTls, Member};
 use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
 use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::{Files, Role};
+use coreward_tls::{CredentialFiles, Role};
 use tempfile::TempDir;
 
 /// One member; it ends with this.
@@ -80,7 +80,7 @@ fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 /// Larger together than a request to etcd may be, and more than a transaction may change.
-fn large(marker: u8) -> Chunks {
+fn large_content(marker: u8) -> Chunks {
     (0..300).map(|number| (format!("part/{number}"), vec![marker; 20_000])).collect()
 }
 
@@ -99,8 +99,8 @@ fn next_leader_reads_complete_changes_only() {
     let first = lead(&cluster, "a");
     let mut store = open(&cluster, &first);
     assert!(store.parts().is_empty());
-    cluster.block_on(store.save(large(1))).unwrap();
-    let mut changed = large(1);
+    cluster.block_on(store.save(large_content(1))).unwrap();
+    let mut changed = large_content(1);
     changed.insert("part/7".to_owned(), b"changed".to_vec());
     changed.remove("part/8");
     cluster.block_on(store.save(changed.clone())).unwrap();
@@ -124,7 +124,7 @@ fn deposed_leader_cannot_write() {
     let (cluster, other) = (etcd.cluster(), etcd.cluster());
     let first = lead(&cluster, "a");
     let mut store = open(&cluster, &first);
-    cluster.block_on(store.save(large(1))).unwrap();
+    cluster.block_on(store.save(large_content(1))).unwrap();
     // Its lease is taken from it, as when it was stopped for long; it does not know.
     put(&other, "/test/leader", "somebody");
     let delete = other.block_on(other.call(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
@@ -134,14 +134,14 @@ fn deposed_leader_cannot_write() {
     let second = lead(&other, "b");
     let mut successor = open(&other, &second);
     assert!(first.is_valid());
-    for parts in [large(2), large(1).into_iter().take(3).collect()] {
+    for parts in [large_content(2), large_content(1).into_iter().take(3).collect()] {
         let refused = cluster.block_on(store.save(parts)).unwrap_err();
         assert!(matches!(refused, EtcdError::Deposed(_) | EtcdError::Unreachable { .. }), "{refused}");
     }
     assert!(!first.is_valid());
-    assert_eq!(successor.parts(), &large(1));
-    cluster.block_on(successor.save(large(3))).unwrap();
-    assert_eq!(open(&other, &second).parts(), &large(3));
+    assert_eq!(successor.parts(), &large_content(1));
+    cluster.block_on(successor.save(large_content(3))).unwrap();
+    assert_eq!(open(&other, &second).parts(), &large_content(3));
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn leader_without_etcd_ends_by_its_own_clock() {
     etcd.process.kill().unwrap();
     let began = Instant::now();
     assert!(leadership.is_valid(), "not at once");
-    let refused = cluster.block_on(store.save(large(1))).unwrap_err();
+    let refused = cluster.block_on(store.save(large_content(1))).unwrap_err();
     assert!(matches!(refused, EtcdError::Unreachable { .. }), "{refused}");
     let why = cluster.block_on(leadership.wait_for_end());
     assert!(why.contains("lease"), "{why}");
@@ -214,28 +214,28 @@ impl Signer {
         Self { directory, authority }
     }
 
-    fn issue(&self, name: &str, address: &str, validity: Validity) -> Files {
+    fn issue(&self, name: &str, address: &str, validity: Validity) -> CredentialFiles {
         let name = name.parse().unwrap();
         let directory = self.directory.path().join(format!("{name}"));
         let identity = coreward_tls::Identity { fleet: "prod".parse().unwrap(), role: Role::Controller, name };
         let issued = self.authority.issue(&identity, &[address.to_owned()], validity).unwrap();
         issued.write(&directory, &self.authority).unwrap();
         let file = |name: &str| directory.join(name);
-        Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+        CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
     }
 
-    fn good(&self, name: &str) -> Files {
+    fn issue_valid(&self, name: &str) -> CredentialFiles {
         self.issue(name, "127.0.0.1", Validity::from_now(DAY))
     }
 }
 
-fn serving(files: Files) -> Etcd {
-    let Files { ca, certificate, key } = files;
+fn serving(files: CredentialFiles) -> Etcd {
+    let CredentialFiles { ca, certificate, key } = files;
     let tls = ClientTls { ca, certificate, key };
     Etcd::start_with(|member, directory| member.secure_command(std::slice::from_ref(member), directory, &tls))
 }
 
-fn options(ca: &Files, own: Option<&Files>) -> TlsOptions {
+fn options(ca: &CredentialFiles, own: Option<&CredentialFiles>) -> TlsOptions {
     let read = |path: &Path| std::fs::read(path).unwrap();
     let options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(&ca.ca)));
     match own {
@@ -255,18 +255,18 @@ fn read_leader(cluster: &Cluster) -> Result<LeaderState, String> {
 #[test]
 fn etcd_requires_tls_and_valid_certificates() {
     let (ours, foreign) = (Signer::new(), Signer::new());
-    let etcd = serving(ours.good("etcd1"));
-    let own = ours.good("c1");
+    let etcd = serving(ours.issue_valid("etcd1"));
+    let own = ours.issue_valid("c1");
     let endpoint = etcd.member.secure_endpoint();
     let cluster = connect(&endpoint, &options(&own, Some(&own)));
     let leadership = lead(&cluster, "a");
     let mut store = open(&cluster, &leadership);
-    cluster.block_on(store.save(large(1))).unwrap();
-    assert_eq!(open(&cluster, &leadership).parts(), &large(1));
+    cluster.block_on(store.save(large_content(1))).unwrap();
+    assert_eq!(open(&cluster, &leadership).parts(), &large_content(1));
 
     let now = coreward_tls::certificate::unix_now();
     let past = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
-    let (other, expired) = (foreign.good("c1"), ours.issue("old", "127.0.0.1", past));
+    let (other, expired) = (foreign.issue_valid("c1"), ours.issue("old", "127.0.0.1", past));
     for (what, tls, expected) in [
         (
             "an authority that did not sign etcd's",

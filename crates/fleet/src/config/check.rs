@@ -22,7 +22,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
     let key_rotation = file.key_rotation.map(|interval| rotation(&interval, max_connection_lifetime, reader));
     let racks = racks::check(file.racks.as_deref(), None, reader);
-    let load_balancers = racks::listed_once("load balancer", file.load_balancers.as_deref(), reader);
+    let load_balancers = racks::unique_names("load balancer", file.load_balancers.as_deref(), reader);
     let servers = servers(&file.servers, racks.as_ref(), reader);
     let names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
     let services = Services { names: names.collect(), servers: &servers, buckets: file.buckets };
@@ -51,7 +51,7 @@ fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], rea
     let most = intf::MAX_SERVICES_OF_SERVER;
     for (server, count) in servers.iter().zip(counts).filter(|(_, count)| *count > most) {
         let message = format!("server {:?} is in {count} services: expected at most {most}", server.name);
-        reader.mistake(server.span.clone(), message);
+        reader.report(server.span.clone(), message);
     }
 }
 
@@ -69,7 +69,7 @@ fn rotation<const MIN: u64, const MAX: u64>(
             "a key rotation every {rotation_interval}, but a cookie may live {max_connection_lifetime} \
              (`max_connection_lifetime`): expected no less than that"
         );
-        reader.mistake(interval.span(), message);
+        reader.report(interval.span(), message);
     }
     rotation_interval
 }
@@ -82,7 +82,7 @@ fn servers(
     if let Some(first_too_many) = listed.get(ServerId::COUNT) {
         let message =
             format!("{} servers: expected at most {}, all that a cookie holds", listed.len(), ServerId::COUNT);
-        reader.mistake(first_too_many.span(), message);
+        reader.report(first_too_many.span(), message);
     }
     let listed = &listed[..listed.len().min(ServerId::COUNT)];
     let mut names = UniqueValues::new("server name");
@@ -94,10 +94,10 @@ fn servers(
         let name = server.name.value.as_ref().map(|name| &name.0);
         let address = server.address.value.map(|address| address.0);
         let id = server.id.as_ref().map(|id| (*id.get_ref(), id.span()));
-        names.take(name, &server.name.span, reader);
-        addresses.take(address, &server.address.span, reader);
+        names.insert(name, &server.name.span, reader);
+        addresses.insert(address, &server.address.span, reader);
         if let Some((id, span)) = &id {
-            ids.take(Some(*id), span, reader);
+            ids.insert(Some(*id), span, reader);
         }
         let racks = racks::check(server.racks.as_deref(), known_racks, reader);
         let (Some(name), Some(address)) = (name, address) else { continue };
@@ -127,7 +127,7 @@ impl Services<'_> {
     fn check(&self, listed: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
         if let Some(first_too_many) = listed.get(ServiceIndex::COUNT) {
             let message = format!("{} services: expected at most {}", listed.len(), ServiceIndex::COUNT);
-            reader.mistake(first_too_many.span(), message);
+            reader.report(first_too_many.span(), message);
         }
         // The services beyond the limit are skipped: each may list all servers.
         let listed = &listed[..listed.len().min(ServiceIndex::COUNT)];
@@ -139,14 +139,14 @@ impl Services<'_> {
         for entry in listed {
             let service = entry.get_ref();
             let name = service.name.value.as_ref().map(|name| &name.0);
-            names.take(name, &service.name.span, reader);
+            names.insert(name, &service.name.span, reader);
             let pool = self.pool(service, &positions, reader);
             let Some(protocol) = service.protocol.value else { continue };
             let mode = service::mode(service, protocol, reader);
             let address = service.vip.value.map(|vip| vip.with(protocol));
-            vips.take(address, &service.vip.span, reader);
+            vips.insert(address, &service.vip.span, reader);
             if let Some(address) = address {
-                self.no_server_has(address.socket.ip(), &service.vip.span, reader);
+                self.reject_server_address(address.socket.ip(), &service.vip.span, reader);
             }
             let differs = |position: &usize| {
                 address.is_some_and(|vip| vip.socket.is_ipv4() != self.servers[*position].address.is_ipv4())
@@ -156,7 +156,7 @@ impl Services<'_> {
             let check = service.health.as_ref().and_then(check);
             let (Some(name), Some(address), Some(policy)) = (name, address, service.policy.value) else { continue };
             if mode.timestamps == Timestamps::LoadBalancer {
-                can_be_named(name, pool.iter().map(|position| &self.servers[*position]), reader);
+                check_ids_fit(name, pool.iter().map(|position| &self.servers[*position]), reader);
             }
             services.push(ServiceConfig {
                 name: name.clone(),
@@ -177,11 +177,11 @@ impl Services<'_> {
     }
 
     /// A VIP is on every server's loopback without ARP, so a server with this address would be unreachable.
-    fn no_server_has(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
+    fn reject_server_address(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
         if let Some(server) = self.servers.iter().find(|server| server.address == vip) {
             let message =
                 format!("VIP {vip} is also the address of server {:?}: expected an address of its own", server.name);
-            reader.mistake(span.clone(), message);
+            reader.report(span.clone(), message);
         }
     }
 
@@ -193,7 +193,7 @@ impl Services<'_> {
         let mut members = UniqueValues::new("server of this service");
         let mut pool = Vec::with_capacity(listed.len());
         for name in listed {
-            members.take(Some(name.get_ref()), &name.span(), reader);
+            members.insert(Some(name.get_ref()), &name.span(), reader);
             match positions.get(name.get_ref().as_str()) {
                 Some(position) => pool.push(*position),
                 // A server with another mistake still exists.
@@ -210,7 +210,7 @@ impl Services<'_> {
 }
 
 /// The cookie of LB-side stamping holds smaller ids.
-fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
+fn check_ids_fit<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
     for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_name(*id)) {
         let message = format_args!(
             "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that \
@@ -218,6 +218,6 @@ fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>,
              cookies hold, or none to have one drawn",
             lb_stamping::SERVER_IDS - 1
         );
-        reader.mistake(span.clone(), message);
+        reader.report(span.clone(), message);
     }
 }

@@ -11,7 +11,7 @@ use super::address::ServerAddress;
 use super::service::Service;
 use super::{DEFAULT_MAX_CONNECTION_LIFETIME, ServerState, TableTiming};
 
-const IN_THE_CONTROLLERS_FILE: &str = "it in the controller's own file";
+const CONTROLLER_FILE_HINT: &str = "it in the controller's own file";
 
 config_struct! {
     /// The fleet's.
@@ -43,9 +43,9 @@ config_struct! {
     }
     elsewhere {
         "rss_key" => "`rss_key_file = \"FILE\"` in the controller's own file, with the key in FILE",
-        "rss_key_file" => IN_THE_CONTROLLERS_FILE,
-        "listen" => IN_THE_CONTROLLERS_FILE,
-        "store" => IN_THE_CONTROLLERS_FILE,
+        "rss_key_file" => CONTROLLER_FILE_HINT,
+        "listen" => CONTROLLER_FILE_HINT,
+        "store" => CONTROLLER_FILE_HINT,
     }
 }
 

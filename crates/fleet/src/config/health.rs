@@ -177,14 +177,14 @@ pub fn check(
     reader: &mut Reader<'_>,
 ) -> Option<Check> {
     let health = table.get_ref();
-    refuse_strangers(health, reader);
+    reject_unused_keys(health, reader);
     let probe_address = probe_address(health, vip_check_error(mode, mixes_families), reader);
     if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
         let message = format!(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
             health.check.name()
         );
-        reader.mistake(table.span(), message);
+        reader.report(table.span(), message);
     }
     let http = || HttpProbe {
         path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
@@ -229,13 +229,13 @@ fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut R
     let default = if why_not_at_vip.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
     let Some(at) = &health.at else { return default };
     if let Some(reason) = why_not_at_vip.filter(|_| *at.get_ref() == ProbeAddress::Vip) {
-        reader.mistake(at.span(), format!("checks at the VIP of {reason}: expected \"server\""));
+        reader.report(at.span(), format!("checks at the VIP of {reason}: expected \"server\""));
     }
     *at.get_ref()
 }
 
 /// Keys without effect on this kind of check.
-fn refuse_strangers(health: &Health, reader: &mut Reader<'_>) {
+fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
     use CheckKind::{Http, Https, Tcp};
     let keys: [(&str, Option<Span>, &[CheckKind]); 7] = [
         ("at", health.at.as_ref().map(Spanned::span), &[Tcp, Http, Https]),
@@ -254,7 +254,7 @@ fn refuse_strangers(health: &Health, reader: &mut Reader<'_>) {
             health.check.name(),
             kinds.join(" or ")
         );
-        reader.mistake(span, message);
+        reader.report(span, message);
     }
 }
 
@@ -262,7 +262,7 @@ fn verification(health: &Health, reader: &mut Reader<'_>) -> Verification {
     match (&health.verify, &health.ca) {
         (Some(verify), None) if !verify.get_ref() => Verification::Off,
         (Some(verify), Some(_)) if !verify.get_ref() => {
-            reader.mistake(verify.span(), "`verify = false` with `ca`: expected one of the two");
+            reader.report(verify.span(), "`verify = false` with `ca`: expected one of the two");
             Verification::Off
         }
         (_, Some(ca)) => Verification::Authorities(ca.get_ref().0.clone()),

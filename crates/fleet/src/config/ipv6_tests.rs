@@ -82,7 +82,7 @@ fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
 fn ipv6_service_migrates_from_a_load_balancer_of_either_family() {
     for address in ["2001:db8::5", "10.2.0.5"] {
         let config = parse("[2001:db8::1]:80", &format!("migrate_from = {address:?}")).unwrap();
-        let from = OtherBalancer { address: address.parse().unwrap(), handed_over: false };
+        let from = OtherBalancer { address: address.parse().unwrap(), is_handed_over: false };
         assert_eq!(config.services[0].other_balancer, Some(from));
     }
 }

@@ -106,7 +106,7 @@ pub enum ServerState {
 pub struct OtherBalancer {
     pub address: IpAddr,
     /// True: it gets new connections from now on. False: it had the service before.
-    pub handed_over: bool,
+    pub is_handed_over: bool,
 }
 
 #[derive(Debug, Clone)]

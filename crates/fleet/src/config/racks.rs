@@ -16,7 +16,7 @@ pub fn check(
     let mut unique = UniqueValues::new("rack");
     for name in listed {
         let Name(rack) = name.get_ref();
-        unique.take(Some(rack), &name.span(), reader);
+        unique.insert(Some(rack), &name.span(), reader);
         if let Some(known) = known.filter(|known| !known.contains(rack)) {
             let message = format_args!("rack {rack:?} does not exist: expected one of the fleet's `racks`");
             reader.unknown_name(name.span(), message, rack, known.iter().map(String::as_str));
@@ -26,14 +26,14 @@ pub fn check(
 }
 
 /// Returns the names on a list of the fleet; `None`: no list. `what`: name of one entry.
-pub fn listed_once(
+pub fn unique_names(
     what: &'static str,
     listed: Option<&[Spanned<Name>]>,
     reader: &mut Reader<'_>,
 ) -> Option<BTreeSet<String>> {
     let mut unique = UniqueValues::new(what);
     for name in listed? {
-        unique.take(Some(&name.get_ref().0), &name.span(), reader);
+        unique.insert(Some(&name.get_ref().0), &name.span(), reader);
     }
     Some(listed?.iter().map(|name| name.get_ref().0.clone()).collect())
 }

@@ -82,7 +82,7 @@ pub fn mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> S
              \"l2\", or timestamps by \"server\" or \"off\"",
             forwarding.name()
         );
-        reader.mistake(written.span(), message);
+        reader.report(written.span(), message);
     }
     ServiceMode { forwarding, ..mode }
 }
@@ -98,7 +98,7 @@ fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
             "a UDP service has no `{key}`, as datagrams carry no cookie: expected `udp = \"flow\"` or `udp = \
              \"packet\"`"
         );
-        reader.mistake(span, message);
+        reader.report(span, message);
     }
     let default = ServiceMode::default_for(Protocol::Udp);
     match service.udp.as_ref().map(Spanned::get_ref) {
@@ -110,7 +110,7 @@ fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
 
 fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     if let Some(udp) = &service.udp {
-        reader.mistake(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
+        reader.report(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
     }
     let default = ServiceMode::default_for(Protocol::Tcp);
     let consistency = service.consistency.as_ref().map_or(default.consistency, |consistency| *consistency.get_ref());
@@ -121,13 +121,13 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
         Some(timestamps) => {
             let requested = *timestamps.get_ref();
             if let Some(message) = cannot_stamp(consistency, uses_cookies, requested) {
-                reader.mistake(timestamps.span(), message);
+                reader.report(timestamps.span(), message);
             }
             requested
         }
     };
     if let (Consistency::None, Some(written)) = (consistency, &service.consistency) {
-        refuse_wandering(written, service, reader);
+        reject_unstable_policy(written, service, reader);
     }
     ServiceMode { consistency, timestamps, ..default }
 }
@@ -152,7 +152,7 @@ fn cannot_stamp(consistency: Consistency, uses_cookies: bool, requested: Timesta
 }
 
 /// Without a consistency mode a connection stays with its server only while the policy's choice does.
-fn refuse_wandering<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
+fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
     let Some(PolicyName(chosen)) = service.policy.value else { return };
     let fixed = policy::fixed_names();
     if fixed.contains(&chosen) {
@@ -164,5 +164,5 @@ fn refuse_wandering<T>(consistency: &Spanned<T>, service: &Service, reader: &mut
          a policy whose choice depends on the pool alone: {}",
         fixed.join(", ")
     );
-    reader.mistake(consistency.span(), message);
+    reader.report(consistency.span(), message);
 }

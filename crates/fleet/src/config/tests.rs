@@ -496,7 +496,7 @@ fn service_migrates_in_one_direction() {
     let good = GOOD.replacen("policy = \"pow2\"\n", "migrate_from = \"10.2.0.5\"\n", 1);
     let config = parse(&good).unwrap();
     assert_eq!(config.services[0].other_balancer, None);
-    let from = OtherBalancer { address: [10, 2, 0, 5].into(), handed_over: false };
+    let from = OtherBalancer { address: [10, 2, 0, 5].into(), is_handed_over: false };
     assert_eq!(config.services[1].other_balancer, Some(from));
     for (line, message) in [
         (

@@ -21,19 +21,19 @@ pub fn of(
         (Some(from), None) => ("migrate_from", from),
         (None, Some(to)) => ("migrate_to", to),
         (Some(_), Some(to)) => {
-            reader.mistake(to.span(), "`migrate_to` with `migrate_from`: expected one of the two");
+            reader.report(to.span(), "`migrate_to` with `migrate_from`: expected one of the two");
             return None;
         }
     };
     if address.protocol == Protocol::Udp {
         let message = format!("`{key}` of a UDP service, whose datagrams do not show what begins a flow: expected TCP");
-        reader.mistake(written.span(), message);
+        reader.report(written.span(), message);
     } else if mode.forwarding.encapsulates() {
         let message = format!(
             "`{key}` with forwarding {:?}: expected \"l2\", as the other load balancer is reached by its MAC address",
             mode.forwarding.name()
         );
-        reader.mistake(written.span(), message);
+        reader.report(written.span(), message);
     } else if !mode.can_transfer() {
         let message = format!(
             "`{key}` with consistency {:?} and timestamps by {:?}: expected consistency \"stateless\", \"stateful\" or \
@@ -41,14 +41,14 @@ pub fn of(
             mode.consistency.name(),
             mode.timestamps.name()
         );
-        reader.mistake(written.span(), message);
+        reader.report(written.span(), message);
     }
     let other = written.get_ref().0;
     if other == address.socket.ip() {
         let message = format!("`{key}` is the VIP {other}: expected the load balancer's own address");
-        reader.mistake(written.span(), message);
+        reader.report(written.span(), message);
     }
-    Some(OtherBalancer { address: other, handed_over: service.migrate_to.is_some() })
+    Some(OtherBalancer { address: other, is_handed_over: service.migrate_to.is_some() })
 }
 
 /// A server stamps new connections of all its services or of none: the kernel has one setting.
@@ -58,15 +58,16 @@ pub fn check_servers(
     listed: &[Spanned<Service>],
     reader: &mut Reader<'_>,
 ) {
-    let handed_over = |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.handed_over);
+    let is_handed_over = |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.is_handed_over);
     let stamped = || services.iter().filter(|service| service.mode.is_stamped());
     let mut first_staying: HashMap<usize, usize> = HashMap::new();
-    for (index, staying) in services.iter().enumerate().filter(|(_, one)| one.mode.is_stamped() && !handed_over(one)) {
+    for (index, staying) in services.iter().enumerate().filter(|(_, one)| one.mode.is_stamped() && !is_handed_over(one))
+    {
         for position in &staying.servers {
             first_staying.entry(*position).or_insert(index);
         }
     }
-    for leaving in stamped().filter(|service| handed_over(service)) {
+    for leaving in stamped().filter(|service| is_handed_over(service)) {
         let staying = |position: &usize| Some((*first_staying.get(position)?, *position));
         let shared = leaving.servers.iter().filter_map(staying).min_by_key(|(staying, _)| *staying);
         let shared = shared.map(|(staying, position)| (&services[staying], &servers[position]));
@@ -79,6 +80,6 @@ pub fn check_servers(
              stamps those of all its services or of none: expected `migrate_to` in both",
             leaving.name, server.name, staying.name
         );
-        reader.mistake(written.span(), message);
+        reader.report(written.span(), message);
     }
 }

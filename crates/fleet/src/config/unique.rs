@@ -18,12 +18,12 @@ impl<T: Hash + Eq + Display> UniqueValues<T> {
     }
 
     /// `None`: a value with a mistake of its own.
-    pub fn take(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
+    pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
         if let Some(first) = self.seen.get(&value) {
             let line = reader.line(first);
             let message = format!("{} {value} is used twice (first in line {line}): expected each once", self.what);
-            reader.mistake(span.clone(), message);
+            reader.report(span.clone(), message);
             return;
         }
         self.seen.insert(value, span.clone());

@@ -37,10 +37,11 @@ fn wait_until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -
 /// In a process of its own, because it lowers the process's limit.
 #[test]
 fn exhausted_file_descriptors_mark_no_server_down() {
-    const ALONE: &str = "COREWARD_TEST_ALONE";
-    if std::env::var_os(ALONE).is_none() {
+    const CHILD_VARIABLE: &str = "COREWARD_TEST_ALONE";
+    if std::env::var_os(CHILD_VARIABLE).is_none() {
         let test = ["--exact", "local_errors::exhausted_file_descriptors_mark_no_server_down"];
-        let output = Command::new(std::env::current_exe().unwrap()).args(test).env(ALONE, "1").output().unwrap();
+        let output =
+            Command::new(std::env::current_exe().unwrap()).args(test).env(CHILD_VARIABLE, "1").output().unwrap();
         assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{output:?}");
         return;
     }

@@ -116,7 +116,7 @@ fn silent_server_times_out() {
     let quick = Check { timeout: Duration::from_millis(50), ..(*check(Probe::Http(http(None)))).clone() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(Arc::new(quick), address, None);
-    assert_eq!(runtime.block_on(prober.probe(address.ip())), Err(ProbeError::Silent(Duration::from_millis(50))));
+    assert_eq!(runtime.block_on(prober.probe(address.ip())), Err(ProbeError::TimedOut(Duration::from_millis(50))));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use coreward_tls::Files;
+use coreward_tls::CredentialFiles;
 
 /// Address of a controller's API.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,7 +74,7 @@ impl fmt::Display for ControllerUrl {
 
 /// Proof of the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Proof {
+pub enum Credential {
     /// The token in a file that is readable by its owner only. `ca`: authorities of controllers, for `https://`.
     Token {
         /// File of the token.
@@ -83,7 +83,7 @@ pub enum Proof {
         ca: Option<PathBuf>,
     },
     /// The certificate of an operator or a viewer, for `https://`.
-    Certificate(Files),
+    Certificate(CredentialFiles),
 }
 
 #[cfg(test)]

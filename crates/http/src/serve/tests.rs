@@ -18,9 +18,9 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Disables eviction by time.
 const NEVER: Duration = Duration::from_secs(3600);
 
-struct Endless(Interval);
+struct EndlessBody(Interval);
 
-impl hyper::body::Body for Endless {
+impl hyper::body::Body for EndlessBody {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -35,7 +35,7 @@ impl hyper::body::Body for Endless {
 fn serve(bounds: ConnectionLimits) -> (SocketAddr, Serving) {
     let router = Router::new()
         .route("/", get(async || "here"))
-        .route("/watch", get(async || Body::new(Endless(interval(Duration::from_millis(5))))));
+        .route("/watch", get(async || Body::new(EndlessBody(interval(Duration::from_millis(5))))));
     let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap().within(bounds);
     (listener.address(), listener.serve(Plain, router, || {}, std::future::pending()).unwrap())
 }
@@ -73,7 +73,7 @@ impl Client {
         self.read_until("more").await;
     }
 
-    async fn is_let_go(&mut self) {
+    async fn assert_closed(&mut self) {
         let mut read = Vec::new();
         let ended = timeout(TIMEOUT, self.0.read_to_end(&mut read)).await;
         drop(ended.expect("it is let go in time"));
@@ -83,7 +83,8 @@ impl Client {
 /// With one connection more than the limit, each is accepted, and active ones stay.
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
-    let (address, _serving) = serve(ConnectionLimits { connections: 5, head: NEVER, ..ConnectionLimits::default() });
+    let (address, _serving) =
+        serve(ConnectionLimits { connections: 5, head_timeout: NEVER, ..ConnectionLimits::default() });
     let mut alone = Client::connect(2, address).await;
     let mut watcher = Client::connect(1, address).await;
     watcher.watch().await;
@@ -98,14 +99,14 @@ async fn idle_connection_is_evicted_for_a_new_one() {
 
     let mut next = Client::connect(3, address).await;
     next.ask().await;
-    halfway.is_let_go().await;
+    halfway.assert_closed().await;
     let mut another = Client::connect(3, address).await;
     another.ask().await;
-    silent.is_let_go().await;
+    silent.assert_closed().await;
     // Two share an address; `alone` connected first.
     let mut third = Client::connect(4, address).await;
     third.ask().await;
-    next.is_let_go().await;
+    next.assert_closed().await;
     for client in [&mut alone, &mut asked, &mut another, &mut third] {
         client.ask().await;
     }
@@ -114,7 +115,8 @@ async fn idle_connection_is_evicted_for_a_new_one() {
 
 #[tokio::test]
 async fn connection_waits_when_all_slots_are_busy() {
-    let (address, _serving) = serve(ConnectionLimits { connections: 2, head: NEVER, ..ConnectionLimits::default() });
+    let (address, _serving) =
+        serve(ConnectionLimits { connections: 2, head_timeout: NEVER, ..ConnectionLimits::default() });
     let mut watchers = [Client::connect(1, address).await, Client::connect(1, address).await];
     for watcher in &mut watchers {
         watcher.watch().await;
@@ -130,7 +132,8 @@ async fn connection_waits_when_all_slots_are_busy() {
 
 #[tokio::test]
 async fn idle_connection_is_closed_unless_it_watches() {
-    let (address, _serving) = serve(ConnectionLimits { head: Duration::from_secs(2), ..ConnectionLimits::default() });
+    let (address, _serving) =
+        serve(ConnectionLimits { head_timeout: Duration::from_secs(2), ..ConnectionLimits::default() });
     let mut watcher = Client::connect(1, address).await;
     watcher.watch().await;
     let mut silent = Client::connect(1, address).await;
@@ -139,7 +142,7 @@ async fn idle_connection_is_closed_unless_it_watches() {
     let mut asked = Client::connect(1, address).await;
     asked.ask().await;
     for client in [&mut silent, &mut halfway, &mut asked] {
-        client.is_let_go().await;
+        client.assert_closed().await;
     }
     for _ in 0..3 {
         watcher.read_until("more").await;

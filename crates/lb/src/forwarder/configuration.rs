@@ -38,7 +38,7 @@ impl Forwarder {
         let generation = configuration.generation;
         let services: BTreeSet<u32> = configuration.services.iter().map(|service| service.index.get().into()).collect();
         self.refusals.retain_tables(|index| services.contains(&index));
-        configuration.services.extend(self.kept(refused, &configuration.services));
+        configuration.services.extend(self.services_in_force(refused, &configuration.services));
         let outcome = self.configure(number, configuration);
         self.report_refused(generation, refused, &outcome);
         outcome
@@ -49,23 +49,23 @@ impl Forwarder {
         for service in &change.configuration.services {
             self.refusals.accept(Subject::Service(service.index.get().into()));
         }
-        for index in &change.gone {
+        for index in &change.removed_services {
             self.refusals.forget_service(index.get().into());
         }
-        change.configuration.services.extend(self.kept(refused, &change.configuration.services));
+        change.configuration.services.extend(self.services_in_force(refused, &change.configuration.services));
         let outcome = self.change(change);
-        if !self.lacks_configuration {
+        if !self.needs_configuration {
             self.report_refused(generation, refused, &outcome);
         }
         outcome
     }
 
     /// Returns unusable services as they are in force.
-    fn kept(&self, refused: &[RefusedService], others: &[Service]) -> Vec<Service> {
+    fn services_in_force(&self, refused: &[RefusedService], others: &[Service]) -> Vec<Service> {
         let kept = |refused: &RefusedService| {
             let (before, _) = self.services.get(&ServiceIndex::new(refused.index)?)?;
             let is_free = others.iter().all(|other| other.address != before.address);
-            (before.name == refused.name && is_free).then(|| refused.kept(before))
+            (before.name == refused.name && is_free).then(|| refused.with_servers_of(before))
         };
         refused.iter().filter_map(kept).collect()
     }
@@ -134,19 +134,19 @@ impl Forwarder {
         }
         self.set_owners();
         self.health.configure(self.services.values().map(|(service, _)| service));
-        (self.confirmed, self.number) = (configuration.generation, Some(number));
-        self.in_force = self.confirmed;
+        (self.confirmed_generation, self.number) = (configuration.generation, Some(number));
+        self.applied_generation = self.confirmed_generation;
         self.configured_at.get_or_insert_with(monotonic);
         Ok(())
     }
 
     /// Applies a change to the configuration in force. Only changed servers are processed; changed services need a
-    /// whole configuration. Fails when it belongs to another configuration ([`Forwarder::lacks_configuration`]), and as
+    /// whole configuration. Fails when it belongs to another configuration ([`Forwarder::needs_configuration`]), and as
     /// [`Forwarder::configure`] does.
     pub fn change(&mut self, change: FleetChange) -> anyhow::Result<()> {
-        if self.number != Some(change.base) {
-            self.lacks_configuration = true;
-            anyhow::bail!("a change of configuration {}, which is not in force here", change.base);
+        if self.number != Some(change.base_number) {
+            self.needs_configuration = true;
+            anyhow::bail!("a change of configuration {}, which is not in force here", change.base_number);
         }
         let same_but_servers = |new: &Service| {
             let known = self.services.get(&new.index);
@@ -154,7 +154,7 @@ impl Forwarder {
         };
         let next = &change.configuration;
         let peers_moved = peer_addresses(&self.peers) != peer_addresses(&next.load_balancers);
-        if !change.gone.is_empty() || peers_moved || !next.services.iter().all(same_but_servers) {
+        if !change.removed_services.is_empty() || peers_moved || !next.services.iter().all(same_but_servers) {
             let number = change.number;
             let before = self.configuration().context("a change before any configuration")?;
             let whole = change.apply_to(before);
@@ -184,20 +184,20 @@ impl Forwarder {
         if checked {
             self.health.configure(self.services.values().map(|(service, _)| service));
         }
-        (self.confirmed, self.number) = (change.configuration.generation, Some(change.number));
-        self.in_force = self.confirmed;
+        (self.confirmed_generation, self.number) = (change.configuration.generation, Some(change.number));
+        self.applied_generation = self.confirmed_generation;
         Ok(())
     }
 
     /// Whether a change did not apply: the next configuration must be whole.
-    pub fn lacks_configuration(&self) -> bool {
-        self.lacks_configuration
+    pub fn needs_configuration(&self) -> bool {
+        self.needs_configuration
     }
 
     /// Applies a configuration that an earlier daemon saved. The next one of a controller must be whole.
     pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
-        (self.confirmed, self.number, self.is_unsaved) = (0, None, false);
+        (self.confirmed_generation, self.number, self.is_unsaved) = (0, None, false);
         Ok(())
     }
 
@@ -206,7 +206,7 @@ impl Forwarder {
         if self.keys.is_some() || self.missing_logged_at.is_some() {
             return None;
         }
-        Some(if self.balancer.taken_over() || self.balancer.is_upgrade_pending() {
+        Some(if self.balancer.is_taken_over() || self.balancer.is_upgrade_pending() {
             "no configuration: the pinned services and tables forward, without health checks"
         } else {
             "no configuration: packets for VIPs pass to this machine, as no VIP is known"
@@ -230,7 +230,7 @@ impl Forwarder {
 
     fn configuration(&self) -> Option<FleetConfiguration> {
         Some(FleetConfiguration {
-            generation: self.in_force,
+            generation: self.applied_generation,
             keys: self.keys?,
             services: self.services.values().map(|(service, _)| service.clone()).collect(),
             load_balancers: self.peers.clone(),
@@ -259,15 +259,15 @@ impl Forwarder {
     }
 
     pub(super) fn index_servers(&mut self) {
-        let mut at_address: HashMap<Neighbour, Vec<(ServiceIndex, usize)>> = HashMap::new();
+        let mut servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>> = HashMap::new();
         for (index, (service, _)) in &self.services {
             for (position, server) in service.servers.iter().enumerate() {
                 if let Some(neighbour) = self.neighbour_of(service, server) {
-                    at_address.entry(neighbour).or_default().push((*index, position));
+                    servers_by_neighbour.entry(neighbour).or_default().push((*index, position));
                 }
             }
         }
-        self.at_address = at_address;
+        self.servers_by_neighbour = servers_by_neighbour;
     }
 
     /// Applies every server of the service. A server whose MAC address this process does not know yet keeps that of an

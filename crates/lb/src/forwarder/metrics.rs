@@ -60,14 +60,14 @@ impl Forwarder {
 
     /// Returns all metrics. `state`: of the whole daemon.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
-        let mut page = component::begin(Component::Lb);
-        page.add(&CONFIGURATION_GENERATION, [], self.confirmed as f64);
+        let mut page = component::base_snapshot(Component::Lb);
+        page.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);
         component::load_balancer(&mut page, &self.name, state);
         page.add_latencies(&LB_TABLE_INSTALL_SECONDS, self.table_to_kernel);
         page.add(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
         page.add(&LB_MASKED_SERVERS, [], self.masked.len() as f64);
         page.add(&LB_EXPIRED_TABLES, [], self.table_ages.expired().len() as f64);
-        if let Some(announced) = self.announced {
+        if let Some(announced) = self.announced_vips {
             page.add(&LB_ANNOUNCED_VIPS, [], announced as f64);
         }
         let checked: Vec<(ServiceIndex, v1::ServerHealth)> =

@@ -21,12 +21,12 @@ pub(super) struct Symptoms {
     /// Services whose new connections do not become established.
     pub handshakes_fail: BTreeSet<ServiceIndex>,
     /// By subject.
-    found: BTreeMap<String, String>,
+    faults: BTreeMap<String, String>,
 }
 
 impl Symptoms {
     pub fn list(&self) -> impl Iterator<Item = &String> {
-        self.found.values()
+        self.faults.values()
     }
 }
 
@@ -38,21 +38,21 @@ impl Forwarder {
         found.extend(self.new_send_drops(now));
         found.extend(self.veth_without_peer_program());
         for (what, words) in &found {
-            if !self.symptoms.found.contains_key(what) {
+            if !self.symptoms.faults.contains_key(what) {
                 tracing::warn!(event = "symptom-found", symptom = what, "{words}");
             }
         }
-        for what in self.symptoms.found.keys().filter(|what| !found.contains_key(*what)) {
+        for what in self.symptoms.faults.keys().filter(|what| !found.contains_key(*what)) {
             tracing::info!(event = "symptom-gone", symptom = what, "not in the last {} s", WINDOW.as_secs());
         }
-        self.symptoms.found = found;
+        self.symptoms.faults = found;
     }
 
     fn new_send_drops(&mut self, now: Duration) -> Option<(String, String)> {
         let counters = ethtool::xdp_send_errors(&self.interface);
         let total = counters.iter().map(|(_, count)| count).sum();
         self.symptoms.send_drops_total = total;
-        let [dropped] = self.symptoms.send_drops.growth(now, [total]);
+        let [dropped] = self.symptoms.send_drops.increase(now, [total]);
         let names: Vec<&str> = counters.iter().map(|(name, _)| name.as_str()).collect();
         let what = format!("{} drops frames that XDP sent", self.interface);
         let words =
@@ -78,7 +78,7 @@ impl Forwarder {
             }
             let counters = self.balancer.counters(*place);
             let counts = [counters.syns(), counters.established()];
-            let [syns, others] = self.symptoms.packets.entry(*index).or_default().growth(now, counts);
+            let [syns, others] = self.symptoms.packets.entry(*index).or_default().increase(now, counts);
             if handshakes_fail(syns, others) {
                 self.symptoms.handshakes_fail.insert(*index);
                 let what = format!("service {}: most new connections do not become established", service.name);

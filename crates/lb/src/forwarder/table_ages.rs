@@ -11,7 +11,7 @@ use coreward_model::ServerId;
 use coreward_model::consistency::Consistency;
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{BucketCount, PlacementTable};
-use coreward_model::policy::{self, Least, Policy as _, Pool, PoolServer};
+use coreward_model::policy::{self, LeastByMetric, Policy as _, Pool, PoolServer};
 use coreward_wire::{Server, Service, ServiceIndex};
 
 use super::{Forwarder, PROGRAM_LIMIT};
@@ -102,15 +102,15 @@ impl Forwarder {
             log_expired(service, self.table_lifetime);
         }
         self.table_ages.choices += 1;
-        let mut least = Least::new(self.table_ages.choices);
+        let mut least = LeastByMetric::new(self.table_ages.choices);
         let own_table = self.balancer.table_generation(*index).is_none().then(|| {
-            let pool = own_pool(service, |server| server.eligible, traffic);
+            let pool = eligible_pool(service, |server| server.eligible, traffic);
             least.place(&pool, BucketCount::PUBLISHED, OWN_GENERATION)
         });
         let takes_new = |server: &Server| server.eligible && !self.masked.contains(&(service_index, server.id));
         let choose = |table: &PlacementTable| {
             let members: BTreeSet<ServerId> = table.members.iter().map(|member| member.server).collect();
-            let pool = own_pool(service, |server| members.contains(&server.id) && takes_new(server), traffic);
+            let pool = eligible_pool(service, |server| members.contains(&server.id) && takes_new(server), traffic);
             let opened = opened.saturating_sub(before.unwrap_or(opened));
             least.candidates(&pool.with_opened_connections(opened), table.bucket_count)
         };
@@ -155,7 +155,7 @@ fn may_make_table(service: &Service) -> bool {
 }
 
 /// Returns the pool of servers that take new connections, as this load balancer counts them.
-fn own_pool(
+fn eligible_pool(
     service: &Service,
     takes_new: impl Fn(&Server) -> bool,
     traffic: &HashMap<ServerId, ServerTraffic>,

@@ -352,8 +352,8 @@ impl RecentConnections {
 #[derive(Debug)]
 pub struct OwnMemory {
     size: TableSize,
-    tops: Vec<AtomicU64>,
-    hands: Vec<AtomicU64>,
+    stack_tops: Vec<AtomicU64>,
+    clock_hands: Vec<AtomicU64>,
     entries: Vec<AtomicU64>,
 }
 
@@ -365,13 +365,13 @@ impl OwnMemory {
         let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
         let partitions = size.partitions() as usize;
         let entries = words(size.entries() as usize * ENTRY_WORDS);
-        Self { size, tops: words(partitions), hands: words(partitions), entries }
+        Self { size, stack_tops: words(partitions), clock_hands: words(partitions), entries }
     }
 
     fn at(&self, word: StorageCell) -> &AtomicU64 {
         match word {
-            StorageCell::StackTop(partition) => &self.tops[partition as usize],
-            StorageCell::StackHand(partition) => &self.hands[partition as usize],
+            StorageCell::StackTop(partition) => &self.stack_tops[partition as usize],
+            StorageCell::StackHand(partition) => &self.clock_hands[partition as usize],
             StorageCell::Entry(index, field) => {
                 &self.entries[index.position(self.size) as usize * ENTRY_WORDS + field / size_of::<u64>()]
             }

@@ -25,7 +25,7 @@ impl Permutation {
 
     /// Returns the hidden number of `plain` in a cookie of the connection with that hash; both below 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {
-        let mut number = u64::from(plain).wrapping_sub(self.added(hash)) & self.mask();
+        let mut number = u64::from(plain).wrapping_sub(self.addend(hash)) & self.mask();
         for round in (1..=ROUNDS).rev() {
             number = self.unfold(number).wrapping_mul(inverse(self.factor(hash, round))) & self.mask();
         }
@@ -38,7 +38,7 @@ impl Permutation {
         for round in 1..=ROUNDS {
             number = self.fold(number.wrapping_mul(self.factor(hash, round)) & self.mask());
         }
-        (number.wrapping_add(self.added(hash)) & self.mask()) as u32
+        (number.wrapping_add(self.addend(hash)) & self.mask()) as u32
     }
 
     fn mask(self) -> u64 {
@@ -50,7 +50,7 @@ impl Permutation {
         hash >> (self.bits * round) | 1
     }
 
-    fn added(self, hash: u64) -> u64 {
+    fn addend(self, hash: u64) -> u64 {
         hash >> (u64::BITS - self.bits)
     }
 

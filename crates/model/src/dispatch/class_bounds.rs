@@ -11,7 +11,7 @@ use super::{Dispatcher, Header, LeastTree};
 /// bound for its class. Without any, it goes to the one with the fewest that is open to the class, and is counted.
 #[derive(Debug, Clone)]
 pub struct ClassBoundedShortestQueue {
-    under_way: Vec<u32>,
+    outstanding: Vec<u32>,
     /// By class, then core.
     bounds: ClassBounds,
     /// By class; ranks of cores that are at their bound are above [`AT_BOUND`].
@@ -20,7 +20,7 @@ pub struct ClassBoundedShortestQueue {
 }
 
 const AT_BOUND: u32 = 1 << 30;
-const BARRED: u32 = 1 << 31;
+const FORBIDDEN: u32 = 1 << 31;
 
 /// Outstanding requests of a core up to which it takes another one of a class; 0: it takes none.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub struct ClassBounds {
 impl ClassBounds {
     /// Reserves the first `reserved` cores for the highest class: the others are limited there to `barred` requests, 0
     /// for none. At least one core is left to them. `bound` holds everywhere else.
-    pub fn reserving(cores: u16, classes: u8, reserved: u16, bound: u32, reserved_bound: u32) -> Self {
+    pub fn with_reserved_cores(cores: u16, classes: u8, reserved: u16, bound: u32, reserved_bound: u32) -> Self {
         let reserved = usize::from(reserved.min(cores.saturating_sub(1)));
         let row = |class: u8| {
             let at = |core: usize| if class > 0 && core < reserved { reserved_bound } else { bound };
@@ -42,7 +42,7 @@ impl ClassBounds {
     }
 
     /// Returns the bound of each core for a class.
-    pub fn of(&self, class: u8) -> &[u32] {
+    pub fn for_class(&self, class: u8) -> &[u32] {
         &self.bounds[usize::from(class).min(self.bounds.len() - 1)]
     }
 }
@@ -52,7 +52,7 @@ impl ClassBoundedShortestQueue {
     pub fn new(bounds: ClassBounds) -> Self {
         let tree = LeastTree::new(bounds.cores, 0);
         let mut dispatcher = Self {
-            under_way: vec![0; usize::from(bounds.cores)],
+            outstanding: vec![0; usize::from(bounds.cores)],
             ranks: vec![tree; bounds.bounds.len()],
             bounds,
             over_bound: 0,
@@ -67,11 +67,11 @@ impl ClassBoundedShortestQueue {
     }
 
     fn rank(&mut self, core: u16) {
-        let under_way = self.under_way[usize::from(core)];
+        let under_way = self.outstanding[usize::from(core)];
         for (ranks, bounds) in self.ranks.iter_mut().zip(&self.bounds.bounds) {
             let bound = bounds[usize::from(core)];
             let at_bound = if under_way >= bound { AT_BOUND } else { 0 };
-            ranks.set(core, under_way | at_bound | if bound == 0 { BARRED } else { 0 });
+            ranks.set(core, under_way | at_bound | if bound == 0 { FORBIDDEN } else { 0 });
         }
     }
 }
@@ -82,14 +82,14 @@ impl Dispatcher for ClassBoundedShortestQueue {
         let class = usize::from(header.service).min(self.ranks.len() - 1);
         let (core, rank) = self.ranks[class].least();
         self.over_bound += u64::from(rank & AT_BOUND != 0);
-        self.under_way[usize::from(core)] += 1;
+        self.outstanding[usize::from(core)] += 1;
         self.rank(core);
         Some(core)
     }
 
     #[inline]
     fn completed(&mut self, core: u16, _header: &Header) {
-        self.under_way[usize::from(core)] -= 1;
+        self.outstanding[usize::from(core)] -= 1;
         self.rank(core);
     }
 }
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn low_class_stays_off_reserved_cores() {
-        let mut fifo = ClassBoundedShortestQueue::new(ClassBounds::reserving(3, 2, 1, 2, 0));
+        let mut fifo = ClassBoundedShortestQueue::new(ClassBounds::with_reserved_cores(3, 2, 1, 2, 0));
         let low: Vec<_> = (0..6).map(|_| placed(&mut fifo, 1)).collect();
         assert_eq!(low, [1, 2, 1, 2, 1, 2], "also above the bound, which is counted");
         assert_eq!(fifo.over_bound(), 2);
@@ -118,14 +118,17 @@ mod tests {
 
     #[test]
     fn low_classes_use_idle_reserved_cores_below_their_bound() {
-        let mut fifo = ClassBoundedShortestQueue::new(ClassBounds::reserving(2, 2, 1, 4, 1));
+        let mut fifo = ClassBoundedShortestQueue::new(ClassBounds::with_reserved_cores(2, 2, 1, 4, 1));
         assert_eq!([placed(&mut fifo, 1), placed(&mut fifo, 1), placed(&mut fifo, 1)], [0, 1, 1]);
     }
 
     #[test]
     fn one_core_is_left_to_low_classes() {
-        let bounds = ClassBounds::reserving(2, 2, 5, 4, 0);
-        assert_eq!((bounds.of(0), bounds.of(1), bounds.of(7)), (&[4, 4][..], &[0, 4][..], &[0, 4][..]));
-        assert_eq!(ClassBounds::reserving(1, 2, 1, 4, 0).of(1), [4]);
+        let bounds = ClassBounds::with_reserved_cores(2, 2, 5, 4, 0);
+        assert_eq!(
+            (bounds.for_class(0), bounds.for_class(1), bounds.for_class(7)),
+            (&[4, 4][..], &[0, 4][..], &[0, 4][..])
+        );
+        assert_eq!(ClassBounds::with_reserved_cores(1, 2, 1, 4, 0).for_class(1), [4]);
     }
 }

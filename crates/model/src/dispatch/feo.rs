@@ -154,7 +154,7 @@ pub struct FirstEligibleOut<T> {
 
 #[derive(Debug, Clone)]
 struct Group {
-    turn: Turn,
+    turn: SchedulingState,
     ranking: Ranking,
     virtual_time: u64,
     /// Its services.
@@ -163,7 +163,7 @@ struct Group {
 
 #[derive(Debug, Clone)]
 struct Queue<T> {
-    turn: Turn,
+    turn: SchedulingState,
     group: u8,
     priority: u8,
     /// Time of arrival and handle, in order of arrival.
@@ -172,7 +172,7 @@ struct Queue<T> {
 
 /// Scheduling state of a service or a group.
 #[derive(Debug, Clone)]
-struct Turn {
+struct SchedulingState {
     member: Member,
     /// Virtual time at which its next request starts.
     start: u64,
@@ -180,7 +180,7 @@ struct Turn {
     full_at: u64,
 }
 
-impl Turn {
+impl SchedulingState {
     fn new(member: Member, ranking: Ranking) -> Result<Self, FeoConfigError> {
         if ranking == Ranking::WeightedShare && !(1..=MAX_WEIGHT).contains(&member.parameter) {
             return Err(FeoConfigError::Weight(member.parameter));
@@ -236,7 +236,7 @@ impl<T> FirstEligibleOut<T> {
         }
         let mut groups = Vec::new();
         for group in &config.groups {
-            let turn = Turn::new(group.member, config.ranking)?;
+            let turn = SchedulingState::new(group.member, config.ranking)?;
             groups.push(Group { turn, ranking: group.ranking, virtual_time: 0, members: 0 });
         }
         let mut queues = Vec::new();
@@ -244,7 +244,7 @@ impl<T> FirstEligibleOut<T> {
             let parent = groups.get_mut(usize::from(group));
             let parent = parent.ok_or(FeoConfigError::UnknownGroup { service, group })?;
             parent.members |= 1 << service;
-            let turn = Turn::new(member, parent.ranking)?;
+            let turn = SchedulingState::new(member, parent.ranking)?;
             queues.push(Queue { turn, group, priority, requests: VecDeque::new() });
         }
         let &FeoConfig { ranking, selection, capacity, .. } = config;

@@ -33,14 +33,14 @@ impl JoinBoundedShortestRankedQueue {
     pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
         let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
         let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, depth);
-        Self::with(ranks, &FeoConfig::strict(0..services)).expect("1 to 64 services")
+        Self::with_ranks(ranks, &FeoConfig::strict(0..services)).expect("1 to 64 services")
     }
 }
 
 impl<T> JoinBoundedShortestRankedQueue<T> {
     /// Empty queues in front of the cores that `ranks` describes. Fails when `config` is out of range or has not the
     /// services of `ranks`.
-    pub fn with(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
+    pub fn with_ranks(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
         if config.queues.len() != ranks.services() {
             return Err(FeoConfigError::Services(config.queues.len()));
         }
@@ -136,7 +136,7 @@ mod tests {
     }
 
     /// Sends a request of the service to the core of two by allowing no other.
-    fn put(jbsrq: &mut JoinBoundedShortestRankedQueue, service: u8, core: u16) {
+    fn submit_to(jbsrq: &mut JoinBoundedShortestRankedQueue, service: u8, core: u16) {
         (0..2).for_each(|other| jbsrq.set_runs(service, other, other == core));
         assert_eq!(jbsrq.place(0, &header(service, 1)), Some(core));
         (0..2).for_each(|other| jbsrq.set_runs(service, other, true));
@@ -146,23 +146,23 @@ mod tests {
     fn low_priority_hardly_counts_for_high_priority() {
         // RingLeader, Fig. 5 (c): core 0 has three requests of low priority, core 1 one of high priority.
         let mut jbsrq = dispatcher(2, 4);
-        (0..3).for_each(|_| put(&mut jbsrq, 1, 0));
-        put(&mut jbsrq, 0, 1);
+        (0..3).for_each(|_| submit_to(&mut jbsrq, 1, 0));
+        submit_to(&mut jbsrq, 0, 1);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(0));
     }
 
     #[test]
     fn idle_core_is_preferred_to_one_with_low_priority() {
         let mut jbsrq = dispatcher(2, 4);
-        put(&mut jbsrq, 1, 0);
+        submit_to(&mut jbsrq, 1, 0);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(1));
     }
 
     #[test]
     fn high_priority_counts_in_full_for_low_priority() {
         let mut jbsrq = dispatcher(2, 4);
-        put(&mut jbsrq, 1, 0);
-        (0..2).for_each(|_| put(&mut jbsrq, 0, 1));
+        submit_to(&mut jbsrq, 1, 0);
+        (0..2).for_each(|_| submit_to(&mut jbsrq, 0, 1));
         assert_eq!(jbsrq.place(0, &header(1, 1)), Some(0));
     }
 
@@ -195,7 +195,7 @@ mod tests {
         let depth = NonZeroU16::new(3).unwrap();
         let mut jbsrq = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, depth);
         for (service, core) in [(SERVICE_2, 0), (SERVICE_2, 0), (SERVICE_1, 1), (SERVICE_2, 1), (SERVICE_2, 1)] {
-            put(&mut jbsrq, service, core);
+            submit_to(&mut jbsrq, service, core);
         }
         assert_eq!((arrays(&jbsrq, 0), arrays(&jbsrq, 1)), ([2000, 400, 400], [3000, 1400, 600]), "before");
         assert_eq!(jbsrq.ranks().eligible(), 0b111);
@@ -218,7 +218,7 @@ mod tests {
     fn pifo_holds_a_request_behind_a_blocked_head() {
         for (selection, core) in [(Selection::FirstEligible, Some(1)), (Selection::Pifo, None)] {
             let config = FeoConfig { selection, ..FeoConfig::strict(0..2) };
-            let mut jbsrq = JoinBoundedShortestRankedQueue::with(dispatcher(2, 1).ranks, &config).unwrap();
+            let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 1).ranks, &config).unwrap();
             jbsrq.set_runs(0, 1, false);
             assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(0, 0, 'b').sent.is_none());
             let sent = jbsrq.submit(0, 1, 'c').sent;
@@ -230,7 +230,7 @@ mod tests {
     fn rate_limit_applies_to_idle_cores() {
         let mut config = FeoConfig::strict(0..2);
         config.queues[0].member.limit = Some(RateLimit { interval: 10, burst: 1 });
-        let mut jbsrq = JoinBoundedShortestRankedQueue::with(dispatcher(2, 4).ranks, &config).unwrap();
+        let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 4).ranks, &config).unwrap();
         assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(1, 0, 'b').sent.is_none());
         assert_eq!((jbsrq.next(9), jbsrq.queue().next_allowed()), (None, Some(10)));
         assert_eq!(jbsrq.next(10), Some((Release { service: 0, core: 1 }, 'b')));
@@ -249,9 +249,9 @@ mod tests {
             config.groups[0].ranking = if deadline { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
             config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
             let ranks = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, 2.try_into().unwrap()).ranks;
-            let mut direct = JoinBoundedShortestRankedQueue::with(ranks.clone(), &config).unwrap();
+            let mut direct = JoinBoundedShortestRankedQueue::with_ranks(ranks.clone(), &config).unwrap();
             config.groups[0].member.limit = Some(RateLimit { interval: 0, burst: 1 });
-            let mut queued = JoinBoundedShortestRankedQueue::with(ranks, &config).unwrap();
+            let mut queued = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config).unwrap();
             for (now, (step, service, core)) in (0u64..).zip(steps) {
                 match step {
                     0 | 1 => prop_assert_eq!(direct.submit(now, service, now), queued.submit(now, service, now)),

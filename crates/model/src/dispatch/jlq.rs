@@ -5,28 +5,28 @@ use super::{Dispatcher, Header, LeastTree};
 /// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): every request counts with its expected service time.
 #[derive(Debug, Clone)]
 pub struct JoinLightestQueue {
-    under_way: LeastTree<u64>,
+    outstanding_work: LeastTree<u64>,
 }
 
 impl JoinLightestQueue {
     /// Returns the dispatcher of `cores` cores.
     pub fn new(cores: u16) -> Self {
-        Self { under_way: LeastTree::new(cores, 0) }
+        Self { outstanding_work: LeastTree::new(cores, 0) }
     }
 }
 
 impl Dispatcher for JoinLightestQueue {
     #[inline]
     fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
-        let (core, under_way) = self.under_way.least();
-        self.under_way.set(core, under_way + header.expected);
+        let (core, under_way) = self.outstanding_work.least();
+        self.outstanding_work.set(core, under_way + header.expected);
         Some(core)
     }
 
     #[inline]
     fn completed(&mut self, core: u16, header: &Header) {
-        let under_way = self.under_way.get(core);
-        self.under_way.set(core, under_way - header.expected);
+        let under_way = self.outstanding_work.get(core);
+        self.outstanding_work.set(core, under_way - header.expected);
     }
 }
 

@@ -7,7 +7,7 @@ use super::{Dispatcher, Header, LeastTree, Release};
 /// is one central queue: a request leaves it when a core is free.
 #[derive(Debug, Clone)]
 pub struct JoinShortestQueue {
-    under_way: LeastTree<u32>,
+    outstanding: LeastTree<u32>,
     bound: u32,
     waiting: u64,
 }
@@ -15,7 +15,7 @@ pub struct JoinShortestQueue {
 impl JoinShortestQueue {
     /// Every request goes to a core at once.
     pub fn unbounded(cores: u16) -> Self {
-        Self { under_way: LeastTree::new(cores, 0), bound: u32::MAX, waiting: 0 }
+        Self { outstanding: LeastTree::new(cores, 0), bound: u32::MAX, waiting: 0 }
     }
 
     /// At most `bound` outstanding requests at any core.
@@ -25,11 +25,11 @@ impl JoinShortestQueue {
 
     #[inline]
     fn take_shortest(&mut self) -> Option<u16> {
-        let (core, under_way) = self.under_way.least();
+        let (core, under_way) = self.outstanding.least();
         if under_way >= self.bound {
             return None;
         }
-        self.under_way.set(core, under_way + 1);
+        self.outstanding.set(core, under_way + 1);
         Some(core)
     }
 }
@@ -44,8 +44,8 @@ impl Dispatcher for JoinShortestQueue {
 
     #[inline]
     fn completed(&mut self, core: u16, _header: &Header) {
-        let under_way = self.under_way.get(core);
-        self.under_way.set(core, under_way - 1);
+        let under_way = self.outstanding.get(core);
+        self.outstanding.set(core, under_way - 1);
     }
 
     #[inline]

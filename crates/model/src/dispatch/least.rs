@@ -20,7 +20,7 @@ pub trait Key: Copy {
     /// Packs both into one number.
     fn node(self, leaf: u16) -> Self::Node;
     /// Returns the leaf and its key.
-    fn parts(node: Self::Node) -> (u16, Self);
+    fn leaf_and_key(node: Self::Node) -> (u16, Self);
 }
 
 macro_rules! key {
@@ -35,7 +35,7 @@ macro_rules! key {
             }
 
             #[inline]
-            fn parts(node: $node) -> (u16, $key) {
+            fn leaf_and_key(node: $node) -> (u16, $key) {
                 (node as u16, (node >> u16::BITS) as $key)
             }
         }
@@ -73,13 +73,13 @@ impl<K: Key> LeastTree<K> {
     /// Returns the key of leaf `index`.
     #[inline]
     pub fn get(&self, index: u16) -> K {
-        K::parts(self.nodes[self.leaves + usize::from(index)]).1
+        K::leaf_and_key(self.nodes[self.leaves + usize::from(index)]).1
     }
 
     /// Returns the leaf with the least key, the first of equals, and its key.
     #[inline]
     pub fn least(&self) -> (u16, K) {
-        K::parts(self.nodes[1])
+        K::leaf_and_key(self.nodes[1])
     }
 }
 

@@ -62,7 +62,7 @@ impl LearnedTime {
     }
 
     /// Returns the expected time; `None` before the first response.
-    pub fn time(self) -> Option<Duration> {
+    pub fn expected_time(self) -> Option<Duration> {
         self.mean_ns.map(|mean| Duration::from_nanos(mean as u64))
     }
 }
@@ -98,10 +98,10 @@ mod tests {
     fn learned_times_follow_observations() {
         let mut learned = LearnedTime::default();
         learned.observe(0, 0);
-        assert_eq!(learned.time(), None);
+        assert_eq!(learned.expected_time(), None);
         learned.observe(3_000, 3);
-        assert_eq!(learned.time(), Some(Duration::from_nanos(1_000)));
+        assert_eq!(learned.expected_time(), Some(Duration::from_nanos(1_000)));
         (0..100).for_each(|_| learned.observe(10_000, 2));
-        assert!(learned.time().unwrap() > Duration::from_nanos(4_990), "{learned:?}");
+        assert!(learned.expected_time().unwrap() > Duration::from_nanos(4_990), "{learned:?}");
     }
 }

@@ -7,9 +7,9 @@ use coreward_intf as intf;
 use super::decision::{Decision, Identification};
 use super::encapsulation::set_macs;
 use super::flow::{Datagram, Kind};
-use super::packet::{self, Ended, IpPacket, Packet, Part, RST, SYN};
+use super::packet::{self, FragmentPart, IpPacket, Packet, ParseEnd, RST, SYN};
 use super::packet_ipv6::PROTOCOL_ICMPV6;
-use super::stateful::Indexed;
+use super::stateful::IndexLookup;
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic};
 use crate::consistency::{Consistency, Transfer};
 use crate::cookie::{self, Cookie};
@@ -21,7 +21,7 @@ use crate::{FourTuple, ServerId};
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
-const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+const NOT_OURS: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) const BROADCAST: Mac = [0xff; 6];
 
@@ -69,7 +69,7 @@ impl LoadBalancer {
         decision: &Decision,
         to_server: Option<(usize, ServerId)>,
         now_ns: u64,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), ParseEnd> {
         if let Some((place, server)) = to_server {
             let forwarding = self.service(place).mode.forwarding;
             if forwarding.encapsulates() {
@@ -86,7 +86,7 @@ impl LoadBalancer {
     }
 
     /// Parses and decides. `read`: the service, as soon as it is known.
-    fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, Ended> {
+    fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
         let outer = packet::outer(frame).ok_or(NOT_OURS)?;
         if outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
             return Err(NOT_OURS);
@@ -95,14 +95,14 @@ impl LoadBalancer {
         if outer.vip.is_ipv4() && !self.balances(outer.protocol) {
             return Err(NOT_OURS);
         }
-        let whole = packet::ip(frame)?;
+        let whole = packet::parse_ip(frame)?;
         let sender = Sender { mac: packet::source_mac(frame), bytes: frame.len() as u64 };
         match (whole.protocol, whole.part) {
             (PROTOCOL_ICMPV6, _) if outer.protocol != PROTOCOL_ICMPV6 => Err(NOT_OURS),
             (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => self.icmp(&whole, sender, now_ns, read),
             (packet::PROTOCOL_ICMP, _) => Err(NOT_OURS),
             (protocol, _) if !self.balances(protocol) => Err(NOT_OURS),
-            (UDP, Part::Later) => self.later_fragment(&whole, read),
+            (UDP, FragmentPart::Later) => self.later_fragment(&whole, read),
             (UDP, _) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
                 let service_slot = self.service_at(whole.vip, ports.1, UDP)?;
@@ -112,7 +112,7 @@ impl LoadBalancer {
                 self.remember_fragment(&whole, service_slot, &decision);
                 Ok(decision)
             }
-            (_, Part::Whole) => {
+            (_, FragmentPart::Whole) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
                 let service_slot = self.service_at(whole.vip, ports.1, TCP)?;
                 *read = Some(service_slot);
@@ -129,7 +129,7 @@ impl LoadBalancer {
         matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
     }
 
-    pub(super) fn service_at(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, Ended> {
+    pub(super) fn service_at(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEnd> {
         self.by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_OURS)
     }
 
@@ -141,7 +141,7 @@ impl LoadBalancer {
         sender: Sender,
         now_ns: u64,
         read: &mut Option<usize>,
-    ) -> Result<Decision, Ended> {
+    ) -> Result<Decision, ParseEnd> {
         const COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
         let quote = packet::quote(whole)?;
         let service_slot = self.service_at(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
@@ -165,9 +165,9 @@ impl LoadBalancer {
             }
             Some(Cookie::TableIndex(number)) if self.service(service_slot).is_stateful() => {
                 match self.by_index(service_slot, &tuple, number, COUNTER, sender.mac, now_ns) {
-                    Indexed::Decided(decision, _) => return Ok(decision),
-                    Indexed::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
-                    Indexed::UnknownServer => {}
+                    IndexLookup::Decided(decision, _) => return Ok(decision),
+                    IndexLookup::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
+                    IndexLookup::UnknownServer => {}
                 }
             }
             _ => {}
@@ -186,7 +186,7 @@ impl LoadBalancer {
         Ok(Decision { event, ..decision })
     }
 
-    fn later_fragment(&self, whole: &IpPacket<'_>, read: &mut Option<usize>) -> Result<Decision, Ended> {
+    fn later_fragment(&self, whole: &IpPacket<'_>, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
         let known = self.fragments.get(&Datagram::of(whole)).filter(|(service_slot, id)| {
             self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
         });
@@ -196,7 +196,7 @@ impl LoadBalancer {
     }
 
     fn remember_fragment(&mut self, whole: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
-        if let (Part::First, true, Some(server)) = (whole.part, decision.forwards(), decision.server) {
+        if let (FragmentPart::First, true, Some(server)) = (whole.part, decision.forwards(), decision.server) {
             self.fragments.insert(Datagram::of(whole), (service_slot, server));
         }
     }
@@ -310,14 +310,14 @@ impl LoadBalancer {
             Cookie::TableIndex(number) if self.service(service_slot).is_stateful() => {
                 match self.by_index(service_slot, &tuple, number, intf::LB_COUNTER_CONNECTION_TABLE, sender.mac, now_ns)
                 {
-                    Indexed::Decided(decision, None) => decision,
-                    Indexed::Decided(decision, Some(index)) => {
+                    IndexLookup::Decided(decision, None) => decision,
+                    IndexLookup::Decided(decision, Some(index)) => {
                         decision.closing(self.stateful.update(index, sender.bytes, packet.is_closing()))
                     }
-                    Indexed::UnknownConnection => self
+                    IndexLookup::UnknownConnection => self
                         .unknown((service_slot, packet.client.ip()), now_ns)
                         .with_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
-                    Indexed::UnknownServer => self.unknown((service_slot, packet.client.ip()), now_ns),
+                    IndexLookup::UnknownServer => self.unknown((service_slot, packet.client.ip()), now_ns),
                 }
             }
             _ => self.unknown((service_slot, packet.client.ip()), now_ns),
@@ -351,7 +351,7 @@ impl LoadBalancer {
         let (choice, decision) = self.by_bucket(service_slot, packet);
         let (mut before, decision, kind) = match (choice, stale) {
             (Some(_), None) => return decision,
-            (Some(choice), Some(_)) => (choice.before, decision, Kind::Hint),
+            (Some(choice), Some(_)) => (choice.previous_server, decision, Kind::Hint),
             (None, _) => {
                 let bucket = self.bucket(service_slot, packet).map(|choice| choice.server);
                 (bucket, self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION), Kind::Needed)
@@ -361,9 +361,9 @@ impl LoadBalancer {
         if let Some(stale) = stale.filter(|stale| self.service(service_slot).server(stale.server).is_some()) {
             before = Some(stale.server);
         }
-        let entry = FlowEntry { before, ..FlowEntry::of(server) };
+        let entry = FlowEntry { previous_server: before, ..FlowEntry::of(server) };
         self.services[service_slot].as_mut().expect("in the directory").has_flows = true;
-        self.remembering(service_slot, packet, entry, kind, decision.with_previous_server(entry.before_field()))
+        self.with_flow_entry(service_slot, packet, entry, kind, decision.with_previous_server(entry.before_field()))
     }
 
     fn without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
@@ -395,7 +395,7 @@ impl LoadBalancer {
         }
         let (choice, decision) = self.by_bucket(service_slot, packet);
         match choice.filter(|_| decision.forwards()) {
-            Some(choice) => self.remembering(service_slot, packet, choice, Kind::Hint, decision),
+            Some(choice) => self.with_flow_entry(service_slot, packet, choice, Kind::Hint, decision),
             None => decision,
         }
     }
@@ -419,13 +419,15 @@ impl LoadBalancer {
         }
         let decision = self.by_rule(service_slot, packet, placed_as(first));
         match (decision.server.filter(|_| first), known) {
-            (Some(server), _) => self.remembering(service_slot, packet, FlowEntry::of(server), Kind::Needed, decision),
+            (Some(server), _) => {
+                self.with_flow_entry(service_slot, packet, FlowEntry::of(server), Kind::Needed, decision)
+            }
             (None, Some(entry)) => self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE),
             (None, None) => decision,
         }
     }
 
-    fn remembering(
+    fn with_flow_entry(
         &mut self,
         service_slot: usize,
         packet: &Packet,

@@ -22,7 +22,7 @@ pub struct FlowEntry {
     /// Its server.
     pub server: ServerId,
     /// The server to which its server forwards unknown packets.
-    pub before: Option<ServerId>,
+    pub previous_server: Option<ServerId>,
     /// Entry of an unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`).
     pub half_open: bool,
 }
@@ -55,12 +55,12 @@ impl Datagram {
 impl FlowEntry {
     /// Entry of a new connection.
     pub(super) fn of(server: ServerId) -> Self {
-        Self { server, before: None, half_open: false }
+        Self { server, previous_server: None, half_open: false }
     }
 
     /// Returns the field of `struct flow_table_entry`.
     pub(super) fn before_field(self) -> u16 {
-        match self.before {
+        match self.previous_server {
             _ if self.half_open => intf::HALF_OPEN_FLOW as u16,
             Some(before) => before.get(),
             None => intf::NO_SERVER as u16,
@@ -68,15 +68,15 @@ impl FlowEntry {
     }
 
     fn low_word(self) -> u64 {
-        u64::from(self.before_field()) << intf::FLOW_BEFORE_SHIFT | u64::from(self.server.get())
+        u64::from(self.before_field()) << intf::FLOW_PREVIOUS_SHIFT | u64::from(self.server.get())
     }
 
     fn from_word(word: u64) -> Self {
         let id = |bits: u64| ServerId::try_from(bits & 0xffff).ok();
-        let before = word >> intf::FLOW_BEFORE_SHIFT;
+        let before = word >> intf::FLOW_PREVIOUS_SHIFT;
         Self {
             server: id(word).expect("an entry holds a server's id"),
-            before: id(before),
+            previous_server: id(before),
             half_open: before & 0xffff == u64::from(intf::HALF_OPEN_FLOW),
         }
     }
@@ -153,7 +153,7 @@ impl FlowTable {
             let is_hint = use_of >> intf::FLOW_HINT_SHIFT & 1 == 1;
             let own = service_of(use_of) == key.service;
             let of_service = used.iter().filter(|other| service_of(**other) == service_of(use_of)).count();
-            let half_open = flow >> intf::FLOW_BEFORE_SHIFT & 0xffff == u64::from(intf::HALF_OPEN_FLOW);
+            let half_open = flow >> intf::FLOW_PREVIOUS_SHIFT & 0xffff == u64::from(intf::HALF_OPEN_FLOW);
             (is_flow, is_free, is_hint, of_service + usize::from(own), own, half_open, age(use_of, now))
         };
         let position = (0..ENTRIES).rev().max_by_key(|position| rank(*position)).expect("a set has entries");

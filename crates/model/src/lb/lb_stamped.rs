@@ -6,7 +6,7 @@ use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
 use super::flow::Kind;
-use super::packet::{self, Packet, Part, RST, SYN};
+use super::packet::{self, FragmentPart, Packet, RST, SYN};
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
 use crate::consistency::Timestamps;
 use crate::cookie::{CookieKey, FleetKeys};
@@ -39,7 +39,7 @@ pub(super) struct LbStamping {
 
 impl LbStamping {
     /// Removes an address from a server; another one with that address takes it over.
-    fn leave_address(&mut self, service_slot: usize, mac: Mac) {
+    fn remove_address(&mut self, service_slot: usize, mac: Mac) {
         let others = self.addresses.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
         match others.map(|((_, id), _)| *id).min() {
             Some(other) => {
@@ -59,7 +59,7 @@ impl LbStamping {
         let known =
             left.and_then(|left| self.servers.get(&(service_slot, left)).copied()).filter(|known| known.server == id);
         if let (Some(left), Some(_)) = (left, known) {
-            self.leave_address(service_slot, left);
+            self.remove_address(service_slot, left);
         }
         let here = self.servers.get(&(service_slot, mac)).copied();
         let other_stays = |here: LbStamped| !eligible && self.addresses.get(&(service_slot, here.server)) == Some(&mac);
@@ -74,7 +74,7 @@ impl LbStamping {
         if let Some(mac) = self.addresses.remove(&(service_slot, id))
             && self.servers.get(&(service_slot, mac)).is_some_and(|known| known.server == id)
         {
-            self.leave_address(service_slot, mac);
+            self.remove_address(service_slot, mac);
         }
     }
 
@@ -132,8 +132,8 @@ impl LoadBalancer {
     /// Processes a frame that a server of such a service may have sent; `None`: it did not.
     pub(super) fn answer(&mut self, frame: &mut [u8]) -> Option<Outcome> {
         packet::outer(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
-        let whole = packet::ip(frame).ok()?;
-        if whole.protocol != Protocol::Tcp.number() || whole.part != Part::Whole {
+        let whole = packet::parse_ip(frame).ok()?;
+        if whole.protocol != Protocol::Tcp.number() || whole.part != FragmentPart::Whole {
             return None;
         }
         let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
@@ -156,7 +156,7 @@ impl LoadBalancer {
             answered.counter = intf::LB_COUNTER_DROP_LATE_SYN_ACK;
             return Some(answered);
         }
-        let own = packet.tsecr.map(|tsecr| tsecr.own(frame));
+        let own = packet.tsecr.map(|tsecr| tsecr.tsval(frame));
         if let Some(own) = own.filter(|_| packet.flags & RST == 0) {
             let connection = connection_word(&self.stateful.key, &packet.tuple());
             known.clock.sample(connection, own.value, self.now_ms());

@@ -384,7 +384,7 @@ impl LoadBalancer {
 
     /// Frees entries that still belong to these connections.
     pub fn free_connections(&mut self, connections: &[Connection]) {
-        self.stateful.free(connections);
+        self.stateful.free_connections(connections);
     }
 
     /// Whether a service has that slot.

@@ -34,7 +34,7 @@ const OPTION_TIMESTAMP: u8 = 8;
 const TIMESTAMP_LENGTH: usize = 10;
 
 /// The counter of a packet that is not parsed further.
-pub(super) type Ended = intf::lb_counter;
+pub(super) type ParseEnd = intf::lb_counter;
 
 pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes([frame[offset], frame[offset + 1]])
@@ -77,7 +77,7 @@ pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum FragmentPart {
     Whole,
     /// The first of several fragments, with the transport header.
     First,
@@ -90,18 +90,18 @@ pub(super) struct IpPacket<'a> {
     pub vip: IpAddr,
     pub protocol: u8,
     pub identification: u32,
-    pub part: Part,
+    pub part: FragmentPart,
     /// Offset of the transport header in the frame.
     pub transport: usize,
     /// Bytes behind the IP headers, to the packet's end.
     pub payload: &'a [u8],
 }
 
-fn part(packet: &[u8]) -> Part {
+fn part(packet: &[u8]) -> FragmentPart {
     match u16_at(packet, 6) {
-        field if field & FRAGMENT_OFFSET != 0 => Part::Later,
-        field if field & MORE_FRAGMENTS != 0 => Part::First,
-        _ => Part::Whole,
+        field if field & FRAGMENT_OFFSET != 0 => FragmentPart::Later,
+        field if field & MORE_FRAGMENTS != 0 => FragmentPart::First,
+        _ => FragmentPart::Whole,
     }
 }
 
@@ -112,12 +112,12 @@ fn header_length(packet: &[u8]) -> Option<usize> {
 }
 
 /// Parses a frame that [`outer`] accepted.
-pub(super) fn ip(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
+pub(super) fn parse_ip(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     if packet_ipv6::is_ipv6(frame) { packet_ipv6::ipv6(frame) } else { ipv4(frame) }
 }
 
-fn ipv4(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
-    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
+fn ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
+    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
     let packet = &frame[ETHERNET_HEADER..];
     let header = header_length(packet).ok_or(MALFORMED)?;
     let total = usize::from(u16_at(packet, 2));
@@ -137,7 +137,7 @@ fn ipv4(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
 
 /// Source and destination port of TCP, UDP, or a packet with their protocol number. `malformed`: the counter of a
 /// shorter packet.
-pub(super) fn ports(packet: &IpPacket<'_>, malformed: Ended) -> Result<(u16, u16), Ended> {
+pub(super) fn ports(packet: &IpPacket<'_>, malformed: ParseEnd) -> Result<(u16, u16), ParseEnd> {
     if packet.payload.len() < 4 {
         return Err(malformed);
     }
@@ -166,7 +166,7 @@ pub(super) struct Tsecr {
 
 impl Tsecr {
     /// Returns TSval, which precedes it.
-    pub fn own(self, frame: &[u8]) -> Tsecr {
+    pub fn tsval(self, frame: &[u8]) -> Tsecr {
         let at = self.at - 4;
         Tsecr { value: u32_at(frame, self.transport + at), at, ..self }
     }
@@ -183,7 +183,7 @@ impl Packet {
 }
 
 /// Parses TCP between `ports` in a client's `packet`.
-pub(super) fn tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+pub(super) fn tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
     let read = tcp_header(packet, ports)?;
     let flags = read.flags;
     // Only a SYN opens; clients send no SYN-ACK. All else acknowledges, except a bare RST.
@@ -192,13 +192,13 @@ pub(super) fn tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, En
 }
 
 /// Parses TCP between `ports` in a server's `packet`, as a client's packet of that connection.
-pub(super) fn tcp_answer(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+pub(super) fn tcp_answer(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
     let Packet { client, vip, protocol, flags, tsecr } = tcp_header(packet, ports)?;
     Ok(Packet { client: vip, vip: client, protocol, flags, tsecr })
 }
 
-fn tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
-    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_TCP;
+fn tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
+    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_TCP;
     let segment = packet.payload;
     if segment.len() < TCP_HEADER {
         return Err(MALFORMED);
@@ -218,13 +218,13 @@ fn tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended>
 }
 
 /// Parses UDP between `ports` in `packet`: whole, or the first fragment of a longer datagram.
-pub(super) fn udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
-    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_UDP;
+pub(super) fn udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
+    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_UDP;
     if packet.payload.len() < UDP_HEADER {
         return Err(MALFORMED);
     }
     let length = usize::from(u16_at(packet.payload, 4));
-    if length < UDP_HEADER || packet.part == Part::Whole && length > packet.payload.len() {
+    if length < UDP_HEADER || packet.part == FragmentPart::Whole && length > packet.payload.len() {
         return Err(MALFORMED);
     }
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
@@ -240,14 +240,14 @@ pub(super) struct Quote {
     pub value: Option<u32>,
 }
 
-pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
+pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     if packet.vip.is_ipv6() { packet_ipv6::quote(packet) } else { quote_ipv4(packet) }
 }
 
-fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
-    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
-    if packet.part != Part::Whole {
+fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
+    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
+    const NOT_OURS: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+    if packet.part != FragmentPart::Whole {
         return Err(NOT_OURS);
     }
     let message = packet.payload;
@@ -265,7 +265,7 @@ fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
     if quoted.len() < header + QUOTED_BYTES {
         return Err(MALFORMED);
     }
-    if address_at(quoted, 12) != packet.vip || part(quoted) == Part::Later {
+    if address_at(quoted, 12) != packet.vip || part(quoted) == FragmentPart::Later {
         return Err(NOT_OURS);
     }
     let segment = &quoted[header..];
@@ -318,7 +318,7 @@ pub(super) fn checksum(bytes: &[u8]) -> u16 {
 }
 
 /// Updates a checksum after a change of one covered word (RFC 1624, Eqn. 3).
-fn mended(checksum: u16, old: u16, new: u16) -> u16 {
+fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
     let add = |a: u16, b: u16| {
         let sum = u32::from(a) + u32::from(b);
         (sum as u16).wrapping_add((sum >> 16) as u16)
@@ -334,7 +334,7 @@ pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &Tsecr, value: u32) {
         // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
         let odd = !tsecr.at.is_multiple_of(2);
         let counted = |word: u16| if odd { word.swap_bytes() } else { word };
-        let mended = mended(u16_at(frame, checksum), counted(old), counted(new));
+        let mended = updated_checksum(u16_at(frame, checksum), counted(old), counted(new));
         frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());
     }
     frame[at..at + 4].copy_from_slice(&value.to_be_bytes());
@@ -363,8 +363,8 @@ pub(super) fn traffic_class(frame: &[u8]) -> u8 {
 /// Returns client and ports of a packet that is forwarded, as far as its outer header depends on them: ports are 0
 /// where a decision reads none.
 pub(super) fn flow(frame: &[u8]) -> (IpAddr, [u8; 4]) {
-    let packet = ip(frame).expect("a packet that is forwarded");
-    let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.part != Part::Later;
+    let packet = parse_ip(frame).expect("a packet that is forwarded");
+    let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.part != FragmentPart::Later;
     let ports = packet.payload.get(..4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
     (packet.client, ports.unwrap_or_default())
 }
@@ -375,7 +375,7 @@ pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
         return packet_ipv6::set_flow_label(frame, identification);
     }
     let (id, checksum) = (ETHERNET_HEADER + 4, ETHERNET_HEADER + 10);
-    let mended = mended(u16_at(frame, checksum), u16_at(frame, id), identification);
+    let mended = updated_checksum(u16_at(frame, checksum), u16_at(frame, id), identification);
     frame[id..id + 2].copy_from_slice(&identification.to_be_bytes());
     frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());
 }
@@ -387,6 +387,6 @@ mod tests {
     #[test]
     fn checksum_is_updated() {
         // The example of RFC 1624, Sect. 4: 0xdd2f, a word that goes from 0x5555 to 0x3285.
-        assert_eq!(mended(0xdd2f, 0x5555, 0x3285), 0x0000);
+        assert_eq!(updated_checksum(0xdd2f, 0x5555, 0x3285), 0x0000);
     }
 }

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::packet::{
-    ETHERNET_HEADER, Ended, ICMP_HEADER, IpPacket, Outer, Part, QUOTED_BYTES, Quote, quoted_value, u16_at,
+    ETHERNET_HEADER, FragmentPart, ICMP_HEADER, IpPacket, Outer, ParseEnd, QUOTED_BYTES, Quote, quoted_value, u16_at,
 };
 use crate::tuple::Protocol;
 
@@ -41,13 +41,13 @@ pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
 }
 
 /// Parses a frame that [`is_ipv6`] accepted.
-pub(super) fn ipv6(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
+pub(super) fn ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     let packet = &frame[ETHERNET_HEADER..];
     let end = IPV6_HEADER + usize::from(u16_at(packet, 4));
     if packet[0] >> 4 != 6 || end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
     }
-    let Walked { protocol, part, identification, transport } = walk(&packet[..end])?;
+    let ExtensionChainEnd { protocol, part, identification, transport } = skip_extension_headers(&packet[..end])?;
     Ok(IpPacket {
         client: address_at(packet, 8),
         vip: address_at(packet, 24),
@@ -60,9 +60,9 @@ pub(super) fn ipv6(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
 }
 
 /// The end of a chain of extension headers.
-struct Walked {
+struct ExtensionChainEnd {
     protocol: u8,
-    part: Part,
+    part: FragmentPart,
     /// Number of a fragmented datagram, else 0.
     identification: u32,
     /// Offset of the transport header.
@@ -70,7 +70,7 @@ struct Walked {
 }
 
 /// Walks over the extension headers.
-fn walk(packet: &[u8]) -> Result<Walked, Ended> {
+fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> {
     let (mut next, mut at) = (packet[6], IPV6_HEADER);
     for _ in 0..MOST_EXTENSION_HEADERS {
         if !EXTENSION_HEADERS.contains(&next) {
@@ -90,18 +90,18 @@ fn walk(packet: &[u8]) -> Result<Walked, Ended> {
         }
         // All but the reserved bits: 0 if it is the whole packet (RFC 6946).
         if number == FRAGMENT && field & !0x6 != 0 {
-            let part = if field & !0x7 == 0 { Part::First } else { Part::Later };
+            let part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::Later };
             let identification = packet.get(at - 4..at).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
             let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
-            return Ok(Walked { protocol: next, part, identification, transport: at });
+            return Ok(ExtensionChainEnd { protocol: next, part, identification, transport: at });
         }
     }
-    Ok(Walked { protocol: next, part: Part::Whole, identification: 0, transport: at })
+    Ok(ExtensionChainEnd { protocol: next, part: FragmentPart::Whole, identification: 0, transport: at })
 }
 
-pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
-    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
+    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
+    const NOT_OURS: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
     let message = packet.payload;
     if message.len() < ICMP_HEADER {
         return Err(MALFORMED);

@@ -41,7 +41,7 @@ impl Placement {
         let bucket = self.table.bucket_count.bucket(self.hash(0, tuple)) as usize;
         let server = *self.table.consistent.get(bucket)?;
         let before = self.table.consistent_before.get(bucket).copied().flatten();
-        Some(FlowEntry { before, ..FlowEntry::of(server) })
+        Some(FlowEntry { previous_server: before, ..FlowEntry::of(server) })
     }
 }
 

@@ -45,26 +45,26 @@ pub const REASONS: usize = intf::LIMITED_KIND_COUNT as usize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
     /// Limit of one source.
-    pub by_source: Rate,
+    pub per_source: Rate,
     /// Limit of one service.
-    pub by_service: Rate,
+    pub per_service: Rate,
     /// Limit of the load balancer.
-    pub of_all: Rate,
+    pub total: Rate,
 }
 
 /// A selection of token buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Buckets {
     /// Bucket of a service by its slot, for one reason.
-    OfService(usize, Reason),
+    Service(usize, Reason),
     /// Bucket of the load balancer, for one reason.
-    OfAll(Reason),
+    Total(Reason),
     /// Every eighth bucket of sources from this one on.
-    OfSources(usize),
+    Sources(usize),
 }
 
 impl Buckets {
-    /// Returns the positions of an [`OfSources`](Self::OfSources).
+    /// Returns the positions of an [`Sources`](Self::Sources).
     pub fn sources(first: usize) -> impl Iterator<Item = usize> {
         (first % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
     }
@@ -73,17 +73,17 @@ impl Buckets {
 /// All token buckets.
 #[derive(Debug)]
 pub(super) struct Broadcast {
-    by_source: Vec<Bucket>,
-    by_service: Vec<[Bucket; REASONS]>,
-    of_all: [Bucket; REASONS],
+    per_source: Vec<Bucket>,
+    per_service: Vec<[Bucket; REASONS]>,
+    total: [Bucket; REASONS],
 }
 
 impl Default for Broadcast {
     fn default() -> Self {
         Self {
-            by_source: vec![Bucket::default(); intf::BROADCAST_SHARDS as usize],
-            by_service: vec![Default::default(); intf::MAX_SERVICES as usize],
-            of_all: Default::default(),
+            per_source: vec![Bucket::default(); intf::BROADCAST_SHARDS as usize],
+            per_service: vec![Default::default(); intf::MAX_SERVICES as usize],
+            total: Default::default(),
         }
     }
 }
@@ -99,21 +99,21 @@ impl Broadcast {
         now_ns: u64,
     ) -> bool {
         let sender = SocketAddr::new(source, (reason as u16).swap_bytes());
-        let shard = ConnectionHash::new(key, service as u16, sender).low() as usize % self.by_source.len();
+        let shard = ConnectionHash::new(key, service as u16, sender).low() as usize % self.per_source.len();
         let (reason, rates) = (reason as usize, rates[reason as usize]);
-        let is_within = self.by_source[shard].take(rates.by_source, now_ns);
+        let is_within = self.per_source[shard].take(rates.per_source, now_ns);
         // A source above its rate leaves half of the burst to the others.
         let shared = |rate: Rate| Rate { burst_ns: rate.burst_ns >> u32::from(!is_within), ..rate };
-        self.by_service[service][reason].take(shared(rates.by_service), now_ns)
-            && self.of_all[reason].take(shared(rates.of_all), now_ns)
+        self.per_service[service][reason].take(shared(rates.per_service), now_ns)
+            && self.total[reason].take(shared(rates.total), now_ns)
     }
 
     pub fn set_paid_until(&mut self, buckets: Buckets, paid_until: u64) {
         let bucket = Bucket { paid_until };
         match buckets {
-            Buckets::OfService(service, reason) => self.by_service[service][reason as usize] = bucket,
-            Buckets::OfAll(reason) => self.of_all[reason as usize] = bucket,
-            Buckets::OfSources(first) => Buckets::sources(first).for_each(|at| self.by_source[at] = bucket),
+            Buckets::Service(service, reason) => self.per_service[service][reason as usize] = bucket,
+            Buckets::Total(reason) => self.total[reason as usize] = bucket,
+            Buckets::Sources(first) => Buckets::sources(first).for_each(|at| self.per_source[at] = bucket),
         }
     }
 }
@@ -142,7 +142,7 @@ mod tests {
             interval_ns: 1_000_000_000 / per_second,
             burst_ns: (burst - 1) * 1_000_000_000 / per_second,
         };
-        let rates = [BroadcastRates { by_source: rate(250, 64), by_service: rate(1000, 128), of_all: rate(3000, 300) };
+        let rates = [BroadcastRates { per_source: rate(250, 64), per_service: rate(1000, 128), total: rate(3000, 300) };
             REASONS];
         let (mut broadcast, key) =
             (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
@@ -181,8 +181,8 @@ mod tests {
     #[test]
     fn all_services_together_are_bounded() {
         let rate = Rate { interval_ns: 1_000_000, burst_ns: 0 };
-        let of_all = Rate { interval_ns: 100_000, burst_ns: 0 };
-        let rates = [BroadcastRates { by_source: rate, by_service: rate, of_all }; REASONS];
+        let total = Rate { interval_ns: 100_000, burst_ns: 0 };
+        let rates = [BroadcastRates { per_source: rate, per_service: rate, total }; REASONS];
         let (mut broadcast, key) =
             (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
         let sent = (0..1_000_000u64)

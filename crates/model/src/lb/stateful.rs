@@ -27,7 +27,7 @@ pub enum Owner {
     /// Gone, or its MAC address is not resolved.
     Lost,
     /// Packets with its indexes go there.
-    At(Mac),
+    Reachable(Mac),
 }
 
 #[derive(Debug)]
@@ -47,7 +47,7 @@ pub(super) struct Stateful {
 }
 
 /// Result of a look-up by the index in a cookie.
-pub(super) enum Indexed {
+pub(super) enum IndexLookup {
     /// A decision, and the entry, if it is in our own table.
     Decided(Decision, Option<ConnectionIndex>),
     /// The entry is free or another connection's.
@@ -90,7 +90,7 @@ impl Stateful {
         self.table.size().indexes().filter_map(|index| self.table.connection(index))
     }
 
-    pub fn free(&mut self, connections: &[Connection]) {
+    pub fn free_connections(&mut self, connections: &[Connection]) {
         let released = |connection: &&Connection| self.table.release(connection.index, connection.identity);
         let released: Vec<&Connection> = connections.iter().filter(released).collect();
         for connection in released {
@@ -103,7 +103,7 @@ impl Stateful {
         for service in services {
             let theirs: Vec<Connection> =
                 self.connections().filter(|connection| usize::from(connection.identity.service) == *service).collect();
-            self.free(&theirs);
+            self.free_connections(&theirs);
         }
     }
 
@@ -126,16 +126,16 @@ impl LoadBalancer {
         counter: intf::lb_counter,
         from: Mac,
         now_ns: u64,
-    ) -> Indexed {
+    ) -> IndexLookup {
         let (owner, entry) = owner_and_slot(number);
         if self.stateful.owner != Some(owner) {
-            return Indexed::Decided(self.by_owner((service_slot, tuple.client().ip()), owner, from, now_ns), None);
+            return IndexLookup::Decided(self.by_owner((service_slot, tuple.client().ip()), owner, from, now_ns), None);
         }
         let hash = self.connection_hash(service_slot, tuple);
         match self.stateful.table.find(hash, entry, service_slot as u16) {
-            None => Indexed::UnknownConnection,
-            Some((_, id)) if self.service(service_slot).server(id).is_none() => Indexed::UnknownServer,
-            Some((index, id)) => Indexed::Decided(self.deliver_to(service_slot, id, counter), Some(index)),
+            None => IndexLookup::UnknownConnection,
+            Some((_, id)) if self.service(service_slot).server(id).is_none() => IndexLookup::UnknownServer,
+            Some((index, id)) => IndexLookup::Decided(self.deliver_to(service_slot, id, counter), Some(index)),
         }
     }
 
@@ -144,8 +144,10 @@ impl LoadBalancer {
         let owners = self.stateful.owners;
         match owners[usize::from(owner.get())] {
             Owner::Unknown => self.unknown(of, now_ns),
-            Owner::At(mac) if !owners.contains(&Owner::At(from)) => Decision::forward(intf::LB_COUNTER_TO_OWNER, mac),
-            Owner::At(_) | Owner::Lost => {
+            Owner::Reachable(mac) if !owners.contains(&Owner::Reachable(from)) => {
+                Decision::forward(intf::LB_COUNTER_TO_OWNER, mac)
+            }
+            Owner::Reachable(_) | Owner::Lost => {
                 let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
                 self.deliver_broadcast(of, intf::LIMITED_OWNER_LOST, over_rate, now_ns)
             }

@@ -10,10 +10,10 @@ use crate::statistics::mean;
 pub const NAME: &str = "awrr";
 
 /// Turns of a server of mean load.
-const TURNS: f64 = 10.0;
+const MEAN_TURNS: f64 = 10.0;
 /// The paper's bounds: 2, and 3 N (with its alpha no load reaches the upper one).
 const TURNS_MIN: f64 = 2.0;
-const TURNS_MAX: f64 = 3.0 * TURNS;
+const TURNS_MAX: f64 = 3.0 * MEAN_TURNS;
 /// Smoothing of the weights: 0 follows the loads at once, 1 never.
 const ALPHA: f64 = 0.5;
 
@@ -46,9 +46,9 @@ impl Policy for AdaptiveWeightedRoundRobin {
 /// text, "a perfectly balanced system would give N = 10", and its bounds only fit a factor.)
 fn turns(load: f64, average: f64) -> u32 {
     if average <= 0.0 {
-        return TURNS as u32;
+        return MEAN_TURNS as u32;
     }
-    let turns = TURNS * average / ((1.0 - ALPHA) * load + ALPHA * average);
+    let turns = MEAN_TURNS * average / ((1.0 - ALPHA) * load + ALPHA * average);
     turns.round().clamp(TURNS_MIN, TURNS_MAX) as u32
 }
 

@@ -40,7 +40,8 @@ impl Policy for BoundedLoad {
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let shares = pool.shares();
-        let below = below_bound(&LoadMetric::Connections.server_loads(pool), &LoadMetric::Connections.parts(pool));
+        let below =
+            below_bound(&LoadMetric::Connections.server_loads(pool), &LoadMetric::Connections.comparison_shares(pool));
         let ring: Vec<(ServerId, f64)> = below.iter().map(|position| shares[*position]).collect();
         let of_ring = weighted_ring_table(&ring, buckets.get() as usize);
         let positions: Vec<usize> = of_ring.into_iter().map(|position| below[position]).collect();

@@ -26,7 +26,7 @@ pub struct BucketLoads {
 struct Column {
     server: ServerId,
     /// Source of its loads; `None`: not the server alone.
-    made_of: Option<(CoreLoads, Option<Rss>)>,
+    source: Option<(CoreLoads, Option<Rss>)>,
 }
 
 impl BucketLoads {
@@ -37,7 +37,7 @@ impl BucketLoads {
         let all_known = self.columns.len() == servers.len() && self.columns.iter().zip(servers).all(is_known);
         if !all_known || self.buckets != buckets.get() {
             self.buckets = buckets.get();
-            self.columns = servers.iter().map(|server| Column { server: server.id, made_of: None }).collect();
+            self.columns = servers.iter().map(|server| Column { server: server.id, source: None }).collect();
             let count = servers.len() * buckets.get() as usize;
             self.loads.clear();
             self.loads.resize(if count <= MAX_LOADS { count } else { 0 }, neutral);
@@ -71,16 +71,19 @@ impl BucketLoads {
         let is_same = |(known, known_rss): &(CoreLoads, Option<Rss>)| {
             cores.is_some_and(|cores| cores == known) && known_rss.as_ref() == rss
         };
-        if column.made_of.as_ref().is_some_and(is_same) {
+        if column.source.as_ref().is_some_and(is_same) {
             return;
         }
-        column.made_of = cores.map(|cores| (cores.clone(), rss.cloned()));
+        column.source = cores.map(|cores| (cores.clone(), rss.cloned()));
         let stride = self.columns.len();
         let (loads, least) = (&mut self.loads, &mut self.least);
         for_each_reached(server, rss, buckets, neutral, |bucket, core, load| {
             let old = std::mem::replace(&mut loads[bucket * stride + position], load);
             if let Some(least) = least.get_mut(bucket) {
-                least.moved(old, RankedCore { load, core: Core { server: server.id, core }, source: position as u32 });
+                least.update_source(
+                    old,
+                    RankedCore { load, core: Core { server: server.id, core }, source: position as u32 },
+                );
             }
         });
     }
@@ -144,14 +147,14 @@ pub fn core_at(server: &PoolServer, key: &RssKey, bucket: u32) -> Core {
 /// group's table (`rss`: none of that key) counts as one core.
 pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
     match rss {
-        Some(rss) => reached(server, rss, bucket, buckets, neutral),
+        Some(rss) => reached_core(server, rss, bucket, buckets, neutral),
         None => (0, server.mean_load(neutral)),
     }
 }
 
 /// Returns the core of a server with this RSS that a bucket's connections reach, and its load; `neutral` if unknown.
 /// If the server's table is longer than the number of buckets, a bucket reaches several of its entries, evenly.
-pub fn reached(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
+pub fn reached_core(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
     let table = &rss.indirection_table;
     let entries = (table.entry_count() / buckets.get() as usize).max(1);
     let cores = (0..entries as u32).map(|step| table.queue(bucket + step * buckets.get()));

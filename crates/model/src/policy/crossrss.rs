@@ -12,12 +12,12 @@ pub const NAME: &str = "crossrss";
 
 pub struct CrossRss {
     key: RssKey,
-    pub(super) kept: PolicyCache,
+    pub(super) cache: PolicyCache,
 }
 
 impl CrossRss {
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed), kept: PolicyCache::default() }
+        Self { key: independent_key(seed), cache: PolicyCache::default() }
     }
 }
 
@@ -31,7 +31,7 @@ impl Policy for CrossRss {
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        core_aware(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1, &mut self.kept)
+        core_aware(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1, &mut self.cache)
     }
 }
 

@@ -29,7 +29,7 @@ use coreward_intf as intf;
 use super::crossrss::core_aware;
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::PolicyCache;
-use super::{Class, LoadSpread, Loads, Policy, Pool, TelemetryLevel, independent_key};
+use super::{LoadSpread, Loads, Policy, Pool, ServerClass, TelemetryLevel, independent_key};
 use crate::ServerId;
 use crate::load::{CoreLoads, fixed_point};
 use crate::placement::{BucketCount, PlacementTable, Rule};
@@ -39,7 +39,7 @@ pub const NAME: &str = "crossrss-plus";
 
 /// Multiple of the deficits that one interval's connections fill. 1 would suffice if loads stayed until new connections
 /// come; loads that change fast then overshoot (docs/policies.md).
-const FILL: f64 = 1.5;
+const FILL_FACTOR: f64 = 1.5;
 
 /// Weight of the newest report in the load over the last reports: a memory of about five reports, half a second at 10
 /// Hz. 0.1 to 0.3 are alike (docs/policies.md).
@@ -66,7 +66,7 @@ pub struct CrossRssPlus {
     key: RssKey,
     cost: Cost,
     recent: RecentLoads,
-    pub(super) kept: PolicyCache,
+    pub(super) cache: PolicyCache,
 }
 
 impl CrossRssPlus {
@@ -76,12 +76,12 @@ impl CrossRssPlus {
     }
 
     /// Returns the policy with a fixed cost, `share` of an open connection's mean load; 0 is `crossrss`.
-    pub fn counting(seed: u64, share: f64) -> Self {
+    pub fn with_share(seed: u64, share: f64) -> Self {
         Self::with_cost(seed, Cost::Share(share))
     }
 
     fn with_cost(seed: u64, cost: Cost) -> Self {
-        Self { key: independent_key(seed), cost, recent: RecentLoads::default(), kept: PolicyCache::default() }
+        Self { key: independent_key(seed), cost, recent: RecentLoads::default(), cache: PolicyCache::default() }
     }
 }
 
@@ -100,7 +100,7 @@ impl Cost {
                     Some(old) => OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old,
                 };
                 *opened = Some(smoothed);
-                let load_to_assign = if pool.of_requests { pool.load() } else { FILL * deficit(pool, kept) };
+                let load_to_assign = if pool.counts_requests { pool.load() } else { FILL_FACTOR * deficit(pool, kept) };
                 load_to_assign / smoothed.max(1.0)
             }
         }
@@ -110,7 +110,7 @@ impl Cost {
 /// Returns the work that brings every core below its level up to it, in the work of a usual core.
 fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
     let levels = NormalizedLoad::of(pool);
-    let of_class = |(class, spread): (&Class, &LoadSpread)| {
+    let of_class = |(class, spread): (&ServerClass, &LoadSpread)| {
         let (level, speed) = levels.level(*class);
         speed * spread.missing(level)
     };
@@ -128,13 +128,13 @@ struct RecentServer {
     recent: Vec<f64>,
     /// The last loads, and the mean over the last reports.
     newest: CoreLoads,
-    levelled: CoreLoads,
+    smoothed_loads: CoreLoads,
 }
 
 impl RecentServer {
     /// Starts with the present loads.
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
-        Self { id, recent: loads.to_vec(), newest: loads.clone(), levelled: loads.clone() }
+        Self { id, recent: loads.to_vec(), newest: loads.clone(), smoothed_loads: loads.clone() }
     }
 
     /// Updates the loads; a new report if they are `fresh`.
@@ -149,15 +149,15 @@ impl RecentServer {
             *recent += alpha * (*load - *recent);
             (*load + *recent) / 2.0
         };
-        self.levelled = loads.iter().zip(&mut self.recent).map(level).collect();
+        self.smoothed_loads = loads.iter().zip(&mut self.recent).map(level).collect();
         self.newest = loads.clone();
     }
 }
 
 impl RecentLoads {
     /// Updates the loads and returns the pool with the mean of newest and recent loads, as racks do.
-    fn levelled<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
-        if !pool.totals().any_reports_here {
+    fn with_smoothed_loads<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
+        if !pool.totals().has_local_reports {
             self.of_servers.clear();
             return Cow::Borrowed(pool);
         }
@@ -169,8 +169,8 @@ impl RecentLoads {
             while before.next_if(|known| known.id < server.id).is_some() {}
             let known = before.next_if(|known| known.id == server.id);
             let mut known = known.unwrap_or_else(|| RecentServer::new(server.id, loads));
-            known.update(loads, server.fresh);
-            *loads = known.levelled.clone();
+            known.update(loads, server.has_new_load);
+            *loads = known.smoothed_loads.clone();
             self.of_servers.push(known);
         }
         Cow::Owned(pool.with_loads_of(levelled))
@@ -193,7 +193,7 @@ impl Policy for CrossRssPlus {
     }
 
     fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
-        self.recent.levelled(pool)
+        self.recent.with_smoothed_loads(pool)
     }
 
     fn max_candidates_per_bucket(&self, buckets: BucketCount) -> usize {
@@ -202,7 +202,7 @@ impl Policy for CrossRssPlus {
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let pool = &*self.preprocess(pool);
-        let kept = &mut self.kept;
+        let kept = &mut self.cache;
         let per_bucket = |servers: usize, groups: usize| servers.min(scale_to_fit(buckets, groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
         // Every load balancer sees only its own assignments; the others' are about as many.

@@ -20,12 +20,12 @@ pub struct RssGroup<'a> {
     pub servers: Vec<&'a PoolServer>,
     /// Servers that only share the group's table: their RSS is unknown or in a group too many. Their load is the mean
     /// of their cores for every bucket.
-    pub without_cores: Vec<&'a PoolServer>,
+    pub without_core_loads: Vec<&'a PoolServer>,
 }
 
 impl<'a> RssGroup<'a> {
     fn all(&self) -> impl Iterator<Item = &'a PoolServer> {
-        self.servers.iter().chain(&self.without_cores).copied()
+        self.servers.iter().chain(&self.without_core_loads).copied()
     }
 
     fn reaches_cores(&self, server: &PoolServer) -> bool {
@@ -34,7 +34,7 @@ impl<'a> RssGroup<'a> {
 }
 
 /// Returns the eligible servers by RSS key, largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`. The
-/// rest goes to the first group's `without_cores`. `fallback` is the key of a pool without known RSS.
+/// rest goes to the first group's `without_core_loads`. `fallback` is the key of a pool without known RSS.
 pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
     let mut unknown = Vec::new();
@@ -45,7 +45,9 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
         };
         match groups.iter_mut().find(|group| group.key == rss.key) {
             Some(group) => group.servers.push(server),
-            None => groups.push(RssGroup { key: rss.key.clone(), servers: vec![server], without_cores: Vec::new() }),
+            None => {
+                groups.push(RssGroup { key: rss.key.clone(), servers: vec![server], without_core_loads: Vec::new() })
+            }
         }
     }
     // A stable sort: groups of one size stay in the order of their first id.
@@ -53,10 +55,10 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     let kept = groups.len().min(coreward_intf::MAX_RSS_GROUPS as usize);
     unknown.extend(groups.drain(kept..).flat_map(|group| group.servers));
     if groups.is_empty() {
-        groups.push(RssGroup { key: fallback.clone(), servers: Vec::new(), without_cores: Vec::new() });
+        groups.push(RssGroup { key: fallback.clone(), servers: Vec::new(), without_core_loads: Vec::new() });
     }
     unknown.sort_by_key(|server| server.id);
-    groups[0].without_cores = unknown;
+    groups[0].without_core_loads = unknown;
     groups
 }
 
@@ -93,15 +95,15 @@ impl CoreSlots<'_> {
 
 /// The least of the offered cores by their compared value; ties by load, then by id (CrossRSS: strictly smallest load,
 /// ties to the lowest id).
-pub struct Least {
-    most: usize,
+pub struct LeastCores {
+    limit: usize,
     found: Vec<(f64, f64, Core)>,
 }
 
-impl Least {
+impl LeastCores {
     /// Keeps up to `most` cores, at least 1.
     pub fn new(most: usize) -> Self {
-        Self { most, found: Vec::with_capacity(most + 1) }
+        Self { limit: most, found: Vec::with_capacity(most + 1) }
     }
 
     /// Whether the core is among the least so far; few of a thousand are.
@@ -109,18 +111,18 @@ impl Least {
         let is_before = |(other, other_load, other_core): &(f64, f64, Core)| {
             other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
         };
-        if self.found.len() == self.most && self.found.last().is_some_and(is_before) {
+        if self.found.len() == self.limit && self.found.last().is_some_and(is_before) {
             return false;
         }
         let position = self.found.partition_point(is_before);
         self.found.insert(position, (compared, load, core));
-        self.found.truncate(self.most);
+        self.found.truncate(self.limit);
         true
     }
 
     /// Returns the largest value that is still among the least.
     pub fn bound(&self) -> f64 {
-        let is_full = self.found.len() == self.most;
+        let is_full = self.found.len() == self.limit;
         self.found.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
     }
 
@@ -151,7 +153,7 @@ pub fn fill_candidates(
     table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
     kept.groups.resize_with(groups.len(), KeptGroup::default);
     for (group, kept) in groups.iter().zip(&mut kept.groups) {
-        let known = KnownHere::new(&cores, group, &mut kept.reached, per_bucket);
+        let known = LocalServers::new(&cores, group, &mut kept.reached, per_bucket);
         let relayed = Relayed::new(&cores, group, &mut kept.relayed, per_bucket);
         for bucket in 0..buckets.get() {
             let found = if without_loads {
@@ -169,27 +171,27 @@ pub fn fill_candidates(
 }
 
 /// Servers of a group with local loads.
-struct KnownHere<'a, 'g> {
+struct LocalServers<'a, 'g> {
     group: &'g RssGroup<'a>,
     servers: Vec<&'a PoolServer>,
     /// Whether one of them takes part in some buckets only.
-    in_part: bool,
+    is_partial: bool,
     /// Level and speed of each ([`NormalizedLoad::level`]); empty where all are alike.
     levels: Vec<(f64, f64)>,
     reached: &'g BucketLoads,
 }
 
-impl<'a, 'g> KnownHere<'a, 'g> {
+impl<'a, 'g> LocalServers<'a, 'g> {
     fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut BucketLoads, most: usize) -> Self {
         let servers: Vec<&PoolServer> =
             group.all().filter(|server| !is_reduced(server) || !group.reaches_cores(server)).collect();
-        let in_part = servers.iter().any(|server| server.ramp < 1.0);
+        let is_partial = servers.iter().any(|server| server.ramp < 1.0);
         // A bucket keeps cores in the order of loads alone.
-        let remembered = if cores.levels.is_uniform() && !in_part { most } else { 0 };
-        reached.update(&servers, &group.key, cores.buckets, cores.neutral, remembered);
+        let remembered = if cores.levels.is_uniform() && !is_partial { most } else { 0 };
+        reached.update(&servers, &group.key, cores.buckets, cores.neutral_load, remembered);
         let level = |server: &&PoolServer| cores.levels.level(server.class());
         let levels = if cores.levels.is_uniform() { Vec::new() } else { servers.iter().map(level).collect() };
-        Self { group, servers, in_part, levels, reached }
+        Self { group, servers, is_partial, levels, reached }
     }
 }
 
@@ -215,7 +217,7 @@ impl<'a, 'g> Relayed<'a, 'g> {
 struct Cores<'a> {
     pool: &'a Pool,
     buckets: BucketCount,
-    neutral: f64,
+    neutral_load: f64,
     levels: NormalizedLoad,
     /// By id: the eligible servers whose cores are in the racks' summaries.
     reduced: Vec<Option<&'a PoolServer>>,
@@ -232,18 +234,18 @@ impl<'a> Cores<'a> {
         for server in is_reduced {
             reduced[usize::from(server.id.get())] = Some(server);
         }
-        Self { pool, buckets, neutral: pool.neutral_load(), levels: NormalizedLoad::of(pool), reduced }
+        Self { pool, buckets, neutral_load: pool.neutral_load(), levels: NormalizedLoad::of(pool), reduced }
     }
 
     /// Returns the least loaded cores that take part in the bucket's connections, each with its compared value.
     fn least(
         &self,
-        known: &KnownHere<'_, '_>,
+        known: &LocalServers<'_, '_>,
         relayed: &Relayed<'_, '_>,
         bucket: u32,
         most: usize,
     ) -> Vec<(Core, f64)> {
-        let mut least = Least::new(most);
+        let mut least = LeastCores::new(most);
         self.offer_local(known, bucket, &mut least);
         self.offer_relayed(relayed, bucket, &mut least);
         if least.found.is_empty() {
@@ -255,7 +257,7 @@ impl<'a> Cores<'a> {
         least.cores().map(|(core, _, compared)| (core, compared)).collect()
     }
 
-    fn offer_relayed(&self, relayed: &Relayed<'_, '_>, bucket: u32, least: &mut Least) {
+    fn offer_relayed(&self, relayed: &Relayed<'_, '_>, bucket: u32, least: &mut LeastCores) {
         // Unknown to the rack so far: it takes no new connections, or only some.
         let taking_part = |core: &Core| {
             let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
@@ -264,7 +266,7 @@ impl<'a> Cores<'a> {
         if let Some(cores) = relayed.cores {
             let places = cores.least(bucket);
             let mut of_use = places.iter().filter(|place| taking_part(&place.core).is_some());
-            if of_use.clone().count() >= least.most || cores.is_all(places) {
+            if of_use.clone().count() >= least.limit || cores.is_complete(places) {
                 of_use.all(|place| least.offer(place.load, place.load, place.core));
                 return;
             }
@@ -279,7 +281,7 @@ impl<'a> Cores<'a> {
         }
     }
 
-    fn offer_local(&self, known: &KnownHere<'_, '_>, bucket: u32, least: &mut Least) {
+    fn offer_local(&self, known: &LocalServers<'_, '_>, bucket: u32, least: &mut LeastCores) {
         if let Some(places) = known.reached.least(bucket) {
             places.iter().all(|place| least.offer(place.load, place.load, place.core));
             return;
@@ -296,7 +298,7 @@ impl<'a> Cores<'a> {
         for (position, load) in loads.iter().enumerate() {
             let level = known.levels.get(position);
             let compared = level.map_or(*load, |level| self.levels.compared_at(*level, *load));
-            if compared > bound || known.in_part && !self.pool.is_candidate(known.servers[position], bucket) {
+            if compared > bound || known.is_partial && !self.pool.is_candidate(known.servers[position], bucket) {
                 continue;
             }
             least.offer(compared, *load, core_at(known.servers[position], &known.group.key, bucket));
@@ -326,7 +328,7 @@ impl<'a> Cores<'a> {
 
     fn core(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
         let rss = server.rss.as_ref().filter(|rss| rss.key == group.key);
-        core_of(server, rss, bucket, self.buckets, self.neutral)
+        core_of(server, rss, bucket, self.buckets, self.neutral_load)
     }
 }
 

@@ -25,21 +25,21 @@ pub const NAMES: [&str; 4] = ["least", "least:packets", "least:bytes", "least:cp
 const RNG_STREAM_CANDIDATES: u64 = 7;
 
 /// The policy, by one metric.
-pub struct Least {
+pub struct LeastByMetric {
     key: RssKey,
     seed: u64,
     measure: LoadMetric,
     candidates: usize,
 }
 
-impl Least {
+impl LeastByMetric {
     /// Returns the policy by open connections, within the data plane's number of candidates.
     pub fn new(seed: u64) -> Self {
-        Self::by(LoadMetric::Connections, seed)
+        Self::with_metric(LoadMetric::Connections, seed)
     }
 
     /// Returns the policy by a metric.
-    pub fn by(measure: LoadMetric, seed: u64) -> Self {
+    pub fn with_metric(measure: LoadMetric, seed: u64) -> Self {
         Self { key: independent_key(seed), seed, measure, candidates: intf::MAX_CANDIDATES as usize }
     }
 
@@ -52,7 +52,7 @@ impl Least {
     fn loads(&self, pool: &Pool) -> (Vec<u32>, u32) {
         let have = self.measure.server_loads(pool);
         let per_connection = self.per_connection(pool, &have);
-        let compared = normalize(&have, &self.measure.parts(pool), pool.opened_connections, per_connection);
+        let compared = normalize(&have, &self.measure.comparison_shares(pool), pool.opened_connections, per_connection);
         let most = compared.iter().copied().fold(0.0, f64::max);
         let unit = match self.measure {
             LoadMetric::Connections => f64::from(load_of_one(most)),
@@ -83,7 +83,7 @@ fn normalize(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_c
     have.iter().zip(parts).map(|(have, part)| have + (largest - part) * per_part).collect()
 }
 
-impl Policy for Least {
+impl Policy for LeastByMetric {
     fn name(&self) -> &'static str {
         match self.measure {
             LoadMetric::Connections => NAMES[0],
@@ -108,7 +108,7 @@ impl Policy for Least {
     }
 }
 
-impl Least {
+impl LeastByMetric {
     /// Returns a table without the consistent choices. A load balancer uses its candidates in place of those whose
     /// loads are too old.
     pub fn candidates(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn small_pool_is_not_sampled() {
-        let table = Least::new(1).place(&pool(&[40, 3, 20], 2), BucketCount::PUBLISHED, 1);
+        let table = LeastByMetric::new(1).place(&pool(&[40, 3, 20], 2), BucketCount::PUBLISHED, 1);
         for bucket in 0..128 {
             let servers: Vec<u16> = table.candidates_of(0, bucket).iter().map(|c| c.server.get()).collect();
             assert_eq!(servers, [2, 3, 1]);
@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn large_pool_is_sampled_evenly_for_every_table() {
-        let mut policy = Least::new(3);
+        let mut policy = LeastByMetric::new(3);
         let servers = pool(&[5; 400], 1);
         let tables = [1, 2].map(|generation| policy.place(&servers, BucketCount::new(2048).unwrap(), generation));
         assert_ne!(tables[0].candidates, tables[1].candidates);
@@ -222,11 +222,11 @@ mod tests {
             of_bucket.dedup();
             assert_eq!(of_bucket.len(), 8);
         }
-        let all = Least::without_sampling(3).place(&servers, BucketCount::new(1).unwrap(), 1);
+        let all = LeastByMetric::without_sampling(3).place(&servers, BucketCount::new(1).unwrap(), 1);
         assert_eq!(all.candidates_of(0, 0).len(), 400);
     }
 
-    fn after(policy: &mut Least, servers: &[PoolServer], connections: u32) -> Vec<u32> {
+    fn counts_after(policy: &mut LeastByMetric, servers: &[PoolServer], connections: u32) -> Vec<u32> {
         let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(connections.into());
         let table = policy.place(&pool, BucketCount::PUBLISHED, 1);
         let mut state = PlacementState::for_table(&table);
@@ -250,7 +250,7 @@ mod tests {
                 })
                 .collect();
             let total = 1000 - open.iter().sum::<u32>();
-            let after = after(&mut Least::new(1), &servers, total);
+            let after = counts_after(&mut LeastByMetric::new(1), &servers, total);
             let near = after.iter().zip([100u32, 200, 700]).all(|(count, expected)| count.abs_diff(expected) <= 2);
             assert!(near, "{open:?} became {after:?}");
         }
@@ -266,12 +266,20 @@ mod tests {
         };
         let servers = [server(1, 10.0, 500.0, 0.9), server(2, 50.0, 100.0, 0.5), server(3, 90.0, 900.0, 0.1)];
         for (measure, least) in [(LoadMetric::Packets, 1), (LoadMetric::Bytes, 2), (LoadMetric::Cpu, 3)] {
-            let table = Least::by(measure, 1).place(&Pool::new(servers.to_vec(), 1), BucketCount::PUBLISHED, 1);
+            let table = LeastByMetric::with_metric(measure, 1).place(
+                &Pool::new(servers.to_vec(), 1),
+                BucketCount::PUBLISHED,
+                1,
+            );
             assert!((0..128).all(|bucket| table.candidates_of(0, bucket)[0].server.get() == least), "{measure:?}");
             assert!(table.assignment_cost > 1);
         }
         // Thirty connections bring 150 packets a second, five each.
-        let table = Least::by(LoadMetric::Packets, 1).place(&Pool::new(servers.to_vec(), 1), BucketCount::PUBLISHED, 1);
+        let table = LeastByMetric::with_metric(LoadMetric::Packets, 1).place(
+            &Pool::new(servers.to_vec(), 1),
+            BucketCount::PUBLISHED,
+            1,
+        );
         let distance = table.candidates_of(0, 0)[1].load - table.candidates_of(0, 0)[0].load;
         assert_eq!(distance / table.assignment_cost, 8);
     }
@@ -281,7 +289,7 @@ mod tests {
         let mut servers: Vec<PoolServer> =
             (0..4u64).map(|n| PoolServer { open_connections: 100, ..PoolServer::new(n.try_into().unwrap()) }).collect();
         (servers[3].open_connections, servers[3].ramp) = (0, 0.25);
-        let joined = after(&mut Least::new(1), &servers, 128)[3];
+        let joined = counts_after(&mut LeastByMetric::new(1), &servers, 128)[3];
         // All would go to the new one; its part is 32 of 128 buckets.
         assert!((20..=44).contains(&joined), "{joined}");
     }

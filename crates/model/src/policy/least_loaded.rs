@@ -8,7 +8,7 @@ use super::MAX_CANDIDATES;
 use crate::placement::Core;
 
 /// Cores that a bucket keeps: twice as many as needed, so that a full search is rare.
-const CORES_KEPT: usize = 2 * MAX_CANDIDATES as usize;
+const MAX_KEPT_CORES: usize = 2 * MAX_CANDIDATES as usize;
 
 /// A core in the order of a bucket's loads; ties by id, as in CrossRSS.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -51,14 +51,14 @@ impl LeastLoaded {
         if is_near {
             let position = self.0.partition_point(|known| known.is_before(&place));
             self.0.insert(position, place);
-            self.0.truncate(CORES_KEPT);
+            self.0.truncate(MAX_KEPT_CORES);
         }
         is_near
     }
 
     /// Changes the load of a source with one core.
     #[inline]
-    pub fn moved(&mut self, old: f64, new: RankedCore) {
+    pub fn update_source(&mut self, old: f64, new: RankedCore) {
         if self.0.last().is_some_and(|last| old > last.load && new.load > last.load) {
             return;
         }
@@ -72,13 +72,13 @@ impl LeastLoaded {
         self.0.clear();
         for ascending in all {
             for place in ascending {
-                let is_full = self.0.len() == CORES_KEPT;
-                if is_full && !place.is_before(&self.0[CORES_KEPT - 1]) {
+                let is_full = self.0.len() == MAX_KEPT_CORES;
+                if is_full && !place.is_before(&self.0[MAX_KEPT_CORES - 1]) {
                     break;
                 }
                 let position = self.0.partition_point(|known| known.is_before(&place));
                 self.0.insert(position, place);
-                self.0.truncate(CORES_KEPT);
+                self.0.truncate(MAX_KEPT_CORES);
             }
         }
     }
@@ -104,7 +104,7 @@ mod tests {
     }
 
     /// Checks that the kept cores are the beginning of all in order.
-    fn expect_beginning(least: &LeastLoaded, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
+    fn assert_is_prefix(least: &LeastLoaded, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
         all.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
         prop_assert_eq!(least.places(), &all[..least.places().len()]);
         Ok(())
@@ -118,13 +118,13 @@ mod tests {
             for (position, twentieths) in moves {
                 let load = f64::from(twentieths) / 20.0;
                 let old = std::mem::replace(&mut loads[position], load);
-                least.moved(old, place(position, load));
+                least.update_source(old, place(position, load));
                 let all: Vec<RankedCore> = loads.iter().enumerate().map(|(at, load)| place(at, *load)).collect();
                 if least.places().len() < usize::from(MAX_CANDIDATES) {
                     least.find(all.iter().map(|place| std::iter::once(*place)));
-                    prop_assert_eq!(least.places().len(), CORES_KEPT);
+                    prop_assert_eq!(least.places().len(), MAX_KEPT_CORES);
                 }
-                expect_beginning(&least, all)?;
+                assert_is_prefix(&least, all)?;
             }
         }
 
@@ -149,9 +149,9 @@ mod tests {
                 }
                 if least.places().len() < usize::from(MAX_CANDIDATES) {
                     least.find(lists.iter().map(|list| list.iter().copied()));
-                    prop_assert_eq!(least.places().len(), CORES_KEPT);
+                    prop_assert_eq!(least.places().len(), MAX_KEPT_CORES);
                 }
-                expect_beginning(&least, lists.concat())?;
+                assert_is_prefix(&least, lists.concat())?;
             }
         }
     }

@@ -41,7 +41,7 @@ impl LoadMetric {
 
     /// Returns the parts to compare by: a server with twice the part may be twice as full. A core's load is relative to
     /// its capacity already.
-    pub fn parts(self, pool: &Pool) -> Vec<f64> {
+    pub fn comparison_shares(self, pool: &Pool) -> Vec<f64> {
         let weights = pool.eligible().map(|server| f64::from(server.weight.get()));
         match self {
             LoadMetric::Cpu => weights.collect(),

@@ -58,35 +58,35 @@ impl Loads {
 
 /// Servers whose cores have the same fair level and speed in [`super::normalized_load::NormalizedLoad`].
 #[derive(Debug, Clone, Copy)]
-pub struct Class {
+pub struct ServerClass {
     /// Weight of the servers.
     pub weight: Weight,
     /// Speed of each core, in cores of the usual speed; above 0.
     pub speed: f64,
 }
 
-impl Class {
+impl ServerClass {
     /// Returns integers in the order of the values (positive floating point).
     fn order(&self) -> (u32, u64) {
         (self.weight.get(), self.speed.to_bits())
     }
 }
 
-impl PartialEq for Class {
+impl PartialEq for ServerClass {
     fn eq(&self, other: &Self) -> bool {
         self.order() == other.order()
     }
 }
 
-impl Eq for Class {}
+impl Eq for ServerClass {}
 
-impl PartialOrd for Class {
+impl PartialOrd for ServerClass {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Class {
+impl Ord for ServerClass {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.order().cmp(&other.order())
     }
@@ -100,7 +100,7 @@ const MIN_BINNED_LOAD: f64 = 1.0 / 4096.0;
 /// Loads above share the last bin.
 const MAX_BINNED_LOAD: f64 = 16.0;
 /// Unit of the sums in bins: 2^-32 of a core. A million cores at the data plane's highest load (2^12) stay below 2^64.
-const STEP: f64 = (1u64 << 32) as f64;
+const LOAD_UNIT: f64 = (1u64 << 32) as f64;
 
 /// Spread of many cores' loads: number of cores in each of some 2,000 bins, and their sum. A bin is as wide as 1/128 of
 /// its loads. Two spreads add up to that of all cores, to the last bit and in any order, because sums are whole
@@ -134,7 +134,7 @@ pub struct Bin {
 
 impl Bin {
     fn of(load: f64) -> Self {
-        Self { cores: 1, sum: (load * STEP) as u64 }
+        Self { cores: 1, sum: (load * LOAD_UNIT) as u64 }
     }
 }
 
@@ -189,7 +189,7 @@ impl LoadSpread {
     /// That is exact except for the level's own bin, where each core adds an error of at most a quarter of the bin's
     /// width (level / 512).
     pub fn missing(&self, level: f64) -> f64 {
-        let of_bin = |bin: &Bin| (bin.cores as f64 * level - bin.sum as f64 / STEP).max(0.0);
+        let of_bin = |bin: &Bin| (bin.cores as f64 * level - bin.sum as f64 / LOAD_UNIT).max(0.0);
         self.bins.iter().map(of_bin).sum()
     }
 }

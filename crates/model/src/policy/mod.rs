@@ -34,9 +34,9 @@ pub use consistent_hash::ring_table;
 pub use crossrss_plus::CrossRssPlus;
 pub use groups::{RssGroup, rss_groups, rss_key_count};
 pub use hash::modulo_table;
-pub use least::Least;
+pub use least::LeastByMetric;
 pub use load_metric::{LoadMetric, TelemetryLevel};
-pub use loads::{Bin, Class, LoadSpread, Loads, SpreadBins};
+pub use loads::{Bin, LoadSpread, Loads, ServerClass, SpreadBins};
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
 pub use pool::{Pool, PoolServer, TrafficRates};
 pub use rack::{CandidateList, MAX_CANDIDATES, RackSummary, ReducedServer};
@@ -96,10 +96,10 @@ pub trait Policy: Send {
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable;
 }
 
-type Make = fn(u64) -> Box<dyn Policy>;
+type PolicyFactory = fn(u64) -> Box<dyn Policy>;
 
 /// Every policy by name.
-pub const REGISTRY: [(&str, Make); 17] = [
+pub const REGISTRY: [(&str, PolicyFactory); 17] = [
     (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_modulo_table, seed))),
     (consistent_hash::NAME, |seed| {
         Box::new(static_policy::StaticPolicy::new(consistent_hash::NAME, consistent_hash::weighted_ring_table, seed))
@@ -115,10 +115,10 @@ pub const REGISTRY: [(&str, Make); 17] = [
     (pow2::NAMES[1], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Connections, seed))),
     (pow2::NAMES[2], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Packets, seed))),
     (pow2::NAMES[3], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Bytes, seed))),
-    (least::NAMES[0], |seed| Box::new(least::Least::new(seed))),
-    (least::NAMES[1], |seed| Box::new(least::Least::by(LoadMetric::Packets, seed))),
-    (least::NAMES[2], |seed| Box::new(least::Least::by(LoadMetric::Bytes, seed))),
-    (least::NAMES[3], |seed| Box::new(least::Least::by(LoadMetric::Cpu, seed))),
+    (least::NAMES[0], |seed| Box::new(least::LeastByMetric::new(seed))),
+    (least::NAMES[1], |seed| Box::new(least::LeastByMetric::with_metric(LoadMetric::Packets, seed))),
+    (least::NAMES[2], |seed| Box::new(least::LeastByMetric::with_metric(LoadMetric::Bytes, seed))),
+    (least::NAMES[3], |seed| Box::new(least::LeastByMetric::with_metric(LoadMetric::Cpu, seed))),
     (crossrss::NAME, |seed| Box::new(crossrss::CrossRss::new(seed))),
     (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlus::new(seed))),
 ];

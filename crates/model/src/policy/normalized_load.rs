@@ -6,7 +6,7 @@
 //! So the load in the table is the mean - speed x (the core's own level - its load): the work missing to the level, of
 //! a usual core.
 
-use super::{Class, Pool};
+use super::{Pool, ServerClass};
 use crate::statistics::mean;
 
 pub struct NormalizedLoad {
@@ -15,15 +15,16 @@ pub struct NormalizedLoad {
     offset: f64,
     mean_weight: f64,
     mean_speed: f64,
-    alike: bool,
+    is_uniform: bool,
 }
 
 impl NormalizedLoad {
     pub fn of(pool: &Pool) -> Self {
-        let alike = pool.totals().alike;
-        let mut levels = Self { mean: pool.neutral_load(), offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, alike };
+        let alike = pool.totals().is_uniform;
+        let mut levels =
+            Self { mean: pool.neutral_load(), offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, is_uniform: alike };
         if !alike {
-            let classes: Vec<Class> = pool.eligible().map(|server| server.class()).collect();
+            let classes: Vec<ServerClass> = pool.eligible().map(|server| server.class()).collect();
             let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
             let speeds: Vec<f64> = classes.iter().map(|class| class.speed).collect();
             levels.mean_weight = mean(&weights).unwrap_or(1.0);
@@ -35,8 +36,8 @@ impl NormalizedLoad {
     }
 
     /// Returns the compared value of a core with that class and load. In one class it never falls where loads rise.
-    pub fn normalize(&self, class: Class, load: f64) -> f64 {
-        if self.alike {
+    pub fn normalize(&self, class: ServerClass, load: f64) -> f64 {
+        if self.is_uniform {
             return load;
         }
         self.compared_at(self.level(class), load)
@@ -50,12 +51,12 @@ impl NormalizedLoad {
 
     /// Whether all cores have the same level and speed.
     pub fn is_uniform(&self) -> bool {
-        self.alike
+        self.is_uniform
     }
 
     /// Returns the level of a class, and its speed relative to the mean.
-    pub fn level(&self, class: Class) -> (f64, f64) {
-        if self.alike {
+    pub fn level(&self, class: ServerClass) -> (f64, f64) {
+        if self.is_uniform {
             return (self.mean, 1.0);
         }
         (self.mean * f64::from(class.weight.get()) / self.mean_weight, class.speed / self.mean_speed)

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use super::Pool;
 use super::bucket_loads::BucketLoads;
-use super::loads::{Class, LoadSpread, Loads};
+use super::loads::{LoadSpread, Loads, ServerClass};
 use super::rack_aggregate::{RackAggregate, RelayedSpreads};
 use crate::ServerId;
 use crate::load::CoreLoads;
@@ -18,7 +18,7 @@ use crate::placement::{BucketCount, weighted_rendezvous};
 #[derive(Debug, Default)]
 pub struct PolicyCache {
     pub(super) groups: Vec<KeptGroup>,
-    spreads: Spreads,
+    spreads: LoadSpreads,
     relayed: RelayedSpreads,
     consistent: Consistent,
 }
@@ -32,7 +32,7 @@ pub struct KeptGroup {
 }
 
 impl PolicyCache {
-    pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<Class, LoadSpread>> {
+    pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<ServerClass, LoadSpread>> {
         self.spreads.update(pool);
         let relayed = self.relayed.update(&pool.racks);
         if relayed.is_empty() {
@@ -53,10 +53,10 @@ impl PolicyCache {
         let weights = || pool.eligible().map(|server| (server.id, server.weight.get()));
         let is_same =
             |(known, of): &(Vec<(ServerId, u32)>, BucketCount)| *of == buckets && known.iter().copied().eq(weights());
-        if !self.consistent.made_of.as_ref().is_some_and(is_same) {
+        if !self.consistent.source.as_ref().is_some_and(is_same) {
             let weights: Vec<(ServerId, u32)> = weights().collect();
             self.consistent.choice = weighted_rendezvous(&weights, buckets);
-            self.consistent.made_of = Some((weights, buckets));
+            self.consistent.source = Some((weights, buckets));
         }
         self.consistent.choice.clone()
     }
@@ -64,14 +64,14 @@ impl PolicyCache {
 
 #[derive(Debug, Default)]
 struct Consistent {
-    made_of: Option<(Vec<(ServerId, u32)>, BucketCount)>,
+    source: Option<(Vec<(ServerId, u32)>, BucketCount)>,
     choice: Vec<ServerId>,
 }
 
 /// Spread of the eligible servers that report here, in whole numbers, from which cores can be taken out again.
 #[derive(Debug, Default)]
-struct Spreads {
-    of_class: BTreeMap<Class, LoadSpread>,
+struct LoadSpreads {
+    of_class: BTreeMap<ServerClass, LoadSpread>,
     /// By id.
     counted: Vec<CountedServer>,
 }
@@ -79,11 +79,11 @@ struct Spreads {
 #[derive(Debug)]
 struct CountedServer {
     server: ServerId,
-    class: Class,
+    class: ServerClass,
     cores: CoreLoads,
 }
 
-impl Spreads {
+impl LoadSpreads {
     fn update(&mut self, pool: &Pool) {
         let mut before = std::mem::take(&mut self.counted).into_iter().peekable();
         for server in pool.eligible() {
@@ -143,7 +143,7 @@ mod tests {
                 weight: Weight::new(weight).unwrap(),
                 ramp,
                 capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
-                fresh,
+                has_new_load: fresh,
                 ..PoolServer::new(ServerId::try_from(0).unwrap())
             }
         }
@@ -177,7 +177,7 @@ mod tests {
                 };
                 let pool = Pool::new(servers.iter().enumerate().filter_map(with_id).collect(), 2);
                 let pool = pool.with_opened_connections(opened);
-                plus_anew.kept = PolicyCache::default();
+                plus_anew.cache = PolicyCache::default();
                 prop_assert_eq!(plus.place(&pool, buckets, generation), plus_anew.place(&pool, buckets, generation));
                 let anew = CrossRss::new(7).place(&pool, buckets, generation);
                 prop_assert_eq!(published.place(&pool, buckets, generation), anew);

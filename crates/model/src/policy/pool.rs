@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::loads::{Class, Loads};
+use super::loads::{Loads, ServerClass};
 use super::{CandidateList, Capacity, RackSummary, Weight};
 use crate::ServerId;
 use crate::placement::mix;
@@ -31,7 +31,7 @@ pub struct PoolServer {
     pub traffic: Option<TrafficRates>,
     /// Whether its load is newer than the service's previous table. If not, connections assigned since then are not in
     /// it, and smoothing has seen it already.
-    pub fresh: bool,
+    pub has_new_load: bool,
 }
 
 /// Traffic to a server, of all services and load balancers together.
@@ -54,7 +54,7 @@ pub struct Pool {
     pub(super) racks: Vec<Arc<RackSummary>>,
     pub(super) load_balancers: u32,
     pub(super) opened_connections: Option<u64>,
-    pub(super) of_requests: bool,
+    pub(super) counts_requests: bool,
     pub(super) new_interval: bool,
     /// Position in `servers` by id; empty until the first look-up.
     positions: Vec<Option<u16>>,
@@ -69,9 +69,9 @@ pub(super) struct Totals {
     neutral_load: f64,
     has_loads: bool,
     /// Whether all eligible servers are of one class.
-    pub alike: bool,
+    pub is_uniform: bool,
     /// Whether the loads of any server's cores are reported here.
-    pub any_reports_here: bool,
+    pub has_local_reports: bool,
 }
 
 impl Pool {
@@ -84,7 +84,7 @@ impl Pool {
             racks: Vec::new(),
             load_balancers,
             opened_connections: None,
-            of_requests: false,
+            counts_requests: false,
             new_interval: true,
             positions: Vec::new(),
             in_one_rack: true,
@@ -94,15 +94,15 @@ impl Pool {
 
     /// Returns the pool at the same time with these servers.
     pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
-        let Self { load_balancers, opened_connections, of_requests, new_interval, racks, .. } = self;
-        let pool = Self { opened_connections, of_requests, new_interval, ..Self::new(servers, load_balancers) };
+        let Self { load_balancers, opened_connections, counts_requests, new_interval, racks, .. } = self;
+        let pool = Self { opened_connections, counts_requests, new_interval, ..Self::new(servers, load_balancers) };
         pool.behind_racks(racks)
     }
 
     /// Returns the pool at the time of the next table, as [`Pool::new`] would.
     pub fn for_next_table(self, load_balancers: u32) -> Self {
         let load_balancers = load_balancers.max(1);
-        Self { load_balancers, opened_connections: None, of_requests: false, new_interval: true, ..self }
+        Self { load_balancers, opened_connections: None, counts_requests: false, new_interval: true, ..self }
     }
 
     /// Replaces a server, without the racks' data. A server that is not in the pool is ignored.
@@ -123,7 +123,7 @@ impl Pool {
     /// Sets whether the server's load is newer than the previous table.
     pub fn set_fresh(&mut self, id: ServerId, fresh: bool) {
         if let Some(position) = self.position(id) {
-            self.servers[position].fresh = fresh;
+            self.servers[position].has_new_load = fresh;
         }
     }
 
@@ -193,14 +193,14 @@ impl Pool {
     }
 
     /// Returns the pool within a report interval that has had a table.
-    pub fn within_interval(self) -> Self {
+    pub fn for_same_interval(self) -> Self {
         Self { new_interval: false, ..self }
     }
 
     /// Returns the pool in which a "connection" is one request, for UDP services that place each datagram on its own:
     /// no request is left at the next table.
     pub fn counting_requests(self) -> Self {
-        Self { of_requests: true, ..self }
+        Self { counts_requests: true, ..self }
     }
 
     /// All servers, by id.
@@ -233,8 +233,8 @@ impl Pool {
             Totals {
                 neutral_load: if cores == 0 { 0.0 } else { sum / cores as f64 },
                 has_loads: self.eligible().any(|server| server.loads.is_some()),
-                alike,
-                any_reports_here: self.servers.iter().any(|server| matches!(server.loads, Some(Loads::Local(_)))),
+                is_uniform: alike,
+                has_local_reports: self.servers.iter().any(|server| matches!(server.loads, Some(Loads::Local(_)))),
             }
         })
     }
@@ -321,7 +321,7 @@ impl PoolServer {
             ramp: 1.0,
             capacity: None,
             traffic: None,
-            fresh: true,
+            has_new_load: true,
         }
     }
 
@@ -331,10 +331,10 @@ impl PoolServer {
         known.copied().unwrap_or_else(|| self.mean_load(neutral))
     }
 
-    pub(super) fn class(&self) -> Class {
+    pub(super) fn class(&self) -> ServerClass {
         // The speed of one core: the operator's capacity divided by the number of cores.
         let speed = self.capacity.and_then(|capacity| Some(capacity.get() / f64::from(self.core_count()?.max(1))));
-        Class { weight: self.weight, speed: speed.unwrap_or(1.0) }
+        ServerClass { weight: self.weight, speed: speed.unwrap_or(1.0) }
     }
 
     /// Returns the number of cores by its reports or by its NIC's table; `None` when both are unknown.
@@ -420,7 +420,7 @@ mod tests {
             for (here, relayed, count) in steps {
                 for (server, tenths) in here {
                     let loads = tenths.map(|tenths| Loads::from(vec![f64::from(tenths) / 10.0; 2]));
-                    servers[server] = PoolServer { loads, fresh: tenths != Some(1), ..servers[server].clone() };
+                    servers[server] = PoolServer { loads, has_new_load: tenths != Some(1), ..servers[server].clone() };
                     pool.renew(servers[server].clone());
                 }
                 for (rack, of_rack) in relayed {

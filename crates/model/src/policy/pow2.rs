@@ -43,7 +43,7 @@ impl Policy for PowerOfTwo {
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let mut table = table_of(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone());
         if self.measure != LoadMetric::Cpu {
-            let parts = self.measure.parts(pool);
+            let parts = self.measure.comparison_shares(pool);
             let full: Vec<f64> =
                 self.measure.server_loads(pool).iter().zip(parts).map(|(of, part)| of / part).collect();
             let fullest = full.iter().copied().fold(f64::MIN_POSITIVE, f64::max);

@@ -4,7 +4,7 @@
 //! A table needs the k least loaded cores of each bucket. A core among the k least of all is among the k least of its
 //! rack, because fewer are before it there. So the k least of the racks' lists are the k least of all, in the same
 //! order if the server's id breaks ties. Cores may be compared by another value than their load
-//! ([`super::normalized_load`]), which depends on the whole pool. In one [`Class`] that value never falls where loads
+//! ([`super::normalized_load`]), which depends on the whole pool. In a `ServerClass` that value never falls where loads
 //! rise. So a rack sends the k least of each class and needs no knowledge of other racks.
 //!
 //! Policies also use each server's mean load with its number of cores, and the work missing in all to a level, which is
@@ -15,9 +15,9 @@
 
 use std::collections::BTreeMap;
 
-use super::bucket_loads::reached;
-use super::groups::Least;
-use super::loads::{Class, LoadSpread, Loads, SpreadBins};
+use super::bucket_loads::reached_core;
+use super::groups::LeastCores;
+use super::loads::{LoadSpread, Loads, ServerClass, SpreadBins};
 use super::{Policy, Pool, PoolServer};
 use crate::ServerId;
 use crate::placement::{BucketCount, Core};
@@ -32,7 +32,7 @@ pub struct RackSummary {
     /// By id.
     pub servers: Vec<ReducedServer>,
     /// Load spread of the eligible aggregated servers, by class.
-    pub spreads: Vec<(Class, SpreadBins)>,
+    pub spreads: Vec<(ServerClass, SpreadBins)>,
     /// The least loaded cores of the eligible aggregated servers: a list for each RSS key and class.
     pub lists: Vec<CandidateList>,
 }
@@ -73,8 +73,8 @@ impl RackSummary {
         let most = policy.max_candidates_per_bucket(buckets).min(most);
         let preprocessed = policy.preprocess(pool);
         let mut summary = Self { servers: Vec::new(), spreads: Vec::new(), lists: Vec::new() };
-        let mut spreads: BTreeMap<Class, LoadSpread> = BTreeMap::new();
-        let mut listed: Vec<(&RssKey, Class, Vec<&PoolServer>)> = Vec::new();
+        let mut spreads: BTreeMap<ServerClass, LoadSpread> = BTreeMap::new();
+        let mut listed: Vec<(&RssKey, ServerClass, Vec<&PoolServer>)> = Vec::new();
         for server in &preprocessed.servers {
             let Some(loads) = &server.loads else { continue };
             let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
@@ -110,11 +110,11 @@ fn list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize
     let per_bucket = servers.len().min(most);
     let mut candidates = Vec::with_capacity(per_bucket * buckets.get() as usize);
     for bucket in 0..buckets.get() {
-        let mut least = Least::new(per_bucket);
+        let mut least = LeastCores::new(per_bucket);
         for server in servers {
             let rss = server.rss.as_ref().expect("servers are listed by their key");
             // All loads are known: no neutral value is needed.
-            let (core, load) = reached(server, rss, bucket, buckets, 0.0);
+            let (core, load) = reached_core(server, rss, bucket, buckets, 0.0);
             least.offer(load, load, Core { server: server.id, core });
         }
         candidates.extend(least.cores().map(|(core, load, _)| (core, load)));

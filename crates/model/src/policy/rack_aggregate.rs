@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::least_loaded::{LeastLoaded, RankedCore};
-use super::loads::{Class, LoadSpread};
+use super::loads::{LoadSpread, ServerClass};
 use super::{CandidateList, RackSummary};
 use crate::placement::BucketCount;
 use crate::rss::RssKey;
 
 /// Summaries that have been merged.
 #[derive(Debug, Default)]
-struct Known(Vec<Arc<RackSummary>>);
+struct MergedSummaries(Vec<Arc<RackSummary>>);
 
-impl Known {
+impl MergedSummaries {
     /// Stores the newest summaries. Returns the positions of changed ones with the previous ones; `None`: all changed.
     fn update(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
         let before = std::mem::replace(&mut self.0, racks.to_vec());
@@ -26,14 +26,14 @@ impl Known {
 
 #[derive(Debug, Default)]
 pub struct RelayedSpreads {
-    known: Known,
-    of_class: BTreeMap<Class, LoadSpread>,
+    merged: MergedSummaries,
+    of_class: BTreeMap<ServerClass, LoadSpread>,
 }
 
 impl RelayedSpreads {
     /// Updates to these summaries.
-    pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<Class, LoadSpread> {
-        match self.known.update(racks) {
+    pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadSpread> {
+        match self.merged.update(racks) {
             Some(changed) => {
                 for (position, before) in changed {
                     for (class, spread) in &before.spreads {
@@ -60,7 +60,7 @@ impl RelayedSpreads {
 /// The least loaded cores of each bucket, of all racks' servers with one RSS key.
 #[derive(Debug, Default)]
 pub struct RackAggregate {
-    known: Known,
+    merged: MergedSummaries,
     key: Option<RssKey>,
     count: usize,
     /// By bucket.
@@ -71,9 +71,9 @@ impl RackAggregate {
     /// Updates to these summaries. `most`: number needed of each bucket.
     pub fn update(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
         let same = self.key.as_ref() == Some(key) && self.least.len() == buckets.get() as usize;
-        match self.known.update(racks) {
+        match self.merged.update(racks) {
             Some(changed) if same => {
-                changed.into_iter().for_each(|(position, _)| self.renew(position, &racks[position]))
+                changed.into_iter().for_each(|(position, _)| self.replace(position, &racks[position]))
             }
             _ => {
                 self.key = Some(key.clone());
@@ -92,7 +92,7 @@ impl RackAggregate {
         }
     }
 
-    fn renew(&mut self, position: usize, rack: &RackSummary) {
+    fn replace(&mut self, position: usize, rack: &RackSummary) {
         let Some(key) = &self.key else { return };
         let lists: Vec<&CandidateList> = lists(rack, key).collect();
         for (bucket, least) in (0..).zip(&mut self.least) {
@@ -113,7 +113,7 @@ impl RackAggregate {
     }
 
     /// Whether no further cores exist.
-    pub fn is_all(&self, places: &[RankedCore]) -> bool {
+    pub fn is_complete(&self, places: &[RankedCore]) -> bool {
         places.len() >= self.count
     }
 }

@@ -7,17 +7,17 @@ use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
 /// Returns for each bucket the position of its server in the list of servers and shares; empty without servers.
-type SharesOut = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
+type BucketAssigner = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
 
 pub struct StaticPolicy {
     name: &'static str,
-    shares_out: SharesOut,
+    assign_buckets: BucketAssigner,
     key: RssKey,
 }
 
 impl StaticPolicy {
-    pub fn new(name: &'static str, shares_out: SharesOut, seed: u64) -> Self {
-        Self { name, shares_out, key: independent_key(seed) }
+    pub fn new(name: &'static str, assign_buckets: BucketAssigner, seed: u64) -> Self {
+        Self { name, assign_buckets, key: independent_key(seed) }
     }
 }
 
@@ -35,7 +35,7 @@ impl Policy for StaticPolicy {
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let positions = (self.shares_out)(&pool.shares(), buckets.get() as usize);
+        let positions = (self.assign_buckets)(&pool.shares(), buckets.get() as usize);
         by_bucket(pool, buckets, generation, self.key.clone(), &positions)
     }
 }

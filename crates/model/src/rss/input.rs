@@ -37,7 +37,7 @@ impl InputTransform {
     /// The number in ethtool.
     pub fn number(self) -> u8 {
         match self {
-            Self::None => intf::RSS_INPUT_AS_IT_IS as u8,
+            Self::None => intf::RSS_INPUT_UNCHANGED as u8,
             Self::SymmetricXor => intf::RSS_INPUT_SYMMETRIC_XOR as u8,
             Self::SymmetricOrXor => intf::RSS_INPUT_SYMMETRIC_OR_XOR as u8,
         }

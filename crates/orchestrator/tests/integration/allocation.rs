@@ -8,24 +8,24 @@ use coreward_runtime::allocation::CoreAllocator;
 use coreward_runtime::message::Trigger;
 use coreward_runtime::worker::Worker;
 
-use crate::engine::{Bench, config};
+use crate::engine::{TestEngine, config};
 
 const CORES: u16 = 4;
 const EPOCH: u64 = 16;
 
 /// By core: the services that run there, as digits.
-fn assignment(bench: &Bench) -> [String; CORES as usize] {
+fn assignment(bench: &TestEngine) -> [String; CORES as usize] {
     let ranks = bench.engine.balancer().ranks();
     let services = |core| ['0', '1'].into_iter().zip(0..).filter(move |(_, service)| ranks.is_enabled(*service, core));
     std::array::from_fn(|core| services(core as u16).map(|(name, _)| name).collect())
 }
 
 /// Checks the monitors at `now`; the worker with a hint acts on it.
-fn check_monitors(bench: &mut Bench, allocator: &CoreAllocator, workers: &mut [Worker<'_>], now: u64) {
+fn check_monitors(bench: &mut TestEngine, allocator: &CoreAllocator, workers: &mut [Worker<'_>], now: u64) {
     bench.engine.check_monitors(now);
     for worker in workers {
         while let Some(hint) = worker.next_hint() {
-            allocator.act(hint, worker).unwrap();
+            allocator.apply_hint(hint, worker).unwrap();
         }
     }
     bench.poll(now);
@@ -33,7 +33,7 @@ fn check_monitors(bench: &mut Bench, allocator: &CoreAllocator, workers: &mut [W
 }
 
 /// Completes all requests of all cores.
-fn complete_all(bench: &mut Bench, workers: &mut [Worker<'_>], now: u64) {
+fn complete_all(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
     while (0..CORES).any(|core| bench.engine.balancer().ranks().load(core) > 0) {
         for worker in &mut *workers {
             while let Some(request) = worker.take_request().unwrap() {
@@ -47,7 +47,7 @@ fn complete_all(bench: &mut Bench, workers: &mut [Worker<'_>], now: u64) {
 /// The assignment at first, during a burst of service 0, and after calm epochs.
 fn assignments(kind: Assignment) -> Vec<[String; CORES as usize]> {
     let engine = EngineConfig { cores: CORES, depth: NonZeroU16::new(1).unwrap(), ..config() };
-    let mut bench = Bench::new(&engine);
+    let mut bench = TestEngine::new(&engine);
     let runtime = bench.runtime();
     let allocator = CoreAllocator::new(kind, CORES, 1);
     let mut workers: Vec<Worker<'_>> = (0..CORES).map(|core| bench.attach(&runtime, core)).collect();

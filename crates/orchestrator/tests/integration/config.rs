@@ -11,11 +11,11 @@ fn parse(text: &str) -> Result<Config, String> {
     Config::parse(&source).map_err(|mistakes| mistakes.to_string())
 }
 
-const HEAD: &str = "memory = \"/run/cores\"\ncores = 4\n";
+const REQUIRED_KEYS: &str = "memory = \"/run/cores\"\ncores = 4\n";
 
 #[test]
 fn shortest_file_gets_defaults() {
-    let config = parse(&format!("{HEAD}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
+    let config = parse(&format!("{REQUIRED_KEYS}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
     let EngineConfig { depth, rule, payload_bytes, services, scheduler, .. } = &config.engine;
     assert_eq!((depth.get(), *rule, *payload_bytes), (4, RankRule::Ranked, 1472));
     assert_eq!(services[0].lambda, Lambda::PUBLISHED);
@@ -26,7 +26,7 @@ fn shortest_file_gets_defaults() {
 #[test]
 fn services_share_a_port_and_two_levels_rank_them() {
     let text = format!(
-        r#"{HEAD}ranking = "share"
+        r#"{REQUIRED_KEYS}ranking = "share"
 policy = "per-service-jbsq"
 [[group]]
 name = "fast"
@@ -69,7 +69,7 @@ burst = 10
 #[test]
 fn af_xdp_takes_an_interface_and_addresses() {
     let service = "[[service]]\nlisten = \"192.0.2.1:4000\"\n";
-    let config = |keys: &str, service: &str| parse(&format!("{HEAD}{keys}{service}"));
+    let config = |keys: &str, service: &str| parse(&format!("{REQUIRED_KEYS}{keys}{service}"));
     let interface = |keys: &str| config(keys, service).unwrap().af_xdp_interface;
     assert_eq!((interface(""), interface("intake = \"socket\"\n")), (None, None));
     assert_eq!(interface("intake = \"af-xdp\"\ninterface = \"eth1\"\n").as_deref(), Some("eth1"));
@@ -84,7 +84,7 @@ fn af_xdp_takes_an_interface_and_addresses() {
 
 #[test]
 fn mistakes_are_named_with_line_and_expectation() {
-    let error = |rest: &str| parse(&format!("{HEAD}[[service]]\n{rest}\n")).unwrap_err();
+    let error = |rest: &str| parse(&format!("{REQUIRED_KEYS}[[service]]\n{rest}\n")).unwrap_err();
     let text = error("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
     assert_eq!(text, "orchestrate.toml:3:1: key `service`: lambda 1.5: expected a number from 0 to 1");
     assert!(error("listen = \"[::1]:4000\"").contains("expected an IPv4 address and a port from 1 to 65535"));
@@ -94,6 +94,6 @@ fn mistakes_are_named_with_line_and_expectation() {
     let text = error(&format!("{listen}match = {{ value = 256 }}"));
     assert!(text.ends_with("value = 256: expected a number of 1 bytes"), "{text}");
     assert!(error(&format!("{listen}group = \"x\"")).ends_with("no [[group]] has the name \"x\""));
-    assert!(parse(HEAD).unwrap_err().contains("service"));
-    assert!(parse(&format!("service = []\n{HEAD}")).unwrap_err().contains("0 services: expected 1 to 64"));
+    assert!(parse(REQUIRED_KEYS).unwrap_err().contains("service"));
+    assert!(parse(&format!("service = []\n{REQUIRED_KEYS}")).unwrap_err().contains("0 services: expected 1 to 64"));
 }

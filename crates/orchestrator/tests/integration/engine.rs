@@ -35,14 +35,14 @@ pub fn config() -> EngineConfig {
     }
 }
 
-pub struct Bench {
+pub struct TestEngine {
     pub engine: Engine,
     path: PathBuf,
     cores: u16,
     _directory: tempfile::TempDir,
 }
 
-impl Bench {
+impl TestEngine {
     pub fn new(config: &EngineConfig) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("cores");
@@ -131,7 +131,7 @@ impl Handler for Echo {
 
 #[test]
 fn requests_are_spread_and_answered() {
-    let mut bench = Bench::new(&config());
+    let mut bench = TestEngine::new(&config());
     let runtime = bench.runtime();
     let mut workers = [0, 1].map(|core| bench.worker(&runtime, core));
     for number in 0..6 {
@@ -162,7 +162,7 @@ fn requests_are_spread_and_answered() {
 
 #[test]
 fn requests_of_an_ended_worker_are_lost_and_counted() {
-    let mut bench = Bench::new(&config());
+    let mut bench = TestEngine::new(&config());
     let runtime = bench.runtime();
     let first = bench.worker(&runtime, 0);
     (0..5).for_each(|_| bench.submit(1, 1, b"x"));
@@ -185,7 +185,7 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
 
 #[test]
 fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
-    let mut bench = Bench::new(&config());
+    let mut bench = TestEngine::new(&config());
     let runtime = bench.runtime();
     let (mut stalls, mut other) = (bench.worker(&runtime, 0), bench.worker(&runtime, 1));
     bench.submit(1, 0, b"x");
@@ -208,7 +208,7 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
 
 #[test]
 fn full_buffer_drops_the_lowest_priority() {
-    let mut bench = Bench::new(&config());
+    let mut bench = TestEngine::new(&config());
     for service in [1, 1, 0, 0, 0, 1, 0] {
         bench.submit(1, service, b"x");
     }
@@ -221,7 +221,7 @@ fn full_buffer_drops_the_lowest_priority() {
 
 #[test]
 fn feedback_for_requests_never_sent_is_counted() {
-    let mut bench = Bench::new(&config());
+    let mut bench = TestEngine::new(&config());
     let runtime = bench.runtime();
     let mut worker = bench.worker(&runtime, 0);
     bench.submit(1, 0, b"x");
@@ -240,7 +240,7 @@ fn feedback_for_requests_never_sent_is_counted() {
 
 #[test]
 fn hint_reaches_the_least_loaded_core_once_until_rearmed() {
-    let mut bench = Bench::new(&config());
+    let mut bench = TestEngine::new(&config());
     let runtime = bench.runtime();
     let mut workers = [0, 1].map(|core| bench.worker(&runtime, core));
     let epoch = Epoch::power_of_two(4).unwrap();
@@ -279,7 +279,7 @@ fn hint_reaches_the_least_loaded_core_once_until_rearmed() {
 fn rate_limit_holds_requests_back() {
     let mut limited = config();
     limited.scheduler.queues[0].member.limit = Some(RateLimit { interval: 100, burst: 1 });
-    let mut bench = Bench::new(&limited);
+    let mut bench = TestEngine::new(&limited);
     let runtime = bench.runtime();
     let _worker = bench.worker(&runtime, 0);
     (0..2).for_each(|_| bench.submit(1000, 0, b"x"));
@@ -293,7 +293,7 @@ fn rate_limit_holds_requests_back() {
 #[test]
 fn worker_with_damaged_queues_is_released() {
     use std::os::unix::fs::FileExt as _;
-    let mut bench = Bench::new(&config());
+    let mut bench = TestEngine::new(&config());
     let runtime = bench.runtime();
     let mut worker = bench.worker(&runtime, 0);
     // The orchestrator reads the worker's cursor when the queue looks full.
@@ -309,7 +309,7 @@ fn worker_with_damaged_queues_is_released() {
     bench.submit(3, 0, b"x");
     let error = worker.serve(&Echo, ServeOptions::default(), &AtomicBool::new(false)).unwrap_err();
     assert!(matches!(error, RuntimeError::Released(0)), "{error}");
-    assert_eq!((bench.engine.core_counters().damaged, bench.counters(0).rejected), (1, 1));
+    assert_eq!((bench.engine.core_counters().damaged_queues, bench.counters(0).rejected), (1, 1));
     drop(worker);
     let _next = bench.worker(&runtime, 0);
     bench.submit(3, 0, b"x");

@@ -15,7 +15,7 @@ use coreward_orchestrator::engine::EngineConfig;
 use coreward_runtime::RuntimeError;
 use coreward_runtime::worker::Runtime;
 
-use crate::engine::{Bench, config};
+use crate::engine::{TestEngine, config};
 
 const CORES: u16 = 16;
 const SERVICES: usize = 2;
@@ -59,7 +59,7 @@ impl Replay {
     fn new(config: &EngineConfig, lambda: Lambda) -> Self {
         let ranked = [0, 1].map(|priority| RankedService { priority, lambda });
         let ranks = RankArrays::new(CORES, &ranked, config.rule, config.depth);
-        let mut model = JoinBoundedShortestRankedQueue::with(ranks, &config.scheduler).unwrap();
+        let mut model = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler).unwrap();
         for core in 0..CORES {
             (0..SERVICES as u8).for_each(|service| model.set_runs(service, core, false));
         }
@@ -136,7 +136,7 @@ impl Replay {
 
 /// The engine, with a record of its inputs and results.
 struct Recorder {
-    bench: Bench,
+    bench: TestEngine,
     records: Vec<Record>,
     enabled: [[bool; SERVICES]; CORES as usize],
     submitted: u64,
@@ -146,7 +146,7 @@ struct Recorder {
 impl Recorder {
     fn new(config: &EngineConfig) -> Self {
         let records = Vec::with_capacity(BATCH);
-        Self { bench: Bench::new(config), records, enabled: Default::default(), submitted: 0, responses: 0 }
+        Self { bench: TestEngine::new(config), records, enabled: Default::default(), submitted: 0, responses: 0 }
     }
 
     fn submit(&mut self, now: u64, service: u8) {
@@ -178,7 +178,7 @@ impl Recorder {
     }
 
     /// Requests in the engine and at cores.
-    fn inside(&self) -> u64 {
+    fn in_flight(&self) -> u64 {
         let dropped: u64 = (0..SERVICES).map(|service| self.bench.counters(service).dropped).sum();
         self.submitted - self.responses - dropped
     }
@@ -238,7 +238,7 @@ fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&
             now += u64::from(draw(20));
             // Some bursts overflow the buffer.
             let burst = if turn % 64 == 0 { 2 * CAPACITY as u32 } else { draw(4 * u32::from(CORES)) };
-            for _ in recorder.inside()..burst.into() {
+            for _ in recorder.in_flight()..burst.into() {
                 recorder.submit(now, u8::from(draw(3) == 0));
             }
             let before = recorder.responses;

@@ -58,9 +58,9 @@ fn loads(uptime_ms: u64, servers: usize) -> Loads {
 
 fn seen(servers: usize) -> Model {
     let mut seen = Model::default();
-    seen.take(ClientEvent::Status(Box::new(status(servers))));
-    seen.take(ClientEvent::Loads(loads(1000, servers)));
-    seen.take(ClientEvent::Loads(loads(2000, servers)));
+    seen.update(ClientEvent::Status(Box::new(status(servers))));
+    seen.update(ClientEvent::Loads(loads(1000, servers)));
+    seen.update(ClientEvent::Loads(loads(2000, servers)));
     seen
 }
 
@@ -93,15 +93,15 @@ fn large_page_shows_more_servers() {
     let seen = seen(100);
     let mut view = View { order: Order::Load, ..View::default() };
     let large = page(&seen, &mut view, 200, 60);
-    assert_eq!(view.room, 60 - 3 - 2 - 2 - 2 - 1);
+    assert_eq!(view.page_size, 60 - 3 - 2 - 2 - 2 - 1);
     let shown: Vec<&str> =
         large.lines().filter(|line| line.starts_with('s')).filter_map(|line| line.split(' ').next()).collect();
     assert_eq!((shown[2], shown[3]), ("s100", "s99"), "after the headings: {large}");
-    view.skipped = 1000;
+    view.first_row = 1000;
     let small = page(&seen, &mut view, 80, 24);
     assert!(small.contains(" to 100 of 100; "), "{small}");
     view.order = Order::NewConnections;
-    view.skipped = 0;
+    view.first_row = 0;
     assert_eq!(line(&page(&seen, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
 }
 
@@ -109,7 +109,7 @@ fn large_page_shows_more_servers() {
 fn page_of_any_size_is_drawn() {
     for seen in [Model::default(), seen(0), seen(1), seen(300)] {
         for (width, height) in (0..40).flat_map(|width| (0..14).map(move |height| (width * 3, height))) {
-            page(&seen, &mut View { skipped: 5, ..View::default() }, width, height);
+            page(&seen, &mut View { first_row: 5, ..View::default() }, width, height);
         }
     }
 }
@@ -127,9 +127,9 @@ fn many_cores_share_their_room() {
 #[test]
 fn counter_reset_gives_no_rates() {
     let mut seen = seen(2);
-    seen.take(ClientEvent::Loads(loads(500, 2)));
+    seen.update(ClientEvent::Loads(loads(500, 2)));
     assert!(seen.new_connections().is_empty());
     assert!(page(&seen, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
-    seen.take(ClientEvent::Problem("no controller answers".into()));
+    seen.update(ClientEvent::Problem("no controller answers".into()));
     assert!(page(&seen, &mut View::default(), 80, 24).contains("no controller answers"));
 }

@@ -15,7 +15,7 @@ fn fleet() -> FleetConfiguration {
         id: id.try_into().unwrap(),
         address: IpAddr::from([10, 2, 0, id as u8]),
         eligible: id != 2,
-        left: id == 2,
+        has_left: id == 2,
         weight: Weight::new(id).unwrap(),
         capacity: (id == 2).then(|| Capacity::new(2.5).unwrap()),
         vlan: Vlan::from_word(id - 1).unwrap(),
@@ -64,9 +64,9 @@ fn changes_give_the_next_configuration() {
     new.services.push(third);
     new.services.remove(0);
     let change = FleetChange::between((4, &old), (5, &new));
-    assert_eq!(change.gone, [old.services[0].index]);
+    assert_eq!(change.removed_services, [old.services[0].index]);
     let decoded = FleetChange::decode(change.encode()).unwrap().0;
-    assert_eq!((decoded.base, decoded.number), (4, 5));
+    assert_eq!((decoded.base_number, decoded.number), (4, 5));
     assert_eq!(decoded.apply_to(old), new);
     let change = FleetChange::between((5, &new), (6, &new)).encode();
     assert!(change.len() < 200, "what is the same is not sent: {} bytes", change.len());
@@ -92,7 +92,7 @@ fn configurations_round_trip() {
         report_interval: Duration::from_millis(100),
         fleet_rss_key: RssKey::microsoft(),
         server_id: 7.try_into().unwrap(),
-        servers_before: vec![PreviousServer { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
+        previous_servers: vec![PreviousServer { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
         draining: true,
         address: Some("2001:db8::7".parse().unwrap()),
     };
@@ -112,7 +112,7 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
     assert_eq!((refused.name.as_str(), refused.index), ("web63", 63));
     assert!(refused.reason.to_string().contains("quantum"), "{}", refused.reason);
     let before = &fleet().services[1];
-    let kept = refused.kept(before);
+    let kept = refused.with_servers_of(before);
     assert!(!kept.servers[0].eligible);
     assert_eq!(Service { servers: before.servers.clone(), ..kept }, *before);
 

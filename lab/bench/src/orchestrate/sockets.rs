@@ -139,7 +139,7 @@ fn orchestrate_at(
         let workers = scope.spawn(|| answer_all(&runtime, address, &stop));
         while daemon.engine().attached_workers() < CORES.into() {
             ensure!(!workers.is_finished(), "the workers ended early");
-            daemon.turn()?;
+            daemon.run_once()?;
             // The workers' thread starts on this CPU.
             std::thread::yield_now();
         }
@@ -147,7 +147,7 @@ fn orchestrate_at(
             |daemon: &Daemon| daemon.engine().service_counters().iter().map(|service| service.completed).sum::<u64>();
         let mut before = 0;
         let times = measure(client, address, requests, &mut || {
-            daemon.turn()?;
+            daemon.run_once()?;
             let after = completed(&daemon);
             Ok(after - std::mem::replace(&mut before, after))
         });

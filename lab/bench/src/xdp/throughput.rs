@@ -116,7 +116,7 @@ impl Lane {
 }
 
 /// A load balancer, or the floor, behind a pair of devices of its own.
-struct Bed {
+struct TestEnv {
     lane: Lane,
     balancer: Option<Balancer>,
     /// Entries of the connection table that are in use from the start.
@@ -138,7 +138,7 @@ struct Turn {
     returned: f64,
 }
 
-impl Bed {
+impl TestEnv {
     /// `cpus`: the generator's, and that of the tested end.
     fn new(lane: Lane, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let wire = Wire::new(number)?;
@@ -222,15 +222,15 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let cpus = two_cpus("coreward-lab bench throughput")?;
     namespace::enter_new()?;
     let lanes = Lane::all().into_iter().enumerate();
-    let beds = lanes.map(|(number, lane)| Bed::new(lane, number, cpus).context(lane.name));
-    let beds: Vec<Bed> = beds.collect::<anyhow::Result<_>>()?;
+    let envs = lanes.map(|(number, lane)| TestEnv::new(lane, number, cpus).context(lane.name));
+    let envs: Vec<TestEnv> = envs.collect::<anyhow::Result<_>>()?;
     cpus::bind(THIS_THREAD, cpus[0])?;
     prefer(nix::unistd::gettid())?;
-    let turns = interleave(beds.len(), args.rounds, |position| {
-        let bed = &beds[position];
-        bed.take_turn(args.frames).context(bed.lane.name)
+    let turns = interleave(envs.len(), args.rounds, |position| {
+        let env = &envs[position];
+        env.take_turn(args.frames).context(env.lane.name)
     })?;
-    let measured: Vec<(Lane, Vec<Turn>)> = beds.iter().map(|bed| bed.lane).zip(turns).collect();
+    let measured: Vec<(Lane, Vec<Turn>)> = envs.iter().map(|env| env.lane).zip(turns).collect();
     Ok(report(&measured, args, cpus))
 }
 

@@ -216,7 +216,7 @@ impl Simulation {
         let there = self.load_balancers[other].alive;
         let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive && number != other {
-            let owner = if there { Owner::At(load_balancer_mac(other)) } else { Owner::Lost };
+            let owner = if there { Owner::Reachable(load_balancer_mac(other)) } else { Owner::Lost };
             harness.change(&Change::Owner(owner_number(other), owner))?;
         }
         Ok(())

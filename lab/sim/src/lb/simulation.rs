@@ -200,7 +200,7 @@ impl Simulation {
     /// Puts the due table in force.
     fn switch(&mut self, now_ns: u64) {
         if let Some((_, table)) = self.coming.take_if(|(in_force_ns, _)| *in_force_ns <= now_ns) {
-            self.fleet.switch(table);
+            self.fleet.install_table(table);
         }
     }
 

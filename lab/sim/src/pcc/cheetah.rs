@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use coreward_model::FourTuple;
 use coreward_model::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, recognise, stamp};
 use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
-use coreward_model::policy::{self, Least, Policy, Pool, PoolServer};
+use coreward_model::policy::{self, LeastByMetric, Policy, Pool, PoolServer};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
 use super::balancer::{Balancer, Placed};
@@ -50,7 +50,7 @@ impl Cheetah {
         let by_counts = config.knowledge == LoadInfo::Current && name == LEAST_POLICY;
         let policy: Box<dyn Policy> = match by_counts {
             // All servers' counts are known, so all can be compared, and no bucket is needed.
-            true => Box::new(Least::without_sampling(seed)),
+            true => Box::new(LeastByMetric::without_sampling(seed)),
             false => policy::named(name, seed).expect("a method's policy exists"),
         };
         let buckets = if by_counts { one_bucket() } else { config.buckets };

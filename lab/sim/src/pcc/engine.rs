@@ -132,7 +132,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
     }
 
     fn change(&mut self) {
-        let servers_before = self.cluster.members().len();
+        let previous_servers = self.cluster.members().len();
         match self.schedule.apply_next(&mut self.cluster) {
             None => return,
             Some(Change::AddServer | Change::RemoveServer) => self.balancer.servers_changed(&self.cluster),
@@ -144,7 +144,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         if self.cluster.now >= self.warm_up {
             self.run.updates += 1;
         }
-        if servers != servers_before {
+        if servers != previous_servers {
             let first = (self.cluster.now.saturating_sub(self.warm_up) / SECOND) as usize;
             self.run.seconds.iter_mut().skip(first).for_each(|second| second.servers = servers);
         }

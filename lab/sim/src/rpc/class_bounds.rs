@@ -28,7 +28,7 @@ const OPTIONS: [&str; 3] = ["reserved=N", "bound=N", "reserved-bound=N"];
 
 impl ClassBoundOptions {
     pub fn bounds(&self, cores: u16, classes: u8) -> ClassBounds {
-        ClassBounds::reserving(cores, classes, self.reserved, self.bound.into(), self.reserved_bound.into())
+        ClassBounds::with_reserved_cores(cores, classes, self.reserved, self.bound.into(), self.reserved_bound.into())
     }
 }
 
@@ -80,7 +80,10 @@ mod tests {
         assert_eq!(error("bound=0"), "bound \"0\": expected a number from 1 to 65535");
         assert!(error("reserve=1").contains("reserved"), "{}", error("reserve=1"));
         let options: ClassBoundOptions = "reserved=2,reserved-bound=1".parse().unwrap();
-        assert_eq!((options.bounds(4, 2).of(0), options.bounds(4, 2).of(1)), (&[4; 4][..], &[1, 1, 4, 4][..]));
+        assert_eq!(
+            (options.bounds(4, 2).for_class(0), options.bounds(4, 2).for_class(1)),
+            (&[4; 4][..], &[1, 1, 4, 4][..])
+        );
         assert_eq!(options.to_string(), "reserved=2,reserved-bound=1");
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::Connector;
-use coreward_tls::{Files, Role, Tls};
+use coreward_tls::{CredentialFiles, Role, Tls};
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -54,7 +54,7 @@ pub enum FalseReportKind {
 pub struct ByzantineAgent {
     pub server: u16,
     /// The agent's certificate and key.
-    pub stolen: Files,
+    pub stolen: CredentialFiles,
     /// Addresses of the controllers and of racks.
     pub controllers: Vec<SocketAddr>,
     /// About what.

@@ -169,14 +169,14 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         ..FleetOptions::default()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
-    let site = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.upgrade_binary.clone())?;
-    Run::new(&testbed, site, options)?.run(documents)
+    let env = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.upgrade_binary.clone())?;
+    Run::new(&testbed, env, options)?.run(documents)
 }
 
 /// A run under way.
 struct Run<'a> {
     testbed: &'a Testbed,
-    site: TestEnv<'a>,
+    env: TestEnv<'a>,
     options: &'a Options,
     kinds: Vec<FaultKind>,
     start: Instant,
@@ -188,7 +188,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn new(testbed: &'a Testbed, mut site: TestEnv<'a>, options: &'a Options) -> anyhow::Result<Self> {
+    fn new(testbed: &'a Testbed, mut env: TestEnv<'a>, options: &'a Options) -> anyhow::Result<Self> {
         let mut kinds = if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
         let cannot_be = if options.controllers > 1 { FaultKind::Disk } else { FaultKind::Etcd };
         kinds.retain(|kind| *kind != cannot_be);
@@ -202,8 +202,8 @@ impl<'a> Run<'a> {
             recoveries: Vec::new(),
             violations: Vec::new(),
             pins: count_files(&testbed.pin_directory()),
-            resource_usage: site.resource_usage()?,
-            site,
+            resource_usage: env.resource_usage()?,
+            env,
         })
     }
 
@@ -227,18 +227,18 @@ impl<'a> Run<'a> {
             let mut written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             // A change that was acknowledged must outlive the process that acknowledged it.
             self.print_progress("at last: SIGKILL of every controller");
-            self.site.restart_controllers()?;
+            self.env.restart_controllers()?;
             self.wait_until_converged(&["kill"], &watch)?;
             writer.compare_again(&mut written)?;
             let byzantine_share = self.byzantine_share(&writer, &mut written)?;
-            Ok::<_, anyhow::Error>((self.site.resource_usage()?, byzantine_share))
+            Ok::<_, anyhow::Error>((self.env.resource_usage()?, byzantine_share))
         })?;
         self.check_growth(&busiest);
         let mut outcome = Outcome {
             seconds: self.start.elapsed().as_secs_f64(),
             seed: self.options.seed,
             faults: self.faults.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
-            false_reports: self.site.false_reports().into(),
+            false_reports: self.env.false_reports().into(),
             byzantine_share,
             recoveries: std::mem::take(&mut self.recoveries),
             writes: writer.writes(),
@@ -248,7 +248,7 @@ impl<'a> Run<'a> {
             usage_after: busiest,
             violations: std::mem::take(&mut self.violations),
         };
-        outcome.violations.append(&mut self.site.violations);
+        outcome.violations.append(&mut self.env.violations);
         outcome.violations.extend(outcome.writes.violations.iter().chain(&outcome.watched.violations).cloned());
         if outcome.seen.broken() > 0 {
             tracing::warn!(
@@ -296,17 +296,17 @@ impl<'a> Run<'a> {
         for (at, is_end, planned) in events {
             while begun.elapsed() < at {
                 interrupt::check()?;
-                self.site.maintain()?;
+                self.env.maintain()?;
                 std::thread::sleep(STEP.min(at.saturating_sub(begun.elapsed())));
             }
             if is_end {
-                self.site.end(&planned.fault)?;
+                self.env.end(&planned.fault)?;
                 continue;
             }
             let lasts = planned.end - planned.begin;
             self.print_progress(&format!("{}, for {:.1} s", planned.fault, lasts.as_secs_f64()));
             *self.faults.entry(planned.fault.kind().name()).or_default() += 1;
-            self.site.begin(&planned.fault)?;
+            self.env.begin(&planned.fault)?;
         }
         Ok(())
     }
@@ -318,10 +318,10 @@ impl<'a> Run<'a> {
         }
         writer.undrain(written, 0)?;
         self.print_progress(&format!("an impostor reports idle cores of s{IMPOSTOR}"));
-        self.site.start_false_reports(IMPOSTOR, FalseReportKind::Load)?;
+        self.env.start_false_reports(IMPOSTOR, FalseReportKind::Load)?;
         let service = self.testbed.service();
         let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(service, IMPOSTOR, SERVERS))?;
-        self.site.stop_false_reports(IMPOSTOR)?;
+        self.env.stop_false_reports(IMPOSTOR)?;
         if byzantine_share.is_over_limit() {
             self.violations.push(format!(
                 "idle cores reported in s{IMPOSTOR}'s name drew {byzantine_share}; by second: {:?}\n{}",
@@ -338,7 +338,7 @@ impl<'a> Run<'a> {
         let mut waited_for = None;
         loop {
             interrupt::check()?;
-            self.site.maintain()?;
+            self.env.maintain()?;
             let missing = match watch.status() {
                 Ok(status) => invariants::not_converged(self.testbed, &status, since)
                     .or_else(|| watch.without_table(&status, since)),

@@ -56,10 +56,10 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     // Run by run, so that disturbances of the machine affect all series.
     configs.sort_by_key(|config| config.seed);
     let mut measured: HashMap<String, Run> = HashMap::new();
-    let mut site = None;
+    let mut env = None;
     progress(0, configs.len());
     for config in &configs {
-        let run = measure_run(&TestEnv::suited(&mut site, config)?.testbed, config, unit_us, seconds)?;
+        let run = measure_run(&TestEnv::suited(&mut env, config)?.testbed, config, unit_us, seconds)?;
         measured.insert(key(config), run);
         progress(measured.len(), configs.len());
     }

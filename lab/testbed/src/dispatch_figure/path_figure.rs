@@ -39,11 +39,11 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let Some(first) = configs.first() else { return Ok(Vec::new()) };
     let alike = |config: &&&path::Config| (config.servers, config.cores) == (first.servers, first.cores);
     ensure!(configs.iter().all(|config| alike(&config)), "servers and cores: expected the same for all series");
-    let site = TestEnv::start(first)?;
+    let env = TestEnv::start(first)?;
     for group in configs.chunk_by(|a, b| (&a.seeds, &a.policies) == (&b.seeds, &b.policies)) {
-        let _fleet = site.fleet(&group[0].policies)?;
+        let _fleet = env.fleet(&group[0].policies)?;
         for config in group {
-            measured.insert(key(config), site.measure(config, seconds)?);
+            measured.insert(key(config), env.measure(config, seconds)?);
             progress(measured.len(), configs.len());
         }
     }

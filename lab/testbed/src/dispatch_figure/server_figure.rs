@@ -36,10 +36,10 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     // Run by run, so that disturbances of the machine affect all series.
     configs.sort_by_key(|config| config.seed);
     let mut measured: HashMap<String, Measurement> = HashMap::new();
-    let mut site = None;
+    let mut env = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| is_same_series(a, b)) {
-        TestEnv::suited(&mut site, group[0])?.measure_all(group, unit_us, seconds, &mut |config, seen| {
+        TestEnv::suited(&mut env, group[0])?.measure_all(group, unit_us, seconds, &mut |config, seen| {
             measured.insert(key(config), seen);
             progress(measured.len(), configs.len());
         })?;
@@ -67,12 +67,12 @@ enum Backend<'a> {
 }
 
 impl<'a> Backend<'a> {
-    fn start(site: &'a TestEnv, config: &rpc::Config, unit_us: f64) -> anyhow::Result<Self> {
+    fn start(env: &'a TestEnv, config: &rpc::Config, unit_us: f64) -> anyhow::Result<Self> {
         if let Policy::RankedQueue(options) = &config.policy {
-            return Ok(Self::Orchestrator(Orchestrator::start(&site.testbed, config, options, unit_us, None)?));
+            return Ok(Self::Orchestrator(Orchestrator::start(&env.testbed, config, options, unit_us, None)?));
         }
         let service = key_value_service(&config.policy, &config.service, unit_us)?;
-        Ok(Self::Dispatcher(Dispatcher::start(&site.testbed, 1, &service, config.cores)?))
+        Ok(Self::Dispatcher(Dispatcher::start(&env.testbed, 1, &service, config.cores)?))
     }
 
     /// Ends it. Returns the number of requests that it has sent to cores.
@@ -100,7 +100,7 @@ impl TestEnv {
     /// Returns the present one, or a new one if that has another number of workers or another server.
     pub(super) fn suited<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
         let (workers, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
-        let is_suited = |site: &Self| site.workers == workers && site.server.is_some() == has_server;
+        let is_suited = |env: &Self| env.workers == workers && env.server.is_some() == has_server;
         if !present.as_ref().is_some_and(is_suited) {
             // The old dispatcher's must be gone first.
             *present = None;

@@ -25,13 +25,13 @@ pub struct Reading {
 
 impl Reading {
     /// Now. Fails when something cannot be read.
-    pub fn take(site: &TestEnv) -> anyhow::Result<Self> {
+    pub fn take(env: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
-            ledger: site.ledger()?,
-            client: counters::read(site.testbed().client())?,
-            server: counters::read(site.testbed().server(1)?)?,
-            purged: site.purged()?,
-            refused: site.server().counters()?.iter().map(|worker| worker.refused).sum(),
+            ledger: env.ledger()?,
+            client: counters::read(env.testbed().client())?,
+            server: counters::read(env.testbed().server(1)?)?,
+            purged: env.purged()?,
+            refused: env.server().counters()?.iter().map(|worker| worker.refused).sum(),
         })
     }
 

@@ -65,7 +65,7 @@ impl FaultCounts {
 /// Faults of one segment.
 #[derive(Debug)]
 pub struct FaultInjector<'a> {
-    site: &'a mut TestEnv,
+    env: &'a mut TestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
     /// Whether the ledger may restart.
     anew: bool,
@@ -78,14 +78,14 @@ pub struct FaultInjector<'a> {
 
 impl<'a> FaultInjector<'a> {
     /// `anew`: the dispatch may be detached, and the whole server restarted. Fails when sockets cannot be had.
-    pub fn new(site: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, anew: bool) -> anyhow::Result<Self> {
-        let nuisance = UnansweredClient::open(site.testbed().client())?;
-        let spoofer = Spoofer::open(site.testbed().server(1)?)?;
-        Ok(Self { site, rng, anew, nuisance, spoofer, stopped: Vec::new(), made: FaultCounts::default() })
+    pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, anew: bool) -> anyhow::Result<Self> {
+        let nuisance = UnansweredClient::open(env.testbed().client())?;
+        let spoofer = Spoofer::open(env.testbed().server(1)?)?;
+        Ok(Self { env, rng, anew, nuisance, spoofer, stopped: Vec::new(), made: FaultCounts::default() })
     }
 
-    pub fn site(&self) -> &TestEnv {
-        self.site
+    pub fn env(&self) -> &TestEnv {
+        self.env
     }
 
     /// Injects faults until `end`. Fails when a fault cannot be injected, or a signal came.
@@ -119,19 +119,19 @@ impl<'a> FaultInjector<'a> {
             3 => self.spoof()?,
             4 => self.flood(),
             5 => {
-                self.site.kill_daemon()?;
+                self.env.kill_daemon()?;
                 std::thread::sleep(self.within(10..400));
-                self.site.attach(WORKERS - self.stopped.len() as u64)?;
+                self.env.attach(WORKERS - self.stopped.len() as u64)?;
                 self.made.upgrades += 1;
             }
             6 => {
-                self.site.detach()?;
+                self.env.detach()?;
                 std::thread::sleep(self.within(10..400));
-                self.site.attach(WORKERS - self.stopped.len() as u64)?;
+                self.env.attach(WORKERS - self.stopped.len() as u64)?;
                 self.made.detachments += 1;
             }
             _ => {
-                self.site.server().worker_pids().into_iter().for_each(|pid| self.signal(pid, Signal::SIGKILL));
+                self.env.server().worker_pids().into_iter().for_each(|pid| self.signal(pid, Signal::SIGKILL));
                 self.made.restarts += 1;
             }
         }
@@ -146,12 +146,12 @@ impl<'a> FaultInjector<'a> {
     fn any_worker(&mut self) -> Option<u32> {
         let number = uniform_below(self.rng, WORKERS as u32) as u8;
         // One that was just killed may not be back.
-        self.site.server().worker_pid(number).ok()
+        self.env.server().worker_pid(number).ok()
     }
 
     /// Sends a signal, unless the worker has ended.
     fn signal(&self, pid: u32, signal: Signal) {
-        if self.site.server().worker_pids().contains(&pid) {
+        if self.env.server().worker_pids().contains(&pid) {
             let _ = kill(Pid::from_raw(pid as i32), signal);
         }
     }
@@ -186,7 +186,7 @@ impl<'a> FaultInjector<'a> {
     }
 
     fn spoof(&mut self) -> anyhow::Result<()> {
-        let client = self.site.testbed().client_ipv4_address(0);
+        let client = self.env.testbed().client_ipv4_address(0);
         for _ in 0..1 + uniform_below(self.rng, 50) {
             let port = FIRST_PORT + uniform_below(self.rng, FLOWS.into()) as u16;
             let id = FIRST_ID | uniform_below(self.rng, FIRST_ID);

@@ -75,7 +75,7 @@ pub fn main(options: Options) -> anyhow::Result<()> {
 /// Runs it in a testbed of its own; `instance` is its name. Fails when something cannot be set up, or a signal came;
 /// what did not hold is in the outcome.
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
-    let mut site = TestEnv::start(instance)?;
+    let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
     let total = Duration::from_secs(options.seconds.into());
     let count = total.div_duration_f64(SEGMENT).ceil().max(2.0) as u32;
@@ -83,21 +83,21 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let mut segments = Vec::new();
     let mut faults = FaultCounts::default();
     for number in 0..count {
-        let mut injector = FaultInjector::new(&mut site, &mut rng, number % 2 == 1)?;
-        let before = Reading::take(injector.site())?;
-        let load = injector.site().start_load(length, options.seed.wrapping_add(number.into()))?;
+        let mut injector = FaultInjector::new(&mut env, &mut rng, number % 2 == 1)?;
+        let before = Reading::take(injector.env())?;
+        let load = injector.env().start_load(length, options.seed.wrapping_add(number.into()))?;
         let end = Instant::now() + length;
         injector.inject_until(end).with_context(|| format!("segment {number}"))?;
         let made = injector.finish()?;
         let end = Instant::now() + Duration::from_millis(options.settle_ms.into());
         std::thread::sleep(MIN_SETTLE);
-        let mut at_once = Reading::take(&site)?;
+        let mut at_once = Reading::take(&env)?;
         while !at_once.describe_unfinished().is_empty() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(100));
-            at_once = Reading::take(&site)?;
+            at_once = Reading::take(&env)?;
         }
         let report = load.read_json(*TIMEOUT)?;
-        let segment = Segment::new(number, &before, &at_once, &Reading::take(&site)?, &made, &report);
+        let segment = Segment::new(number, &before, &at_once, &Reading::take(&env)?, &made, &report);
         tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
         faults.add(&made);
         segments.push(segment);

@@ -65,9 +65,9 @@ impl TestEnv {
         );
         fs::write(&config, text).with_context(|| config.display().to_string())?;
         let (purged, link) = count_purged(&testbed)?;
-        let mut site = Self { purged, _purge_link: link, daemon: None, server, config, testbed };
-        site.attach(WORKERS)?;
-        Ok(site)
+        let mut env = Self { purged, _purge_link: link, daemon: None, server, config, testbed };
+        env.attach(WORKERS)?;
+        Ok(env)
     }
 
     pub fn testbed(&self) -> &Testbed {

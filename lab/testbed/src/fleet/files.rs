@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::forwarding::Forwarding;
 use coreward_tls::authority::{Authority, Validity};
-use coreward_tls::{Files, Identity, Name, Role};
+use coreward_tls::{CredentialFiles, Identity, Name, Role};
 
 use super::names::{
     api_address_of, controller_address_in, controller_address_of, controller_name, rack_listen_address,
@@ -175,14 +175,14 @@ pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: 
 
 /// Returns `[tls]` of a daemon's file; nothing without TLS.
 fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
-    let Files { ca, certificate, key } = certificate_files(testbed, role, name);
+    let CredentialFiles { ca, certificate, key } = certificate_files(testbed, role, name);
     if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
 /// The files of a [`bundle`].
-pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> Files {
+pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
     let file = |file: &str| bundle(testbed, role, name).join(file);
-    Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+    CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
 }
 
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {

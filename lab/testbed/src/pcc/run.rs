@@ -57,17 +57,17 @@ impl Run {
         if let Some(missing) = missing_privilege() {
             anyhow::bail!(missing);
         }
-        let mut site = TestEnv::start(method, streams.seed)?;
+        let mut env = TestEnv::start(method, streams.seed)?;
         let mut machine = HostCpu::new()?;
         let warm_up = u64::from(streams.warm_up_seconds);
         let start_ns = now_ns() + LEAD.as_nanos() as u64;
-        let client = site.testbed.start_stream_client(streams, Some(start_ns))?;
+        let client = env.testbed.start_stream_client(streams, Some(start_ns))?;
         machine.start()?;
         let mut changes = timeline::CHANGES.iter().peekable();
         for half in 0..2 * (warm_up + u64::from(streams.seconds)) {
             interrupt::sleep_until(start_ns + half * 500_000_000)?;
             while let Some((_, due)) = changes.next_if(|(at, _)| at + 2 * warm_up == half) {
-                site.change(due)?;
+                env.change(due)?;
             }
             if half % 2 == 0 {
                 tick();
@@ -84,7 +84,7 @@ impl Run {
                 "the client was late with one connection in a hundred: the machine is too busy"
             );
         }
-        let status = site.fleet.status(&site.testbed)?;
+        let status = env.fleet.status(&env.testbed)?;
         let balancers = status["load_balancers"].as_array().into_iter().flatten();
         let servers = status["servers"].as_array().into_iter().flatten();
         let (before, seconds) = report.seconds.split_at(streams.warm_up_seconds as usize);

@@ -226,44 +226,44 @@ impl Datacentre {
 #[test]
 fn acknowledged_changes_survive_leader_changes() {
     skip_if!(missing_testbed_rights());
-    let mut site = Datacentre::start("ha");
-    let ids = wait_for_some("a controller leads", || site.server_ids());
-    let client = site.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
-    let first = site.apply();
-    let drained = wait_for_some("s3 is drained", || coreward(&site.testbed, 1..=3, &["drain", "s3"]).ok());
+    let mut env = Datacentre::start("ha");
+    let ids = wait_for_some("a controller leads", || env.server_ids());
+    let client = env.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
+    let first = env.apply();
+    let drained = wait_for_some("s3 is drained", || coreward(&env.testbed, 1..=3, &["drain", "s3"]).ok());
     assert!(drained.starts_with("s3 is drain"), "{drained}");
 
     // The leader dies.
-    site.kill(first);
-    let second = site.apply();
+    env.kill(first);
+    let second = env.apply();
     assert_ne!(second, first);
-    assert_eq!(site.drained(), ["s3"], "the drain is on record");
-    site.restart(first);
+    assert_eq!(env.drained(), ["s3"], "the drain is on record");
+    env.restart(first);
 
     // The leader is stopped for longer than its lease, and wakes up when another one leads.
-    site.signal(second, Signal::SIGSTOP);
-    let third = site.apply();
+    env.signal(second, Signal::SIGSTOP);
+    let third = env.apply();
     assert_ne!(third, second);
-    site.signal(second, Signal::SIGCONT);
+    env.signal(second, Signal::SIGCONT);
     for _ in 0..20 {
-        let woken = coreward(&site.testbed, [second], &["fleet", "show"]);
+        let woken = coreward(&env.testbed, [second], &["fleet", "show"]);
         assert!(woken.is_err(), "controller {second} no longer leads");
         pause(20);
     }
 
     // etcd loses its own leader.
-    let member = wait_for_some("one of three members leads", || site.etcd_leader());
-    let mut killed = site.etcd[member].take().unwrap();
+    let member = wait_for_some("one of three members leads", || env.etcd_leader());
+    let mut killed = env.etcd[member].take().unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
     killed.wait(TAKEOVER_LIMIT).unwrap();
-    site.apply();
-    site.etcd[member] = Some(start_member(&site.testbed, &site.members, member));
+    env.apply();
+    env.etcd[member] = Some(start_member(&env.testbed, &env.members, member));
 
-    eventually(TAKEOVER_LIMIT, "agents and load balancers are back", || site.all_daemons_are_connected());
-    let shown = wait_for_some("a controller leads", || coreward(&site.testbed, 1..=3, &["fleet", "show"]).ok());
+    eventually(TAKEOVER_LIMIT, "agents and load balancers are back", || env.all_daemons_are_connected());
+    let shown = wait_for_some("a controller leads", || coreward(&env.testbed, 1..=3, &["fleet", "show"]).ok());
     // After a line with its generation.
-    assert!(shown.trim().ends_with(site.document.trim()), "{shown}");
-    assert_eq!(wait_for_some("a controller leads", || site.server_ids()), ids);
-    assert_eq!(site.drained(), ["s3"]);
+    assert!(shown.trim().ends_with(env.document.trim()), "{shown}");
+    assert_eq!(wait_for_some("a controller leads", || env.server_ids()), ids);
+    assert_eq!(env.drained(), ["s3"]);
     assert_unbroken(client);
 }

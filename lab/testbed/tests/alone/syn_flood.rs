@@ -81,17 +81,17 @@ fn connections_survive_flood(instance: &str, consistency: Consistency) {
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
-    let mut site = TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
+    let mut env = TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
     // The router would ask for each of these addresses by ARP.
     let mut ip = std::process::Command::new("ip");
     ip.args(["route", "add", "blackhole", SPOOFED_SOURCES.0]);
-    site.testbed.run(site.testbed.router().unwrap(), ip).unwrap();
-    let (done, client) = (AtomicBool::new(false), site.testbed.client().clone());
+    env.testbed.run(env.testbed.router().unwrap(), ip).unwrap();
+    let (done, client) = (AtomicBool::new(false), env.testbed.client().clone());
     std::thread::scope(|scope| {
         let flood = scope.spawn(|| flood(&client, &done));
-        let streams = site.start_streams(100.0);
+        let streams = env.start_streams(100.0);
         pause(3_000);
-        site.set_admin_state(1, Some(AdminState::Draining));
+        env.set_admin_state(1, Some(AdminState::Draining));
         pause(2_000);
         assert_unbroken(streams);
         done.store(true, Ordering::Relaxed);
@@ -99,7 +99,7 @@ fn connections_survive_flood(instance: &str, consistency: Consistency) {
         println!("{sent} SYNs");
         assert!(sent > 20_000, "{sent} SYNs are no flood");
     });
-    let read = |number| counters::read(site.testbed.server(number).unwrap()).unwrap();
+    let read = |number| counters::read(env.testbed.server(number).unwrap()).unwrap();
     let of_servers: Vec<_> = [2, 3].map(read).into();
     for name in ["TcpExtSyncookiesSent", "TcpExtSyncookiesRecv"] {
         assert!(counters::total(&of_servers, name) > 0, "{name}: the flood did not fill the servers' queues");

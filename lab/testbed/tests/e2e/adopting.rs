@@ -145,22 +145,22 @@ fn live_ipv6_pool_migrates_from_a_director_and_back() {
 }
 
 fn migrate_from_a_director_and_back(instance: &str, family: Family) {
-    let (director, site) = TestEnv::behind(Kind::Director, instance, family);
-    let wrk = site.wrk(9);
-    let mut oldest = site.connect(40);
-    assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize]);
+    let (director, env) = TestEnv::behind(Kind::Director, instance, family);
+    let wrk = env.wrk(9);
+    let mut oldest = env.connect(40);
+    assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize]);
 
     // Agents first, and the load balancer, to which no packet goes yet.
-    let mut fleet = site.fleet(&adopt(family));
+    let mut fleet = env.fleet(&adopt(family));
     assert_eq!(oldest.broken(), 0, "when the agents came");
-    let mut older = site.connect(40);
+    let mut older = env.connect(40);
 
-    site.testbed.announce(&[1]).unwrap();
+    env.testbed.announce(&[1]).unwrap();
     assert_eq!((oldest.broken(), older.broken()), (0, 0), "when the VIP moved");
-    let mut ours = site.connect(40);
+    let mut ours = env.connect(40);
     assert_eq!(ours.servers().len(), usize::from(SERVERS));
     eventually(LIMIT, "connections of before pass the director", || {
-        site.counter(&fleet, "to_other_balancer") > 0 && site.counter(&fleet, "established") > 0
+        env.counter(&fleet, "to_other_balancer") > 0 && env.counter(&fleet, "established") > 0
     });
     pause(500);
     assert_eq!((oldest.broken(), older.broken(), ours.broken()), (0, 0, 0));
@@ -170,42 +170,42 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     // it.
     drop(oldest);
     older.0.retain(|(connection, _)| connection.has_timestamps().unwrap());
-    site.set(&mut fleet, "");
+    env.set(&mut fleet, "");
     drop(director);
     assert_eq!((older.broken(), ours.broken()), (0, 0), "when the director was gone");
 
     // And back, with a director that knows nothing.
-    let wrk = site.wrk(9);
-    let _director = site.testbed.start_other_balancer(Kind::Director).unwrap();
-    site.set(&mut fleet, &hand_over(family));
-    assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize], "new connections are not stamped");
-    let mut newer = site.connect(40);
+    let wrk = env.wrk(9);
+    let _director = env.testbed.start_other_balancer(Kind::Director).unwrap();
+    env.set(&mut fleet, &hand_over(family));
+    assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize], "new connections are not stamped");
+    let mut newer = env.connect(40);
     pause(500);
     assert_eq!((older.broken(), ours.broken(), newer.broken()), (0, 0, 0), "while it was handed over");
     assert_eq!(wrk_errors(wrk), Vec::<String>::new());
     // All of the service's old connections have ended.
     drop((older, ours));
-    site.testbed.announce_other().unwrap();
+    env.testbed.announce_other().unwrap();
     assert_eq!(newer.broken(), 0, "when the VIP moved back");
-    let mut newest = site.connect(40);
+    let mut newest = env.connect(40);
     drop(fleet);
-    site.detach(site.testbed.load_balancer(1).unwrap(), "lb", "lb1");
-    for number in site.testbed.server_numbers() {
-        site.detach(site.testbed.server(number).unwrap(), "agent", &format!("agent-s{number}"));
+    env.detach(env.testbed.load_balancer(1).unwrap(), "lb", "lb1");
+    for number in env.testbed.server_numbers() {
+        env.detach(env.testbed.server(number).unwrap(), "agent", &format!("agent-s{number}"));
     }
     assert_eq!((newer.broken(), newest.broken()), (0, 0), "when nothing of coreward was left");
-    assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize]);
+    assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize]);
 }
 
 #[test]
 fn vip_migrates_from_haproxy_and_back() {
     skip_if!(missing_testbed_rights());
-    let (_haproxy, site) = TestEnv::behind(Kind::Proxy, "adoptproxy", Family::Ipv4);
-    let mut theirs = site.connect(40);
+    let (_haproxy, env) = TestEnv::behind(Kind::Proxy, "adoptproxy", Family::Ipv4);
+    let mut theirs = env.connect(40);
     // Plain DNS: clients connect to servers' own addresses.
     let own = SocketAddrV4::new(server_address(1), SERVICE.port());
     let mut direct = Kept(
-        site.testbed
+        env.testbed
             .client()
             .within(|| {
                 let mut connection = Connection::open_to(own.into(), None)?;
@@ -214,16 +214,16 @@ fn vip_migrates_from_haproxy_and_back() {
             })
             .unwrap(),
     );
-    let mut fleet = site.fleet(&adopt(Family::Ipv4));
-    site.testbed.announce(&[1]).unwrap();
+    let mut fleet = env.fleet(&adopt(Family::Ipv4));
+    env.testbed.announce(&[1]).unwrap();
     assert_eq!((theirs.broken(), direct.broken()), (0, 0), "when the VIP moved");
-    let mut ours = site.connect(40);
+    let mut ours = env.connect(40);
     assert_eq!(ours.servers().len(), usize::from(SERVERS));
-    site.set(&mut fleet, &hand_over(Family::Ipv4));
-    let mut theirs_again = site.connect(40);
+    env.set(&mut fleet, &hand_over(Family::Ipv4));
+    let mut theirs_again = env.connect(40);
     pause(500);
     assert_eq!((theirs.broken(), ours.broken(), theirs_again.broken()), (0, 0, 0), "while it was handed over");
     drop(ours);
-    site.testbed.announce_other().unwrap();
+    env.testbed.announce_other().unwrap();
     assert_eq!((theirs.broken(), theirs_again.broken(), direct.broken()), (0, 0, 0), "when the VIP moved back");
 }

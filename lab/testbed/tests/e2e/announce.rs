@@ -37,20 +37,20 @@ fn load_balancer_file(number: u16) -> String {
     )
 }
 
-fn start_bird(site: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> Process {
-    let file = |extension: &str| site.testbed.directory().join(format!("bird-{name}.{extension}"));
+fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> Process {
+    let file = |extension: &str| env.testbed.directory().join(format!("bird-{name}.{extension}"));
     fs::write(file("conf"), text).unwrap();
     let log = File::create(file("log")).unwrap();
     let mut command = Command::new("/usr/sbin/bird");
     command.arg("-f").arg("-c").arg(file("conf")).arg("-s").arg(file("ctl"));
     command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
-    let bird = site.testbed.spawn(namespace, command);
+    let bird = env.testbed.spawn(namespace, command);
     bird.expect("BIRD cannot be started: `scripts/install run` installs it")
 }
 
 /// The load balancers that the router sends connections for the VIP to.
-fn next_hops(site: &TestEnv) -> Vec<u16> {
-    let route = run(&site.testbed, site.testbed.chooser(), &format!("ip route show {VIP}/32"));
+fn next_hops(env: &TestEnv) -> Vec<u16> {
+    let route = run(&env.testbed, env.testbed.chooser(), &format!("ip route show {VIP}/32"));
     let is_hop = |number: &u16| {
         let hop = format!("via {} ", load_balancer_address(*number));
         route.contains(&hop)
@@ -70,47 +70,47 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
     };
     // A multiple of what BIRD and the router take to withdraw: then their routes are checked.
     let more = "[announce]\ndrain = \"10s\"\n".to_owned();
-    let mut site = TestEnv::start(
+    let mut env = TestEnv::start(
         options,
         FleetOptions { policy: "rr".to_owned(), more_of_load_balancers: more, ..FleetOptions::default() },
     );
-    let mut birds = vec![start_bird(&site, site.testbed.chooser(), "router", &router_file())];
+    let mut birds = vec![start_bird(&env, env.testbed.chooser(), "router", &router_file())];
     for number in [1, 2] {
-        let namespace = site.testbed.load_balancer(number).unwrap();
-        birds.push(start_bird(&site, namespace, &format!("lb{number}"), &load_balancer_file(number)));
+        let namespace = env.testbed.load_balancer(number).unwrap();
+        birds.push(start_bird(&env, namespace, &format!("lb{number}"), &load_balancer_file(number)));
     }
-    eventually(*TIMEOUT, "both announce the VIP", || next_hops(&site) == [1, 2]);
+    eventually(*TIMEOUT, "both announce the VIP", || next_hops(&env) == [1, 2]);
     // The testbed's own route, for all VIPs.
-    run(&site.testbed, site.testbed.chooser(), "ip route delete 10.200.0.0/24");
-    let client = site.start_streams(100.0);
-    site.wait_for_connections(100);
+    run(&env.testbed, env.testbed.chooser(), "ip route delete 10.200.0.0/24");
+    let client = env.start_streams(100.0);
+    env.wait_for_connections(100);
 
     // A stop in order: no packet comes any more when the process ends.
-    site.fleet.daemon("lb2").unwrap().terminate(*TIMEOUT).unwrap();
-    assert_eq!(next_hops(&site), [1]);
-    site.fleet.restart(&site.testbed, "lb2").unwrap();
-    eventually(*TIMEOUT, "it announces the VIP again", || next_hops(&site) == [1, 2]);
+    env.fleet.daemon("lb2").unwrap().terminate(*TIMEOUT).unwrap();
+    assert_eq!(next_hops(&env), [1]);
+    env.fleet.restart(&env.testbed, "lb2").unwrap();
+    eventually(*TIMEOUT, "it announces the VIP again", || next_hops(&env) == [1, 2]);
 
     // The daemon dies: the data plane goes on, and so does what was announced.
-    site.fleet.kill("lb1").unwrap();
-    site.wait_for_connections(150);
-    assert_eq!(next_hops(&site), [1, 2]);
-    site.fleet.restart(&site.testbed, "lb1").unwrap();
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    env.fleet.kill("lb1").unwrap();
+    env.wait_for_connections(150);
+    assert_eq!(next_hops(&env), [1, 2]);
+    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
 
     // The link fails.
-    let second = site.testbed.load_balancer(2).unwrap();
-    run(&site.testbed, second, &format!("ip link set {DEVICE} down"));
-    eventually(*TIMEOUT, "the router has noticed", || next_hops(&site) == [1]);
-    run(&site.testbed, second, &format!("ip link set {DEVICE} up"));
-    eventually(*TIMEOUT, "it announces the VIP again", || next_hops(&site) == [1, 2]);
+    let second = env.testbed.load_balancer(2).unwrap();
+    run(&env.testbed, second, &format!("ip link set {DEVICE} down"));
+    eventually(*TIMEOUT, "the router has noticed", || next_hops(&env) == [1]);
+    run(&env.testbed, second, &format!("ip link set {DEVICE} up"));
+    eventually(*TIMEOUT, "it announces the VIP again", || next_hops(&env) == [1, 2]);
 
     // It is taken out of service: the VIP first, then the program.
-    site.fleet.kill("lb1").unwrap();
+    env.fleet.kill("lb1").unwrap();
     let mut detach = Command::new(coreward_command().unwrap());
-    detach.args(["lb", "--detach", "--config"]).arg(site.testbed.directory().join("lb1.toml"));
-    site.testbed.run(site.testbed.load_balancer(1).unwrap(), detach).unwrap();
-    assert_eq!(next_hops(&site), [2]);
-    eventually(*TIMEOUT, "it forwards connections", || site.counter("lb2", "established") > 0);
+    detach.args(["lb", "--detach", "--config"]).arg(env.testbed.directory().join("lb1.toml"));
+    env.testbed.run(env.testbed.load_balancer(1).unwrap(), detach).unwrap();
+    assert_eq!(next_hops(&env), [2]);
+    eventually(*TIMEOUT, "it forwards connections", || env.counter("lb2", "established") > 0);
     assert_unbroken(client);
 }

@@ -24,16 +24,16 @@ fn start_env(instance: &str) -> TestEnv {
     TestEnv::start(options, fleet)
 }
 
-fn connect(site: &TestEnv) -> TcpStream {
-    site.testbed.client().within(|| Ok(TcpStream::connect(SERVICE)?)).unwrap()
+fn connect(env: &TestEnv) -> TcpStream {
+    env.testbed.client().within(|| Ok(TcpStream::connect(SERVICE)?)).unwrap()
 }
 
 /// Count of `coreward connections`.
-fn connections(site: &TestEnv) -> usize {
-    let directory = site.testbed.load_balancer_pin_directory(1);
+fn connections(env: &TestEnv) -> usize {
+    let directory = env.testbed.load_balancer_pin_directory(1);
     let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_command().unwrap());
     command.args(["connections", "--service", "web0", "--pin-directory"]).arg(directory);
-    let shown = site.testbed.run(site.testbed.load_balancer(1).unwrap(), command).unwrap().stdout;
+    let shown = env.testbed.run(env.testbed.load_balancer(1).unwrap(), command).unwrap().stdout;
     let shown = String::from_utf8(shown).unwrap();
     let count = shown.split_once(": ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
     count.unwrap_or_else(|| panic!("no count in {shown}"))
@@ -42,16 +42,16 @@ fn connections(site: &TestEnv) -> usize {
 #[test]
 fn silent_connection_stays_and_ended_ones_are_freed() {
     skip_if!(missing_testbed_rights());
-    let site = start_env("silent");
-    let mut silent = connect(&site);
-    let closed: Vec<TcpStream> = (0..5).map(|_| connect(&site)).collect();
-    eventually(*TIMEOUT, "six connections", || connections(&site) == 6);
+    let env = start_env("silent");
+    let mut silent = connect(&env);
+    let closed: Vec<TcpStream> = (0..5).map(|_| connect(&env)).collect();
+    eventually(*TIMEOUT, "six connections", || connections(&env) == 6);
     drop(closed);
-    eventually(*TIMEOUT, "the closed ones are freed", || connections(&site) == 1);
+    eventually(*TIMEOUT, "the closed ones are freed", || connections(&env) == 1);
     // Idle for longer than `idle`, several times: its server was asked, and has it.
     pause(5_000);
-    assert_eq!(connections(&site), 1);
-    let by_table = site.counter("lb1", "connection_table");
+    assert_eq!(connections(&env), 1);
+    let by_table = env.counter("lb1", "connection_table");
     // More than is read: who closes first has the socket's TIME-WAIT, and a server's would keep the entry for a minute.
     let request = Request { seed: 7.into(), packets: 4_000.into(), duration_us: 4_000_000.into() };
     silent.set_read_timeout(Some(*TIMEOUT)).unwrap();
@@ -59,9 +59,9 @@ fn silent_connection_stays_and_ended_ones_are_freed() {
     let mut answer = vec![0; 4 * PACKET_BYTES];
     silent.read_exact(&mut answer).unwrap();
     assert!((0..).zip(&answer).all(|(position, byte)| content(7, position) == *byte));
-    eventually(*TIMEOUT, "its packets go by the table", || site.counter("lb1", "connection_table") > by_table);
+    eventually(*TIMEOUT, "its packets go by the table", || env.counter("lb1", "connection_table") > by_table);
     drop(silent);
-    eventually(*TIMEOUT, "nothing is left", || connections(&site) == 0);
+    eventually(*TIMEOUT, "nothing is left", || connections(&env) == 0);
 }
 
 /// A client that gets no answers: no machine has a route to it.
@@ -83,11 +83,11 @@ fn half_open(client: &Namespace) {
 #[test]
 fn half_open_entries_are_freed_without_a_controller() {
     skip_if!(missing_testbed_rights());
-    let mut site = start_env("halves");
-    let _open = connect(&site);
-    eventually(*TIMEOUT, "a connection", || connections(&site) == 1);
-    site.fleet.kill("controller").unwrap();
-    (0..20).for_each(|_| half_open(site.testbed.client()));
-    eventually(*TIMEOUT, "twenty half-open ones", || connections(&site) == 21);
-    eventually(*TIMEOUT, "they are freed, and no other", || connections(&site) == 1);
+    let mut env = start_env("halves");
+    let _open = connect(&env);
+    eventually(*TIMEOUT, "a connection", || connections(&env) == 1);
+    env.fleet.kill("controller").unwrap();
+    (0..20).for_each(|_| half_open(env.testbed.client()));
+    eventually(*TIMEOUT, "twenty half-open ones", || connections(&env) == 21);
+    eventually(*TIMEOUT, "they are freed, and no other", || connections(&env) == 1);
 }

@@ -16,31 +16,31 @@ const CONNECTIONS: usize = 60;
 
 struct Containers {
     _containers: Vec<Container>,
-    site: TestEnv,
+    env: TestEnv,
 }
 
 impl Containers {
     fn start(instance: &str, options: FleetOptions) -> Self {
         let testbed = TestbedOptions { instance: instance.to_owned(), servers: 3, ..TestbedOptions::default() };
-        let site = TestEnv::start(testbed, FleetOptions { policy: "hash".to_owned(), ..options });
+        let env = TestEnv::start(testbed, FleetOptions { policy: "hash".to_owned(), ..options });
         let start = |server| {
-            let container = site.testbed.start_container(server).unwrap();
-            container.set_sysctl(&site.testbed, "net.ipv4.tcp_timestamps", 2).unwrap();
+            let container = env.testbed.start_container(server).unwrap();
+            container.set_sysctl(&env.testbed, "net.ipv4.tcp_timestamps", 2).unwrap();
             container
         };
         let containers = (1..=3).map(start).collect();
-        let containers = Self { _containers: containers, site };
+        let containers = Self { _containers: containers, env };
         eventually(*TIMEOUT, "every container answers", || (0..20).all(|_| containers.ask().is_ok()));
         containers
     }
 
     fn set_client_timestamps(&self, value: &str) {
-        self.site.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
+        self.env.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
     }
 
     /// One connection with one request.
     fn ask(&self) -> anyhow::Result<()> {
-        self.site.testbed.client().within(|| {
+        self.env.testbed.client().within(|| {
             let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE), *TIMEOUT)?;
             stream.set_read_timeout(Some(*TIMEOUT))?;
             stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
@@ -58,12 +58,12 @@ impl Containers {
 
     /// Gives a third of the buckets to server 3.
     fn move_buckets(&mut self) {
-        self.site.set_admin_state(3, None);
-        self.site.set_admin_state(3, Some(AdminState::Active));
+        self.env.set_admin_state(3, None);
+        self.env.set_admin_state(3, Some(AdminState::Active));
     }
 
     fn has_warning(&self, words: &str) -> bool {
-        let status = self.site.fleet.status(&self.site.testbed).unwrap();
+        let status = self.env.fleet.status(&self.env.testbed).unwrap();
         status["servers"].to_string().contains(words)
     }
 }
@@ -97,8 +97,8 @@ fn modes_that_need_sockets_are_reported_for_containers() {
         assert!(broken.is_empty(), "{instance}: {} of {CONNECTIONS}: {}", broken.len(), broken[0]);
         eventually(*TIMEOUT, warning, || containers.has_warning(warning));
         if consistency == Consistency::Stateful {
-            eventually(*TIMEOUT, "cookies hold ids", || containers.site.counters("established") > 0);
-            assert_eq!(containers.site.counters("connection_table"), 0, "an index could not be restored");
+            eventually(*TIMEOUT, "cookies hold ids", || containers.env.counters("established") > 0);
+            assert_eq!(containers.env.counters("connection_table"), 0, "an index could not be restored");
         }
     }
 }

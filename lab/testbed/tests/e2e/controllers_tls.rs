@@ -12,7 +12,7 @@ use coreward_testbed::fleet::{certificates, controller_address_of, coreward_comm
 use coreward_testbed::process::Process;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::{Files, Identity, Role, read_certificates};
+use coreward_tls::{CredentialFiles, Identity, Role, read_certificates};
 use nix::sys::signal::Signal;
 
 use crate::support::eventually;
@@ -29,7 +29,7 @@ const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
 struct TestEnv {
     _etcd: Process,
     member: Member,
-    operator: Files,
+    operator: CredentialFiles,
     testbed: Testbed,
 }
 
@@ -37,16 +37,16 @@ fn authority(directory: &Path) -> Authority {
     Authority::init(directory, &"testbed".parse().unwrap(), 30 * DAY).unwrap()
 }
 
-fn issue(authority: &Authority, directory: &Path, role: Role, name: &str, address: Option<&str>) -> Files {
+fn issue(authority: &Authority, directory: &Path, role: Role, name: &str, address: Option<&str>) -> CredentialFiles {
     let identity = Identity { fleet: "testbed".parse().unwrap(), role, name: name.parse().unwrap() };
     let addresses: Vec<String> = address.into_iter().map(str::to_owned).collect();
     let bundle = directory.join(format!("{role}-{name}"));
     authority.issue(&identity, &addresses, Validity::from_now(DAY)).unwrap().write(&bundle, authority).unwrap();
     let file = |name: &str| bundle.join(name);
-    Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+    CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
 }
 
-fn tls_table(Files { ca, certificate, key }: &Files) -> String {
+fn tls_table(CredentialFiles { ca, certificate, key }: &CredentialFiles) -> String {
     format!("ca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
 }
 
@@ -67,7 +67,7 @@ impl TestEnv {
         }
         let operator = issue(&authority, &directory, Role::Operator, "ann", None);
         let [member] = &Member::cluster(1, CONTROLLER_ADDRESS.into(), 2379)[..] else { unreachable!("one") };
-        let Files { ca, certificate, key } = of_etcd;
+        let CredentialFiles { ca, certificate, key } = of_etcd;
         let tls = ClientTls { ca, certificate, key };
         let command = member.secure_command(std::slice::from_ref(member), &testbed.directory(), &tls);
         let etcd = testbed.spawn(testbed.controller(), command);
@@ -75,9 +75,9 @@ impl TestEnv {
         Self { _etcd: etcd, member: member.clone(), operator, testbed }
     }
 
-    fn files(&self, role: Role, name: &str) -> Files {
+    fn files(&self, role: Role, name: &str) -> CredentialFiles {
         let file = |file: &str| certificates(&self.testbed).join(format!("{role}-{name}")).join(file);
-        Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+        CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
     }
 
     fn write(&self, name: &str, number: u16, more: &str) -> PathBuf {
@@ -95,7 +95,7 @@ impl TestEnv {
     }
 
     /// The file of one of several, which shows `own` to etcd.
-    fn write_etcd_config(&self, name: &str, number: u16, own: &Files) -> PathBuf {
+    fn write_etcd_config(&self, name: &str, number: u16, own: &CredentialFiles) -> PathBuf {
         let endpoint = self.member.secure_endpoint();
         let tokens = self.testbed.directory();
         let more = format!(
@@ -130,7 +130,7 @@ impl TestEnv {
     /// `coreward ARGUMENTS` of these controllers, by https, with an operator's certificate.
     fn run_at(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
         let urls: Vec<String> = controllers.iter().map(|number| api_of(*number)).collect();
-        let Files { ca, certificate, key } = &self.operator;
+        let CredentialFiles { ca, certificate, key } = &self.operator;
         let [ca, certificate, key] = [ca, certificate, key].map(|file| file.to_str().unwrap());
         let urls = urls.join(",");
         let contact = ["--controller", &urls, "--ca", ca, "--certificate", certificate, "--key", key];
@@ -171,32 +171,32 @@ impl TestEnv {
 #[test]
 fn commands_find_the_leader_and_drains_survive_it() {
     skip_if!(missing_testbed_rights());
-    let site = TestEnv::start("ctltls");
+    let env = TestEnv::start("ctltls");
     let all = [1, 2, 3];
-    let alone = site.write_store_config();
+    let alone = env.write_store_config();
     let files = all.map(|number| {
-        let own = site.files(Role::Controller, &format!("c{number}"));
-        site.write_etcd_config(&format!("c{number}"), number, &own)
+        let own = env.files(Role::Controller, &format!("c{number}"));
+        env.write_etcd_config(&format!("c{number}"), number, &own)
     });
     let [alone_text, first_text] = [&alone, &files[0]].map(|path| path.to_str().unwrap());
 
     // One controller, and from there to several.
-    let mut single = site.start_controller(&alone);
-    eventually(TAKEOVER_LIMIT, "the document is in force", || site.apply(&[1], DOCUMENT).is_ok());
-    site.run_at(&[1], &["drain", "s1", "--force"]).unwrap();
-    assert_eq!(site.drained(&[1]).unwrap(), ["s1"]);
+    let mut single = env.start_controller(&alone);
+    eventually(TAKEOVER_LIMIT, "the document is in force", || env.apply(&[1], DOCUMENT).is_ok());
+    env.run_at(&[1], &["drain", "s1", "--force"]).unwrap();
+    assert_eq!(env.drained(&[1]).unwrap(), ["s1"]);
     assert!(single.terminate(ENDED).unwrap().success());
-    let copied = site.run(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
+    let copied = env.run(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
     assert!(copied.contains("2 servers, 1 services"), "{copied}");
 
-    let mut controllers: Vec<Option<Process>> = files.iter().map(|file| Some(site.start_controller(file))).collect();
-    eventually(TAKEOVER_LIMIT, "the drain came along", || site.drained(&all) == Some(vec!["s1".to_owned()]));
-    eventually(TAKEOVER_LIMIT, "s2 is drained", || site.run_at(&all, &["drain", "s2", "--force"]).is_ok());
+    let mut controllers: Vec<Option<Process>> = files.iter().map(|file| Some(env.start_controller(file))).collect();
+    eventually(TAKEOVER_LIMIT, "the drain came along", || env.drained(&all) == Some(vec!["s1".to_owned()]));
+    eventually(TAKEOVER_LIMIT, "s2 is drained", || env.run_at(&all, &["drain", "s2", "--force"]).is_ok());
 
     // The others name the one that leads, and where its API is.
     let mut leader = 0;
     eventually(TAKEOVER_LIMIT, "the others name the leader", || {
-        let Some((found, refusals)) = site.leader(&all) else { return false };
+        let Some((found, refusals)) = env.leader(&all) else { return false };
         leader = found;
         let named = format!("{} (API: {}) does", controller_address_of(leader), api_of(leader));
         refusals.iter().all(|refusal| refusal.contains(&named))
@@ -206,12 +206,12 @@ fn commands_find_the_leader_and_drains_survive_it() {
     let follower = all.into_iter().find(|number| *number != leader).unwrap();
     let (file, controller) = (&files[usize::from(follower) - 1], &controllers[usize::from(follower) - 1]);
     let text = fs::read_to_string(file).unwrap();
-    let lost = read_certificates(&site.operator.certificate).unwrap()[0].fingerprint;
+    let lost = read_certificates(&env.operator.certificate).unwrap()[0].fingerprint;
     let reported = |text: &str| {
         fs::write(file, text).unwrap();
         controller.as_ref().unwrap().signal(Signal::SIGHUP).unwrap();
     };
-    let refused = || site.run_at(&[follower], &["status"]).is_err_and(|error| error.contains("revoked"));
+    let refused = || env.run_at(&[follower], &["status"]).is_err_and(|error| error.contains("revoked"));
     reported(&format!("revoked_certificates = [\"{lost}\"]\n{text}"));
     eventually(TAKEOVER_LIMIT, "it is refused", refused);
     reported(&text);
@@ -222,34 +222,34 @@ fn commands_find_the_leader_and_drains_survive_it() {
     killed.signal(Signal::SIGKILL).unwrap();
     killed.wait(ENDED).unwrap();
     let weighed = DOCUMENT.replacen("name = \"s1\"", "weight = 2\nname = \"s1\"", 1);
-    eventually(TAKEOVER_LIMIT, "the next one takes a change", || site.apply(&all, &weighed).is_ok());
+    eventually(TAKEOVER_LIMIT, "the next one takes a change", || env.apply(&all, &weighed).is_ok());
     // `None` without a leader; a leader's answers are compared.
     let mut drained = None;
     eventually(TAKEOVER_LIMIT, "a leader answers", || {
-        drained = site.drained(&all);
+        drained = env.drained(&all);
         drained.is_some()
     });
     assert_eq!(drained.unwrap(), ["s1", "s2"]);
-    eventually(TAKEOVER_LIMIT, "s2 is undrained", || site.run_at(&all, &["undrain", "s2"]).is_ok());
+    eventually(TAKEOVER_LIMIT, "s2 is undrained", || env.run_at(&all, &["undrain", "s2"]).is_ok());
     let rest: Vec<u16> = all.into_iter().filter(|number| *number != leader).collect();
-    eventually(TAKEOVER_LIMIT, "one of the others leads", || site.leader(&rest).is_some());
+    eventually(TAKEOVER_LIMIT, "one of the others leads", || env.leader(&rest).is_some());
 
     // And back to one.
-    let in_use = site.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap_err();
+    let in_use = env.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap_err();
     assert!(in_use.contains("a controller uses this store"), "{in_use}");
     for controller in controllers.iter_mut().flatten() {
         assert!(controller.terminate(ENDED).unwrap().success());
     }
-    site.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap();
-    let _single = site.start_controller(&alone);
-    eventually(TAKEOVER_LIMIT, "the drain is there still", || site.drained(&[1]) == Some(vec!["s1".to_owned()]));
-    let shown = site.run_at(&[1], &["fleet", "show"]).unwrap();
+    env.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap();
+    let _single = env.start_controller(&alone);
+    eventually(TAKEOVER_LIMIT, "the drain is there still", || env.drained(&[1]) == Some(vec!["s1".to_owned()]));
+    let shown = env.run_at(&[1], &["fleet", "show"]).unwrap();
     assert!(shown.trim().ends_with(weighed.trim()), "{shown}");
 
     // A tunnel, or a host that the certificate does not know.
     let named = ["--controller-name", "c1"];
-    site.run_at(&[1], &[&["fleet", "show"][..], &named].concat()).unwrap();
-    let refused = site.run_at(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
+    env.run_at(&[1], &[&["fleet", "show"][..], &named].concat()).unwrap();
+    let refused = env.run_at(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
     let expected = format!("its certificate is for controller c1 at {CONTROLLER_ADDRESS}: expected one for c2");
     assert!(refused.contains(&expected), "{refused}");
 }
@@ -257,19 +257,19 @@ fn commands_find_the_leader_and_drains_survive_it() {
 #[test]
 fn controller_rejected_by_etcd_reports_the_reason() {
     skip_if!(missing_testbed_rights());
-    let site = TestEnv::start("ctldenied");
-    let elsewhere = certificates(&site.testbed).join("elsewhere");
+    let env = TestEnv::start("ctldenied");
+    let elsewhere = certificates(&env.testbed).join("elsewhere");
     let foreign = issue(&authority(&elsewhere), &elsewhere, Role::Controller, "c1", None);
-    let own = site.files(Role::Controller, "c1");
-    let not_ours = Files { ca: own.ca.clone(), ..foreign.clone() };
-    let not_theirs = Files { ca: foreign.ca.clone(), ..own.clone() };
-    let endpoint = site.member.secure_endpoint();
+    let own = env.files(Role::Controller, "c1");
+    let not_ours = CredentialFiles { ca: own.ca.clone(), ..foreign.clone() };
+    let not_theirs = CredentialFiles { ca: foreign.ca.clone(), ..own.clone() };
+    let endpoint = env.member.secure_endpoint();
     for (name, files, expected) in [
         ("foreign", not_ours, "etcd refuses our certificate, or that we show none"),
         ("misled", not_theirs, "its certificate is signed by no authority in `ca`"),
     ] {
-        let file = site.write_etcd_config(name, 1, &files);
-        let mut controller = site.start_controller(&file);
+        let file = env.write_etcd_config(name, 1, &files);
+        let mut controller = env.start_controller(&file);
         let log = || fs::read_to_string(file.with_extension("log")).unwrap();
         let says = || {
             let log = log();
@@ -277,15 +277,15 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         };
         eventually(TAKEOVER_LIMIT, expected, says);
         assert!(controller.terminate(ENDED).unwrap().success(), "{}", log());
-        let doctor = site.doctor(&file);
+        let doctor = env.doctor(&file);
         assert!(doctor.contains(expected), "{doctor}");
     }
     // It was not elected meanwhile, and it does when its certificate is exchanged for one that etcd takes.
-    let file = site.write_etcd_config("renewed", 1, &Files { ca: own.ca.clone(), ..foreign.clone() });
-    let _controller = site.start_controller(&file);
+    let file = env.write_etcd_config("renewed", 1, &CredentialFiles { ca: own.ca.clone(), ..foreign.clone() });
+    let _controller = env.start_controller(&file);
     let log = || fs::read_to_string(file.with_extension("log")).unwrap();
     eventually(TAKEOVER_LIMIT, "it is refused", || log().contains("etcd refuses our certificate"));
     fs::copy(&own.certificate, &foreign.certificate).unwrap();
     fs::copy(&own.key, &foreign.key).unwrap();
-    eventually(TAKEOVER_LIMIT, "it leads", || site.run_at(&[1], &["fleet", "show"]).is_ok());
+    eventually(TAKEOVER_LIMIT, "it leads", || env.run_at(&[1], &["fleet", "show"]).is_ok());
 }

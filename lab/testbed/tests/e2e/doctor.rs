@@ -169,17 +169,17 @@ struct CheckedHost {
 }
 
 impl CheckedHost {
-    fn new(site: &TestEnv, host: &Namespace, config: PathBuf) -> Self {
-        let baseline = site.doctor(host, &config, Conditions::Plain, &[]);
+    fn new(env: &TestEnv, host: &Namespace, config: PathBuf) -> Self {
+        let baseline = env.doctor(host, &config, Conditions::Plain, &[]);
         assert!(baseline.fit, "{}: {baseline:?}", config.display());
         Self { host: host.clone(), config, baseline }
     }
 
     /// Asserts that doctor finds `check` in addition to the baseline, and nothing else.
-    fn assert_only_new_finding(&self, site: &TestEnv, what: &str, check: &str, conditions: Conditions, more: &[&str]) {
-        let printed = site.doctor(&self.host, &self.config, conditions, more);
+    fn assert_only_new_finding(&self, env: &TestEnv, what: &str, check: &str, conditions: Conditions, more: &[&str]) {
+        let printed = env.doctor(&self.host, &self.config, conditions, more);
         let new: Vec<&String> = printed.found.keys().filter(|name| !self.baseline.found.contains_key(*name)).collect();
-        site.record_unless(new == [check], || {
+        env.record_unless(new == [check], || {
             format!("{what}: expected {check} alone: {printed:?}; before: {:?}", self.baseline)
         });
         println!("{what}: {check}, {:?}", printed.found.get(check));
@@ -197,27 +197,27 @@ impl CheckedHost {
         Self { host: self.host.clone(), config, baseline: self.baseline.clone() }
     }
 
-    fn assert_no_new_finding(&self, site: &TestEnv, after: &str) {
-        let printed = site.doctor(&self.host, &self.config, Conditions::Plain, &[]);
+    fn assert_no_new_finding(&self, env: &TestEnv, after: &str) {
+        let printed = env.doctor(&self.host, &self.config, Conditions::Plain, &[]);
         let names = |printed: &DoctorReport| printed.found.keys().cloned().collect::<Vec<_>>();
-        site.record_unless(names(&printed) == names(&self.baseline), || format!("after {after}: {printed:?}"));
+        env.record_unless(names(&printed) == names(&self.baseline), || format!("after {after}: {printed:?}"));
     }
 
     /// Injects a fault by a shell script, asserts that it is found, and undoes it.
-    fn assert_detected(&self, site: &TestEnv, check: &str, inject: &str, undo: &str) {
-        site.shell(&self.host, inject);
-        self.assert_only_new_finding(site, inject, check, Conditions::Plain, &[]);
-        site.shell(&self.host, undo);
-        self.assert_no_new_finding(site, inject);
+    fn assert_detected(&self, env: &TestEnv, check: &str, inject: &str, undo: &str) {
+        env.shell(&self.host, inject);
+        self.assert_only_new_finding(env, inject, check, Conditions::Plain, &[]);
+        env.shell(&self.host, undo);
+        self.assert_no_new_finding(env, inject);
     }
 
     /// Asserts that a check fails, and that `--fix` repairs it and reports that.
-    fn assert_fixed(&self, site: &TestEnv, check: &str, inject: &str, conditions: Conditions) -> DoctorReport {
-        self.assert_only_new_finding(site, inject, check, conditions, &[]);
-        let printed = site.doctor(&self.host, &self.config, conditions, &["--fix"]);
-        site.record_unless(!printed.found.contains_key(check), || format!("{inject}: not fixed: {printed:?}"));
+    fn assert_fixed(&self, env: &TestEnv, check: &str, inject: &str, conditions: Conditions) -> DoctorReport {
+        self.assert_only_new_finding(env, inject, check, conditions, &[]);
+        let printed = env.doctor(&self.host, &self.config, conditions, &["--fix"]);
+        env.record_unless(!printed.found.contains_key(check), || format!("{inject}: not fixed: {printed:?}"));
         let done = !printed.fixed.is_empty() && printed.fixed.iter().all(|line| !line.starts_with("NOT"));
-        site.record_unless(done, || format!("{inject}: {printed:?}"));
+        env.record_unless(done, || format!("{inject}: {printed:?}"));
         println!("{inject}: {}", printed.fixed.join("; "));
         printed
     }
@@ -252,110 +252,105 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     fs::write(directory.join("doctor-s1.toml"), agent).unwrap();
     let mount_point = directory.join("doctor-bpf");
     fs::create_dir_all(&mount_point).unwrap();
-    let mut site = TestEnv { testbed, mount_point, nginx: None, failures: RefCell::default() };
-    site.serve(true, true);
-    let server = CheckedHost::new(&site, site.server(), directory.join("doctor-s1.toml"));
+    let mut env = TestEnv { testbed, mount_point, nginx: None, failures: RefCell::default() };
+    env.serve(true, true);
+    let server = CheckedHost::new(&env, env.server(), directory.join("doctor-s1.toml"));
     let balancer =
-        CheckedHost::new(&site, site.testbed.load_balancer(second).unwrap(), directory.join("doctor-lb2.toml"));
-    let controller = CheckedHost::new(&site, site.testbed.controller(), directory.join("controller.toml"));
-    (site, fleet, server, balancer, controller)
+        CheckedHost::new(&env, env.testbed.load_balancer(second).unwrap(), directory.join("doctor-lb2.toml"));
+    let controller = CheckedHost::new(&env, env.testbed.controller(), directory.join("controller.toml"));
+    (env, fleet, server, balancer, controller)
 }
 
 #[test]
 fn every_injected_misconfiguration_is_named() {
     skip_if!(missing_testbed_rights());
-    let (mut site, mut fleet, server, balancer, controller) = start_env();
-    check_server_addresses(&site, &server);
-    check_server_kernel(&site, &server);
-    check_server_workers(&mut site, &server);
-    check_load_balancer(&site, &balancer);
-    check_load_balancer_addresses(&site, &balancer);
-    check_controller_settings(&site, &controller);
+    let (mut env, mut fleet, server, balancer, controller) = start_env();
+    check_server_addresses(&env, &server);
+    check_server_kernel(&env, &server);
+    check_server_workers(&mut env, &server);
+    check_load_balancer(&env, &balancer);
+    check_load_balancer_addresses(&env, &balancer);
+    check_controller_settings(&env, &controller);
 
     // With running daemons there is no fault either.
-    let at_work = site.doctor(
-        site.testbed.load_balancer(1).unwrap(),
-        &site.testbed.directory().join("lb1.toml"),
+    let at_work = env.doctor(
+        env.testbed.load_balancer(1).unwrap(),
+        &env.testbed.directory().join("lb1.toml"),
         Conditions::Plain,
         &[],
     );
     assert!(at_work.fit, "{at_work:?}");
-    fleet.start_agent(&site.testbed, 1).unwrap();
-    let agent = site.testbed.directory().join("agent-s1.toml");
-    let pins = site.testbed.pin_directory().join("agent-s1/server/state");
+    fleet.start_agent(&env.testbed, 1).unwrap();
+    let agent = env.testbed.directory().join("agent-s1.toml");
+    let pins = env.testbed.pin_directory().join("agent-s1/server/state");
     eventually(Duration::from_secs(30), "the agent has pinned its state", || pins.exists());
-    let at_work = site.doctor(site.server(), &agent, Conditions::Plain, &[]);
+    let at_work = env.doctor(env.server(), &agent, Conditions::Plain, &[]);
     assert!(at_work.fit, "{at_work:?}");
-    check_frames_dropped_by_veth(&site);
-    let failures = site.failures.take();
+    check_frames_dropped_by_veth(&env);
+    let failures = env.failures.take();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
-    site.stop_serving();
+    env.stop_serving();
     fleet.daemon("controller").unwrap().signal(Signal::SIGTERM).unwrap();
 }
 
 /// The load balancer at work, whose switch takes no frames from XDP. Last: the driver's counter stays.
-fn check_frames_dropped_by_veth(site: &TestEnv) {
-    site.shell(site.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
-    let config = site.testbed.directory().join("lb1.toml");
+fn check_frames_dropped_by_veth(env: &TestEnv) {
+    env.shell(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
+    let config = env.testbed.directory().join("lb1.toml");
     let connect = || {
         let address = coreward_testbed::addresses::SERVICE.into();
         Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_ok())
     };
     eventually(Duration::from_secs(30), "frames are dropped and named", || {
-        assert!(!site.testbed.client().within(connect).unwrap(), "a connection through a switch that takes no frames");
-        let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
+        assert!(!env.testbed.client().within(connect).unwrap(), "a connection through a switch that takes no frames");
+        let report = env.doctor(env.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
         report.found.contains_key("xdp-send")
     });
     // GRO alone takes the frames, and delivers none.
-    site.shell(site.testbed.switch(), "ethtool -K lb1 gro on");
-    let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
+    env.shell(env.testbed.switch(), "ethtool -K lb1 gro on");
+    let report = env.doctor(env.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
     let found = report.found.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
-    site.record_unless(found, || format!("GRO alone at the other end of a veth: {report:?}"));
+    env.record_unless(found, || format!("GRO alone at the other end of a veth: {report:?}"));
 }
 
-fn check_server_addresses(site: &TestEnv, server: &CheckedHost) {
+fn check_server_addresses(env: &TestEnv, server: &CheckedHost) {
     let add = format!("ip address add {VIP}/32 dev lo");
-    server.assert_detected(site, "vip", &format!("ip address delete {VIP}/32 dev lo"), &add);
+    server.assert_detected(env, "vip", &format!("ip address delete {VIP}/32 dev lo"), &add);
     let on_device = format!("ip address add {VIP}/32 dev {DEVICE}");
-    server.assert_detected(site, "vip", &on_device, &format!("ip address delete {VIP}/32 dev {DEVICE}"));
+    server.assert_detected(env, "vip", &on_device, &format!("ip address delete {VIP}/32 dev {DEVICE}"));
     for (check, name, right) in [("arp-ignore", "arp_ignore", "1"), ("arp-announce", "arp_announce", "2")] {
         let set = |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
-        site.shell(&server.host, &set("all", "0"));
-        let printed = server.assert_fixed(site, check, &set("all", "0"), Conditions::Plain);
+        env.shell(&server.host, &set("all", "0"));
+        let printed = server.assert_fixed(env, check, &set("all", "0"), Conditions::Plain);
         if Path::new("/etc/sysctl.d").is_dir() {
-            site.record_unless(
+            env.record_unless(
                 printed.drop_in.contains(&format!("\nnet.ipv4.conf.{DEVICE}.{name} = {right}\n")),
                 || format!("{printed:?}"),
             );
         }
-        site.shell(&server.host, &format!("{}; {}", set("all", right), set(DEVICE, "0")));
-        server.assert_no_new_finding(site, name);
+        env.shell(&server.host, &format!("{}; {}", set("all", right), set(DEVICE, "0")));
+        server.assert_no_new_finding(env, name);
     }
 }
 
-fn check_server_kernel(site: &TestEnv, server: &CheckedHost) {
+fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
     let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
     server.assert_detected(
-        site,
+        env,
         "rp-filter",
         &format!("echo 1 > {conf}/rp_filter"),
         &format!("echo 0 > {conf}/rp_filter"),
     );
     let timestamps = "/proc/sys/net/ipv4/tcp_timestamps";
-    server.assert_detected(
-        site,
-        "tcp-timestamps",
-        &format!("echo 1 > {timestamps}"),
-        &format!("echo 2 > {timestamps}"),
-    );
+    server.assert_detected(env, "tcp-timestamps", &format!("echo 1 > {timestamps}"), &format!("echo 2 > {timestamps}"));
 
     let steer = format!("echo 3 > /sys/class/net/{DEVICE}/queues/rx-0/rps_cpus");
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
-        site.shell_with_sys(&server.host, &steer);
-        server.assert_fixed(site, "rps", &steer, Conditions::Plain);
-        server.assert_no_new_finding(site, &steer);
+        env.shell_with_sys(&server.host, &steer);
+        server.assert_fixed(env, "rps", &steer, Conditions::Plain);
+        server.assert_no_new_finding(env, &steer);
         server.assert_detected(
-            site,
+            env,
             "queues",
             &format!("ethtool -L {DEVICE} rx 1"),
             &format!("ethtool -L {DEVICE} rx 2"),
@@ -365,29 +360,29 @@ fn check_server_kernel(site: &TestEnv, server: &CheckedHost) {
                  { type filter hook input priority 0; policy accept; }'";
     let remove = "nft delete table ip doctor";
     let track = format!("{chain}; nft add rule ip doctor input ct state established accept");
-    server.assert_detected(site, "conntrack", &track, remove);
+    server.assert_detected(env, "conntrack", &track, remove);
     let lets_in = format!("nft add rule ip doctor input ip saddr {CONTROLLER_ADDRESS} accept");
     let drop = "nft 'add chain ip doctor input { type filter hook input priority 0; policy drop; }'";
-    server.assert_detected(site, "firewall", &format!("{chain}; {lets_in}; {drop}"), remove);
+    server.assert_detected(env, "firewall", &format!("{chain}; {lets_in}; {drop}"), remove);
 
-    let state = site.testbed.pin_directory().join("doctor-s1/server/state");
+    let state = env.testbed.pin_directory().join("doctor-s1/server/state");
     fs::create_dir_all(state.parent().unwrap()).unwrap();
     let options =
         libbpf_sys::bpf_map_create_opts { sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _, ..Default::default() };
     let mut older = MapHandle::create(MapType::Array, Some("state"), 4, 64, 1, &options).unwrap();
     older.pin(&state).unwrap();
     server.assert_only_new_finding(
-        site,
+        env,
         "a map of 64 bytes is pinned as the server's state",
         "pins",
         Conditions::Plain,
         &[],
     );
     fs::remove_file(&state).unwrap();
-    server.assert_no_new_finding(site, "pins");
+    server.assert_no_new_finding(env, "pins");
     let nobody = format!("{CONTROLLER_ADDRESS}:7399");
     server.assert_only_new_finding(
-        site,
+        env,
         "a port at which no controller listens",
         "controller",
         Conditions::Plain,
@@ -395,52 +390,52 @@ fn check_server_kernel(site: &TestEnv, server: &CheckedHost) {
     );
 }
 
-fn check_server_workers(site: &mut TestEnv, server: &CheckedHost) {
-    site.stop_serving();
-    server.assert_only_new_finding(site, "no process listens", "listeners", Conditions::Plain, &[]);
-    site.serve(true, false);
-    server.assert_only_new_finding(site, "sockets without SO_REUSEPORT", "listeners", Conditions::Plain, &[]);
+fn check_server_workers(env: &mut TestEnv, server: &CheckedHost) {
+    env.stop_serving();
+    server.assert_only_new_finding(env, "no process listens", "listeners", Conditions::Plain, &[]);
+    env.serve(true, false);
+    server.assert_only_new_finding(env, "sockets without SO_REUSEPORT", "listeners", Conditions::Plain, &[]);
     // On one CPU a worker is pinned whatever it does.
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
-        site.serve(false, true);
-        server.assert_only_new_finding(site, "workers that are not pinned", "workers", Conditions::Plain, &[]);
+        env.serve(false, true);
+        server.assert_only_new_finding(env, "workers that are not pinned", "workers", Conditions::Plain, &[]);
     }
-    site.serve(true, true);
-    server.assert_no_new_finding(site, "workers");
-    let pid = site.testbed.directory().join("polling.pid");
+    env.serve(true, true);
+    server.assert_no_new_finding(env, "workers");
+    let pid = env.testbed.directory().join("polling.pid");
     let polls = "timeout 60 taskset -c 0 sh -c 'while :; do :; done'";
     let inject = format!("{polls} > /dev/null 2>&1 & echo $! > {}", pid.display());
-    server.assert_detected(site, "polling", &inject, &format!("kill $(cat {})", pid.display()));
+    server.assert_detected(env, "polling", &inject, &format!("kill $(cat {})", pid.display()));
 }
 
-fn check_load_balancer(site: &TestEnv, balancer: &CheckedHost) {
-    balancer.assert_only_new_finding(site, "ulimit -n 256", "open-files", Conditions::FewFiles, &[]);
-    balancer.assert_only_new_finding(site, "no CAP_BPF, no CAP_PERFMON", "rights", Conditions::WithoutRights, &[]);
-    balancer.assert_fixed(site, "bpf-file-system", "no BPF file system", Conditions::WithoutBpfFileSystem);
+fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
+    balancer.assert_only_new_finding(env, "ulimit -n 256", "open-files", Conditions::FewFiles, &[]);
+    balancer.assert_only_new_finding(env, "no CAP_BPF, no CAP_PERFMON", "rights", Conditions::WithoutRights, &[]);
+    balancer.assert_fixed(env, "bpf-file-system", "no BPF file system", Conditions::WithoutBpfFileSystem);
     balancer.assert_only_new_finding(
-        site,
+        env,
         "an interface that is not there",
         "interface",
         Conditions::Plain,
         &["--interface", "nonexistent0"],
     );
     attach_xdp_pass(&balancer.host, DEVICE).unwrap();
-    balancer.assert_only_new_finding(site, "another XDP program", "xdp", Conditions::Plain, &[]);
-    site.shell(&balancer.host, &format!("ip link set dev {DEVICE} xdp off"));
-    balancer.assert_no_new_finding(site, "xdp");
+    balancer.assert_only_new_finding(env, "another XDP program", "xdp", Conditions::Plain, &[]);
+    env.shell(&balancer.host, &format!("ip link set dev {DEVICE} xdp off"));
+    balancer.assert_no_new_finding(env, "xdp");
     // With an XDP program at either end veth takes no such MTU.
-    site.shell(site.testbed.switch(), "ip link set dev lb2 xdp off");
-    site.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 9000"));
+    env.shell(env.testbed.switch(), "ip link set dev lb2 xdp off");
+    env.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 9000"));
     let native = balancer.with(&[], "xdp_mode = \"native\"\n");
-    native.assert_only_new_finding(site, "an MTU of 9000", "mtu", Conditions::Plain, &[]);
-    site.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 1500"));
-    balancer.assert_no_new_finding(site, "mtu");
+    native.assert_only_new_finding(env, "an MTU of 9000", "mtu", Conditions::Plain, &[]);
+    env.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 1500"));
+    balancer.assert_no_new_finding(env, "mtu");
 }
 
-fn check_load_balancer_addresses(site: &TestEnv, balancer: &CheckedHost) {
+fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
     let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
     let delete = format!("ip address delete {VIP}/32 dev {DEVICE}");
-    balancer.assert_detected(site, "vip", &format!("ip address add {VIP}/32 dev {DEVICE}"), &delete);
+    balancer.assert_detected(env, "vip", &format!("ip address add {VIP}/32 dev {DEVICE}"), &delete);
     let own = load_balancer_address(2);
     let narrow = format!(
         "ip address delete {own}/16 dev {DEVICE}; ip address add {own}/24 dev {DEVICE}; ip route add \
@@ -450,51 +445,51 @@ fn check_load_balancer_addresses(site: &TestEnv, balancer: &CheckedHost) {
         "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own}/24 dev {DEVICE}; ip address add {own}/16 dev \
          {DEVICE}"
     );
-    balancer.assert_detected(site, "segment", &narrow, &wide);
+    balancer.assert_detected(env, "segment", &narrow, &wide);
     balancer.assert_detected(
-        site,
+        env,
         "forwarding",
         &format!("echo 0 > {conf}/forwarding"),
         &format!("echo 1 > {conf}/forwarding"),
     );
     balancer.assert_detected(
-        site,
+        env,
         "rp-filter",
         &format!("echo 1 > {conf}/rp_filter"),
         &format!("echo 0 > {conf}/rp_filter"),
     );
     let redirects = "echo 1 > /proc/sys/net/ipv4/conf/all/send_redirects";
-    site.shell(&balancer.host, redirects);
-    balancer.assert_fixed(site, "send-redirects", redirects, Conditions::Plain);
-    balancer.assert_no_new_finding(site, redirects);
+    env.shell(&balancer.host, redirects);
+    balancer.assert_fixed(env, "send-redirects", redirects, Conditions::Plain);
+    balancer.assert_no_new_finding(env, redirects);
 }
 
-fn check_controller_settings(site: &TestEnv, controller: &CheckedHost) {
-    let store = site.testbed.directory().join("controller.redb");
+fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
+    let store = env.testbed.directory().join("controller.redb");
     let readable = format!("chmod 644 {}", store.display());
-    site.shell(&controller.host, &readable);
-    controller.assert_fixed(site, "store", &readable, Conditions::Plain);
-    controller.assert_no_new_finding(site, &readable);
+    env.shell(&controller.host, &readable);
+    controller.assert_fixed(env, "store", &readable, Conditions::Plain);
+    controller.assert_no_new_finding(env, &readable);
     let missing = store.with_file_name("no/controller.redb");
     let elsewhere = controller.with(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
-    elsewhere.assert_only_new_finding(site, "the store's directory is missing", "store", Conditions::Plain, &[]);
-    check_store_on_another_disk(site, controller, &store);
+    elsewhere.assert_only_new_finding(env, "the store's directory is missing", "store", Conditions::Plain, &[]);
+    check_store_on_another_disk(env, controller, &store);
     let listen = [(controller_address(), "192.0.2.1:7400")];
     let elsewhere = controller.with(&[(&listen[0].0, listen[0].1)], "");
-    elsewhere.assert_only_new_finding(site, "an address of another machine", "listen", Conditions::Plain, &[]);
+    elsewhere.assert_only_new_finding(env, "an address of another machine", "listen", Conditions::Plain, &[]);
 }
 
-fn check_store_on_another_disk(site: &TestEnv, controller: &CheckedHost, store: &Path) {
-    let disk = Disk::mount(site.testbed.directory().join("doctor-disk"));
+fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &Path) {
+    let disk = Disk::mount(env.testbed.directory().join("doctor-disk"));
     let on_disk = disk.0.join("controller.redb");
     fs::copy(store, &on_disk).unwrap();
     let controller = controller.with(&[(store.to_str().unwrap(), on_disk.to_str().unwrap())], "");
-    controller.assert_no_new_finding(site, "a store on another disk");
+    controller.assert_no_new_finding(env, "a store on another disk");
     let fill = disk.0.join("fill");
     let full = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", fill.display());
-    controller.assert_detected(site, "store", &full, &format!("rm {}", fill.display()));
+    controller.assert_detected(env, "store", &full, &format!("rm {}", fill.display()));
     let remount = |mode: &str| format!("mount -o remount,{mode} {}", disk.0.display());
-    controller.assert_detected(site, "store", &remount("ro"), &remount("rw"));
+    controller.assert_detected(env, "store", &remount("ro"), &remount("rw"));
 }
 
 /// A file system of 16 MiB that goes with its owner.

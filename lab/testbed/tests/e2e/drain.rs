@@ -104,23 +104,23 @@ fn partition_by_server(connections: OpenConnections, server: u16) -> (OpenConnec
 #[test]
 fn drain_ends_when_last_connection_closes() {
     skip_if!(missing_testbed_rights());
-    let mut site = TestEnv::start("drained");
-    let (mut leaving, mut staying) = partition_by_server(open_at_each(&site.testbed, &[1, 2], 2), 1);
+    let mut env = TestEnv::start("drained");
+    let (mut leaving, mut staying) = partition_by_server(open_at_each(&env.testbed, &[1, 2], 2), 1);
     let remain = leaving.len();
-    let mut waiting = site.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
+    let mut waiting = env.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
     waiting.wait_for_output(&format!("s1 is draining: {remain} connections remain\n"));
-    assert!(site.all_reach(2));
+    assert!(env.all_reach(2));
 
-    site.fleet.kill("controller").unwrap();
+    env.fleet.kill("controller").unwrap();
     waiting
         .wait_for_output("the drain is on record, what remains is not known: no controller answers at 127.0.0.1:7401");
     assert_answered(&mut leaving);
     leaving.truncate(1);
-    site.fleet.restart(&site.testbed, "controller").unwrap();
+    env.fleet.restart(&env.testbed, "controller").unwrap();
     waiting.wait_for_output("s1 is draining: 1 connection remains\n");
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
-    assert_eq!(site.state("s1"), "draining");
-    assert!(site.all_reach(2));
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    assert_eq!(env.state("s1"), "draining");
+    assert!(env.all_reach(2));
     assert_answered(&mut leaving);
     assert_answered(&mut staying);
     assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.output());
@@ -129,20 +129,20 @@ fn drain_ends_when_last_connection_closes() {
     assert!(is_success && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
 
     // A certificate for one service's drain cannot drain the other.
-    let refused = site.coreward(&["drain", "s2"]).unwrap_err();
+    let refused = env.coreward(&["drain", "s2"]).unwrap_err();
     assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
-    assert_eq!(site.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
-    assert!(site.coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
-    eventually(*TIMEOUT, "server 1 is back", || !site.all_reach(2));
+    assert_eq!(env.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
+    assert!(env.coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
+    eventually(*TIMEOUT, "server 1 is back", || !env.all_reach(2));
     assert_answered(&mut staying);
 }
 
 #[test]
 fn ended_wait_leaves_the_server_drained() {
     skip_if!(missing_testbed_rights());
-    let mut site = TestEnv::start("drainend");
-    let (mut of_1, _of_2) = partition_by_server(open_at_each(&site.testbed, &[1], 2), 1);
-    let mut interrupted = site.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
+    let mut env = TestEnv::start("drainend");
+    let (mut of_1, _of_2) = partition_by_server(open_at_each(&env.testbed, &[1], 2), 1);
+    let mut interrupted = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
     // The agent has counted: the short timeout below has only to ask.
     interrupted.wait_for_output(&format!(" {} connections remain\n", of_1.len()));
     interrupted.process.signal(Signal::SIGINT).unwrap();
@@ -151,7 +151,7 @@ fn ended_wait_leaves_the_server_drained() {
         !is_success && printed.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"),
         "{printed}"
     );
-    let mut impatient = site.spawn_coreward("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
+    let mut impatient = env.spawn_coreward("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
     let (is_success, printed) = impatient.wait();
     let end = format!(
         "coreward: {} connections remain after 6s; s1 stays drained: `coreward undrain s1` ends that\n",
@@ -159,25 +159,25 @@ fn ended_wait_leaves_the_server_drained() {
     );
     assert!(!is_success && printed.ends_with(&end), "{printed}");
     // No agent counts.
-    site.fleet.kill("agent-s1").unwrap();
-    eventually(*TIMEOUT, "the report of s1 is stale", || site.server_status("s1")["reports"] != "fresh");
-    let mut uncounted = site.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
+    env.fleet.kill("agent-s1").unwrap();
+    eventually(*TIMEOUT, "the report of s1 is stale", || env.server_status("s1")["reports"] != "fresh");
+    let mut uncounted = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
     let (is_success, printed) = uncounted.wait();
     assert!(
         !is_success && printed.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
         "{printed}"
     );
-    assert_eq!(site.state("s1"), "draining");
-    assert!(site.all_reach(2));
+    assert_eq!(env.state("s1"), "draining");
+    assert!(env.all_reach(2));
     assert_answered(&mut of_1);
-    let top = site.coreward(&["top", "--once"]).unwrap();
+    let top = env.coreward(&["top", "--once"]).unwrap();
     assert!(top.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top}");
     assert!(top.contains("! s1: draining: by `coreward drain`"), "{top}");
 }
 
 /// Log lines of the controller with this event, as objects.
-fn logged_events(site: &TestEnv, event: &str) -> Vec<Value> {
-    let log = fs::read_to_string(site.testbed.directory().join("controller.log")).unwrap();
+fn logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
+    let log = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
     let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     lines.filter(|line| line["event"] == event).collect()
 }
@@ -185,40 +185,40 @@ fn logged_events(site: &TestEnv, event: &str) -> Vec<Value> {
 #[test]
 fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
     skip_if!(missing_testbed_rights());
-    let mut site = TestEnv::start_with("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
-    let (mut leaving, _staying) = partition_by_server(open_at_each(&site.testbed, &[1], 1), 1);
+    let mut env = TestEnv::start_with("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
+    let (mut leaving, _staying) = partition_by_server(open_at_each(&env.testbed, &[1], 1), 1);
     let json = |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
-    let drained = json(site.coreward(&["drain", "s1", "--format", "json"]).unwrap());
+    let drained = json(env.coreward(&["drain", "s1", "--format", "json"]).unwrap());
     assert_eq!((&drained["server"], &drained["state"]), (&"s1".into(), &"draining".into()), "{drained}");
     assert_eq!(drained["drained"]["by"], "command", "{drained}");
     assert_answered(&mut leaving);
     leaving.clear();
     // One object, of the end.
-    let waited = json(site.coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());
+    let waited = json(env.coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());
     assert_eq!((&waited["server"], &waited["remaining"]), (&"s1".into(), &0.into()), "{waited}");
-    let undrained = json(site.coreward(&["undrain", "s1", "--format", "json"]).unwrap());
+    let undrained = json(env.coreward(&["undrain", "s1", "--format", "json"]).unwrap());
     assert_eq!(undrained["drained"], Value::Null, "{undrained}");
 
-    let audit = json(site.coreward(&["audit", "--format", "json"]).unwrap());
+    let audit = json(env.coreward(&["audit", "--format", "json"]).unwrap());
     let actions: Vec<&str> =
         audit["entries"].as_array().unwrap().iter().map(|e| e["action"].as_str().unwrap()).collect();
     assert_eq!(actions.iter().filter(|action| ["drain", "undrain"].contains(action)).count(), 2, "{audit}");
-    let lines = site.coreward(&["audit"]).unwrap();
+    let lines = env.coreward(&["audit"]).unwrap();
     assert!(lines.lines().any(|line| line.contains("undrain s1")), "{lines}");
 
     // Each event has its id in the log.
-    eventually(*TIMEOUT, "both events are logged", || logged_events(&site, "server-drain").len() == 2);
-    let logged = logged_events(&site, "server-drain");
+    eventually(*TIMEOUT, "both events are logged", || logged_events(&env, "server-drain").len() == 2);
+    let logged = logged_events(&env, "server-drain");
     assert!(logged[0]["id"].as_u64().unwrap() < logged[1]["id"].as_u64().unwrap(), "{logged:?}");
     assert!(logged.iter().all(|line| line["name"] == "s1" && line["level"] == "INFO"), "{logged:?}");
 
     // SIGUSR1: debug.
-    let controller = site.fleet.daemon("lb1").unwrap();
+    let controller = env.fleet.daemon("lb1").unwrap();
     controller.signal(Signal::SIGUSR1).unwrap();
-    let log = || fs::read_to_string(site.testbed.directory().join("lb1.log")).unwrap();
+    let log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
     eventually(*TIMEOUT, "debug lines", || log().contains("\"level\":\"DEBUG\""));
-    site.fleet.daemon("lb1").unwrap().signal(Signal::SIGUSR2).unwrap();
-    let log = || fs::read_to_string(site.testbed.directory().join("lb1.log")).unwrap();
+    env.fleet.daemon("lb1").unwrap().signal(Signal::SIGUSR2).unwrap();
+    let log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
     eventually(*TIMEOUT, "the level of the start", || log().contains("\"log_level\":\"as at the start\""));
     let after = log();
     let (_, after) = after.split_once("\"log_level\":\"as at the start\"").unwrap();
@@ -230,17 +230,17 @@ fn apply_waits_until_every_daemon_has_the_document() {
     skip_if!(missing_testbed_rights());
     let document = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\n\
                     address = \"10.1.1.2\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
-    let mut site = TestEnv::start_with(
+    let mut env = TestEnv::start_with(
         "applywait",
         FleetOptions { applied: Some(document.to_owned()), ..FleetOptions::default() },
     );
-    let file = site.testbed.directory().join("next.toml");
-    let apply = |site: &TestEnv, more: &str, timeout: &str| {
+    let file = env.testbed.directory().join("next.toml");
+    let apply = |env: &TestEnv, more: &str, timeout: &str| {
         fs::write(&file, format!("{more}{document}")).unwrap();
-        site.coreward(&["apply", file.to_str().unwrap(), "--yes", "--wait", "--timeout", timeout])
+        env.coreward(&["apply", file.to_str().unwrap(), "--yes", "--wait", "--timeout", timeout])
     };
-    apply(&site, "buckets = 256\n", "1m").unwrap();
-    let status = site.fleet.status(&site.testbed).unwrap();
+    apply(&env, "buckets = 256\n", "1m").unwrap();
+    let status = env.fleet.status(&env.testbed).unwrap();
     let generation = &status["configuration_generation"];
     let balancers = status["load_balancers"]
         .as_array()
@@ -250,8 +250,8 @@ fn apply_waits_until_every_daemon_has_the_document() {
     let servers = status["servers"].as_array().unwrap().iter().map(|server| &server["configuration_generation"]);
     assert!(balancers.chain(servers).all(|acknowledged| acknowledged == generation), "{status}");
     // A load balancer that cannot answer is named.
-    site.fleet.kill("lb1").unwrap();
-    let missing = || apply(&site, "buckets = 64\n", "2s").unwrap_err();
+    env.fleet.kill("lb1").unwrap();
+    let missing = || apply(&env, "buckets = 64\n", "2s").unwrap_err();
     let error = missing();
     assert!(error.contains("lb1") || error.contains("lb lb1"), "{error}");
 }

@@ -131,38 +131,38 @@ fn health_file(testbed: &Testbed, number: u16) -> PathBuf {
 fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     skip_if!(missing_testbed_rights());
     // `joining` for so long that a look each half second finds it.
-    let mut site = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
-    site.wait_until_checked();
-    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
-    site.wait_until_only_reach(&[1, 2, 3]);
+    let mut env = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
+    env.wait_until_checked();
+    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    env.wait_until_only_reach(&[1, 2, 3]);
 
     // It answers, but not that it is well.
-    site.set_healthy(1, false);
-    let took = site.wait_for(1, "down");
+    env.set_healthy(1, false);
+    let took = env.wait_for(1, "down");
     println!("found after {took:?}, expected within {FOUND_WITHIN:?}");
-    assert!(site.state(1).1.contains("answers 404 Not Found: expected 200-399"), "{:?}", site.state(1));
-    site.wait_until_only_reach(&[2, 3]);
+    assert!(env.state(1).1.contains("answers 404 Not Found: expected 200-399"), "{:?}", env.state(1));
+    env.wait_until_only_reach(&[2, 3]);
     assert_answered(&mut connections);
-    site.set_healthy(1, true);
-    site.wait_for(1, "joining");
-    site.wait_for(1, "active");
-    site.wait_until_only_reach(&[1, 2, 3]);
+    env.set_healthy(1, true);
+    env.wait_for(1, "joining");
+    env.wait_for(1, "active");
+    env.wait_until_only_reach(&[1, 2, 3]);
     assert_answered(&mut connections);
     connections.retain(|(_, answerer)| answerer.server != 2);
 
     // The machine is up, but no process listens.
-    site.nginx[1] = None;
-    site.wait_for(2, "down");
-    assert!(site.state(2).1.contains("connection refused"), "{:?}", site.state(2));
-    site.wait_until_only_reach(&[1, 3]);
-    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
-    site.wait_for(2, "active");
-    site.wait_until_checked();
+    env.nginx[1] = None;
+    env.wait_for(2, "down");
+    assert!(env.state(2).1.contains("connection refused"), "{:?}", env.state(2));
+    env.wait_until_only_reach(&[1, 3]);
+    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
+    env.wait_for(2, "active");
+    env.wait_until_checked();
 
     // A load balancer that reaches no server marks none down.
-    site.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
+    env.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
     eventually(LIMIT, "load balancer 2 reaches no server", || {
-        let status = site.status();
+        let status = env.status();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
         let blind = |member: &Value| {
             member["checks"].as_array().unwrap().iter().filter(|check| check["up"] == false).count() == 1
@@ -170,64 +170,64 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
         members.iter().all(blind)
     });
     pause(500);
-    assert!((1..=3).all(|number| site.state(number).0 == "active"), "{}", site.status()["servers"]);
+    assert!((1..=3).all(|number| env.state(number).0 == "active"), "{}", env.status()["servers"]);
     // One that sees is believed all the same.
-    site.set_healthy(3, false);
-    site.wait_for(3, "down");
-    site.wait_until_only_reach(&[1, 2]);
-    site.set_healthy(3, true);
-    site.wait_for(3, "active");
-    site.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
-    site.wait_until_checked();
+    env.set_healthy(3, false);
+    env.wait_for(3, "down");
+    env.wait_until_only_reach(&[1, 2]);
+    env.set_healthy(3, true);
+    env.wait_for(3, "active");
+    env.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
+    env.wait_until_checked();
     assert_answered(&mut connections);
 }
 
 #[test]
 fn service_fails_open_or_drops_when_all_servers_are_down() {
     skip_if!(missing_testbed_rights());
-    let mut site = TestEnv::start("alldown", 1, CHECK);
-    site.wait_until_checked();
-    let mut connections = open(&site.testbed, 6);
-    (1..=3).for_each(|number| site.set_healthy(number, false));
-    eventually(LIMIT, "the service fails open", || site.status()["services"][0]["failing_open"] == true);
-    site.wait_until_only_reach(&[1, 2, 3]);
-    let dropped = |site: &TestEnv| {
-        let status = site.status();
+    let mut env = TestEnv::start("alldown", 1, CHECK);
+    env.wait_until_checked();
+    let mut connections = open(&env.testbed, 6);
+    (1..=3).for_each(|number| env.set_healthy(number, false));
+    eventually(LIMIT, "the service fails open", || env.status()["services"][0]["failing_open"] == true);
+    env.wait_until_only_reach(&[1, 2, 3]);
+    let dropped = |env: &TestEnv| {
+        let status = env.status();
         status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
     };
-    assert_eq!(dropped(&site), 0);
+    assert_eq!(dropped(&env), 0);
 
-    let options = FleetOptions { more: format!("when_all_down = \"drop\"\n{CHECK}"), ..site.fleet.options().clone() };
-    site.fleet.set_options(&site.testbed, options).unwrap();
-    let is_dropped = |site: &TestEnv| {
+    let options = FleetOptions { more: format!("when_all_down = \"drop\"\n{CHECK}"), ..env.fleet.options().clone() };
+    env.fleet.set_options(&env.testbed, options).unwrap();
+    let is_dropped = |env: &TestEnv| {
         let open = || {
             let address = coreward_testbed::addresses::SERVICE.into();
             Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_err())
         };
-        site.testbed.client().within(open).unwrap()
+        env.testbed.client().within(open).unwrap()
     };
-    eventually(LIMIT, "first packets are dropped", || is_dropped(&site));
-    eventually(LIMIT, "they are counted", || dropped(&site) > 0);
+    eventually(LIMIT, "first packets are dropped", || is_dropped(&env));
+    eventually(LIMIT, "they are counted", || dropped(&env) > 0);
     assert_answered(&mut connections);
-    site.set_healthy(2, true);
-    eventually(LIMIT, "the one that is well gets all", || site.state(2).0 == "active");
-    site.wait_until_only_reach(&[2]);
+    env.set_healthy(2, true);
+    eventually(LIMIT, "the one that is well gets all", || env.state(2).0 == "active");
+    env.wait_until_only_reach(&[2]);
     assert_answered(&mut connections);
 
     // The load balancer alone does the same.
-    site.fleet.kill("controller").unwrap();
-    site.set_healthy(2, false);
-    eventually(LIMIT, "first packets are dropped without a controller", || is_dropped(&site));
+    env.fleet.kill("controller").unwrap();
+    env.set_healthy(2, false);
+    eventually(LIMIT, "first packets are dropped without a controller", || is_dropped(&env));
     assert_answered(&mut connections);
-    site.set_healthy(2, true);
-    wait_until_served_by(&site, &[2]);
+    env.set_healthy(2, true);
+    wait_until_served_by(&env, &[2]);
 }
 
 /// Asserts that every load balancer has masked server 2 in the time that its checks take.
-fn assert_masked_in_time(site: &TestEnv, died: SystemTime) {
+fn assert_masked_in_time(env: &TestEnv, died: SystemTime) {
     let words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
-    for number in site.testbed.load_balancer_numbers() {
-        let masked = || time_to_log(&site.testbed, number, words, died);
+    for number in env.testbed.load_balancer_numbers() {
+        let masked = || time_to_log(&env.testbed, number, words, died);
         eventually(LIMIT, words, || masked().is_some());
         println!("lb{number}: masked after {:?}, expected within {FOUND_WITHIN:?}", masked().unwrap());
         assert!(masked().unwrap() <= FOUND_WITHIN, "lb{number}");
@@ -235,16 +235,16 @@ fn assert_masked_in_time(site: &TestEnv, died: SystemTime) {
 }
 
 /// Returns the servers that answer new connections; `None`: one is refused or not answered.
-fn served_by(site: &TestEnv) -> Vec<Option<u16>> {
+fn served_by(env: &TestEnv) -> Vec<Option<u16>> {
     let request =
         || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
-    site.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| request()).collect())).unwrap()
+    env.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| request()).collect())).unwrap()
 }
 
 /// Waits until new connections go to these servers and none fails.
-fn wait_until_served_by(site: &TestEnv, servers: &[u16]) {
+fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
     eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
-        let mut found = served_by(site);
+        let mut found = served_by(env);
         found.sort_unstable();
         found.dedup();
         found == servers.iter().copied().map(Some).collect::<Vec<_>>()
@@ -257,64 +257,64 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     // The load balancer's first limit; it raises it as far as it may.
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
-    let mut site = TestEnv::start("static", 2, CHECK);
+    let mut env = TestEnv::start("static", 2, CHECK);
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
-    site.wait_until_checked();
-    let limits = fs::read_to_string(format!("/proc/{}/limits", site.fleet.daemon("lb1").unwrap().pid())).unwrap();
+    env.wait_until_checked();
+    let limits = fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon("lb1").unwrap().pid())).unwrap();
     let files: Vec<&str> =
         limits.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
     assert_eq!(files[3], files[4], "soft and hard limit of open files: {limits}");
 
     // One load balancer alone does not reach a server; the controller goes by the majority, which is none.
-    site.testbed.announce(&[2]).unwrap();
-    site.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
-    wait_until_served_by(&site, &[1, 2]);
-    assert_eq!(site.state(3).0, "active", "the other one reaches it");
-    site.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
-    wait_until_served_by(&site, &[1, 2, 3]);
-    site.testbed.announce(&[1, 2]).unwrap();
+    env.testbed.announce(&[2]).unwrap();
+    env.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
+    wait_until_served_by(&env, &[1, 2]);
+    assert_eq!(env.state(3).0, "active", "the other one reaches it");
+    env.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
+    wait_until_served_by(&env, &[1, 2, 3]);
+    env.testbed.announce(&[1, 2]).unwrap();
 
-    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
-    site.fleet.kill("controller").unwrap();
+    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    env.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
-    site.nginx[1] = None;
-    wait_until_served_by(&site, &[1, 3]);
-    assert_masked_in_time(&site, died);
+    env.nginx[1] = None;
+    wait_until_served_by(&env, &[1, 3]);
+    assert_masked_in_time(&env, died);
     connections.retain(|(_, answerer)| answerer.server != 2);
     assert_answered(&mut connections);
     // All are down: none is masked, as the load balancer may be at fault.
-    let before = site.log_offsets();
-    (1..=3).for_each(|number| site.set_healthy(number, false));
-    site.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
+    let before = env.log_offsets();
+    (1..=3).for_each(|number| env.set_healthy(number, false));
+    env.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
     eventually(LIMIT, "s1 and s3 get new connections", || {
-        let found = served_by(&site);
+        let found = served_by(&env);
         found.contains(&Some(1)) && found.contains(&Some(3))
     });
-    (1..=3).for_each(|number| site.set_healthy(number, true));
-    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
-    wait_until_served_by(&site, &[1, 2, 3]);
+    (1..=3).for_each(|number| env.set_healthy(number, true));
+    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
+    wait_until_served_by(&env, &[1, 2, 3]);
     assert_answered(&mut connections);
 }
 
 #[test]
 fn load_balancer_restarted_without_controller_continues_checks() {
     skip_if!(missing_testbed_rights());
-    let mut site = TestEnv::start("restarted", 1, CHECK);
-    site.wait_until_checked();
-    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
-    site.fleet.kill("controller").unwrap();
+    let mut env = TestEnv::start("restarted", 1, CHECK);
+    env.wait_until_checked();
+    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    env.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
-    site.nginx[1] = None;
-    wait_until_served_by(&site, &[1, 3]);
-    assert_masked_in_time(&site, died);
+    env.nginx[1] = None;
+    wait_until_served_by(&env, &[1, 3]);
+    assert_masked_in_time(&env, died);
     connections.retain(|(_, answerer)| answerer.server == 1);
 
-    site.fleet.kill("lb1").unwrap();
-    site.fleet.restart(&site.testbed, "lb1").unwrap();
+    env.fleet.kill("lb1").unwrap();
+    env.fleet.restart(&env.testbed, "lb1").unwrap();
     // A server that recovers gets new connections again, one that goes down then gets none.
-    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
-    wait_until_served_by(&site, &[1, 2, 3]);
-    site.nginx[2] = None;
-    wait_until_served_by(&site, &[1, 2]);
+    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
+    wait_until_served_by(&env, &[1, 2, 3]);
+    env.nginx[2] = None;
+    wait_until_served_by(&env, &[1, 2]);
     assert_answered(&mut connections);
 }

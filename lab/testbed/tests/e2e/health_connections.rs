@@ -12,7 +12,7 @@ use coreward_testbed::addresses::{VIP, load_balancer_address, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_files, certificates, issue};
 use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::{Files, Role};
+use coreward_tls::{CredentialFiles, Role};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{eventually, pause};
@@ -107,7 +107,7 @@ fn start_nginx(testbed: &Testbed) -> Process {
     let fleet = "probed".parse().unwrap();
     Authority::init(&certificates(testbed), &fleet, 30 * DAY).unwrap();
     issue(testbed, Role::Agent, "s1", &fleet, Validity::from_now(DAY)).unwrap();
-    let Files { certificate, key, .. } = certificate_files(testbed, Role::Agent, "s1");
+    let CredentialFiles { certificate, key, .. } = certificate_files(testbed, Role::Agent, "s1");
     let listen = |port: u16, more: &str| format!("listen {port}{more}; listen {}{more}; ", port + SERVER_PORT_OFFSET);
     let listens = [listen(8001, ""), listen(8002, ""), listen(8003, " ssl")].concat();
     let configuration = directory.join("nginx.conf");

@@ -18,47 +18,47 @@ fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
 }
 
 /// The servers that have accepted connections.
-fn servers_with_connections(site: &TestEnv) -> BTreeSet<u16> {
+fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
     let has_connections = |number: &u16| {
-        let server = site.testbed.server(*number).unwrap();
-        !run(&site.testbed, server, "ss -6 -H -t -n state established sport = :80").is_empty()
+        let server = env.testbed.server(*number).unwrap();
+        !run(&env.testbed, server, "ss -6 -H -t -n state established sport = :80").is_empty()
     };
-    site.testbed.server_numbers().into_iter().filter(has_connections).collect()
+    env.testbed.server_numbers().into_iter().filter(has_connections).collect()
 }
 
 /// Changes the pool and restarts daemons while connections go on; none breaks.
-fn change_and_restart(site: &mut TestEnv) {
-    let client = site.start_streams(150.0);
-    site.wait_for_connections(225);
-    assert_eq!(servers_with_connections(site), BTreeSet::from([1, 2, 3]));
-    site.set_admin_state(1, Some(AdminState::Draining));
-    site.wait_for_connections(150);
-    site.fleet.kill("lb1").unwrap();
-    site.wait_for_connections(75);
-    site.fleet.restart(&site.testbed, "lb1").unwrap();
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
-    site.fleet.upgrade(&site.testbed, "controller").unwrap();
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
-    site.set_admin_state(1, Some(AdminState::Active));
-    site.set_admin_state(2, None);
-    site.wait_for_connections(150);
+fn change_and_restart(env: &mut TestEnv) {
+    let client = env.start_streams(150.0);
+    env.wait_for_connections(225);
+    assert_eq!(servers_with_connections(env), BTreeSet::from([1, 2, 3]));
+    env.set_admin_state(1, Some(AdminState::Draining));
+    env.wait_for_connections(150);
+    env.fleet.kill("lb1").unwrap();
+    env.wait_for_connections(75);
+    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    env.fleet.upgrade(&env.testbed, "controller").unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    env.set_admin_state(1, Some(AdminState::Active));
+    env.set_admin_state(2, None);
+    env.wait_for_connections(150);
     assert_unbroken(client);
 }
 
 #[test]
 fn stamped_ipv6_connections_survive_pool_changes_and_restarts() {
     skip_if!(missing_testbed_rights());
-    let mut site = start("ipv6", FleetOptions::default());
-    change_and_restart(&mut site);
-    assert!(site.counters("established") > 1_000 && site.counters("flow_table") == 0);
+    let mut env = start("ipv6", FleetOptions::default());
+    change_and_restart(&mut env);
+    assert!(env.counters("established") > 1_000 && env.counters("flow_table") == 0);
 }
 
 #[test]
 fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
     skip_if!(missing_testbed_rights());
-    let mut site = start("ipv6off", FleetOptions { timestamps: Timestamps::Off, ..FleetOptions::default() });
-    change_and_restart(&mut site);
-    assert!(site.counters("flow_table") > 1_000 && site.counters("established") == 0);
+    let mut env = start("ipv6off", FleetOptions { timestamps: Timestamps::Off, ..FleetOptions::default() });
+    change_and_restart(&mut env);
+    assert!(env.counters("flow_table") > 1_000 && env.counters("established") == 0);
 }
 
 #[test]
@@ -69,22 +69,22 @@ fn ipv6_services_are_checked_announced_and_explained() {
         more_of_load_balancers: "[announce]\n".to_owned(),
         ..FleetOptions::default()
     };
-    let site = start("ipv6show", options);
-    let balancer = site.testbed.load_balancer(1).unwrap();
-    let vip = site.testbed.service();
+    let env = start("ipv6show", options);
+    let balancer = env.testbed.load_balancer(1).unwrap();
+    let vip = env.testbed.service();
     eventually(*TIMEOUT, "the VIP is announced", || {
         // Until its first route there is no such table, which `ip` would report as an error.
-        run(&site.testbed, balancer, "ip -6 route show table all")
+        run(&env.testbed, balancer, "ip -6 route show table all")
             .contains(&format!("blackhole {} dev lo table 7400 proto 174", vip.ip()))
     });
     let explained =
-        site.coreward(&["explain", "--vip", &vip.to_string(), "--client", "[2001:db8::a01:7]:40000"]).unwrap();
+        env.coreward(&["explain", "--vip", &vip.to_string(), "--client", "[2001:db8::a01:7]:40000"]).unwrap();
     assert!(explained.contains("have their turns in this order"), "{explained}");
-    let mixed = site.coreward(&["explain", "--vip", &vip.to_string(), "--client", "10.1.0.7:40000"]).unwrap_err();
+    let mixed = env.coreward(&["explain", "--vip", &vip.to_string(), "--client", "10.1.0.7:40000"]).unwrap_err();
     assert!(mixed.to_string().contains("different address families"), "{mixed}");
     // No server listens at the port of the checks.
     eventually(*TIMEOUT, "servers are down", || {
-        let status = site.fleet.status(&site.testbed).unwrap();
+        let status = env.fleet.status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap();
         members.len() == 3 && members.iter().all(|member| member["state"] == "down")
     });
@@ -93,15 +93,15 @@ fn ipv6_services_are_checked_announced_and_explained() {
 #[test]
 fn servers_are_found_by_neighbour_discovery() {
     skip_if!(missing_testbed_rights());
-    let mut site = start("ipv6nds", FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() });
-    change_and_restart(&mut site);
-    let unresolved = |site: &TestEnv| {
-        let status = site.fleet.status(&site.testbed).unwrap();
+    let mut env = start("ipv6nds", FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() });
+    change_and_restart(&mut env);
+    let unresolved = |env: &TestEnv| {
+        let status = env.fleet.status(&env.testbed).unwrap();
         status["load_balancers"][0]["state"]["unresolved_servers"] == serde_json::json!(["s3"])
     };
-    let server = site.testbed.server(3).unwrap();
-    run(&site.testbed, server, &format!("ip link set {DEVICE} down"));
-    eventually(*TIMEOUT, "the load balancer misses the server", || unresolved(&site));
+    let server = env.testbed.server(3).unwrap();
+    run(&env.testbed, server, &format!("ip link set {DEVICE} down"));
+    eventually(*TIMEOUT, "the load balancer misses the server", || unresolved(&env));
 }
 
 #[test]
@@ -121,15 +121,15 @@ fn daemons_reach_their_controller_and_each_other_by_ipv6() {
         family,
         ..TestbedOptions::default()
     };
-    let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet });
+    let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet });
     eventually(*TIMEOUT, "load balancers find each other", || {
-        let status = site.fleet.status(&site.testbed).unwrap();
+        let status = env.fleet.status(&env.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
         let found =
             |balancer: &serde_json::Value| balancer["state"]["unresolved_load_balancers"] == serde_json::json!([]);
         balancers.len() == 2 && balancers.iter().all(found)
     });
-    change_and_restart(&mut site);
+    change_and_restart(&mut env);
 }
 
 /// Servers listen on the VIP alone.
@@ -137,9 +137,9 @@ fn daemons_reach_their_controller_and_each_other_by_ipv6() {
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(missing_testbed_rights());
     let more = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
-    let site = start("ipv6vip", FleetOptions { more, servers_family: Family::Ipv6, ..FleetOptions::default() });
+    let env = start("ipv6vip", FleetOptions { more, servers_family: Family::Ipv6, ..FleetOptions::default() });
     let checks_of = |server: &str, up: bool| {
-        let status = site.fleet.status(&site.testbed).unwrap();
+        let status = env.fleet.status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
         let is_it = |member: &serde_json::Value| member["server"] == server && member["checks"][0]["up"] == up;
         members.iter().any(is_it)
@@ -147,8 +147,8 @@ fn ipv6_servers_are_checked_at_the_vip() {
     for server in ["s1", "s2", "s3"] {
         eventually(*TIMEOUT, "checks of every server succeed", || checks_of(server, true));
     }
-    let vip = site.testbed.service().ip();
-    run(&site.testbed, site.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
+    let vip = env.testbed.service().ip();
+    run(&env.testbed, env.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
     eventually(*TIMEOUT, "checks of the server without the VIP fail", || checks_of("s3", false));
     assert!(checks_of("s1", true));
 }
@@ -157,15 +157,15 @@ fn ipv6_servers_are_checked_at_the_vip() {
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     skip_if!(missing_testbed_rights());
-    let site = start("ipv6nd", FleetOptions::default());
-    let vip = site.testbed.service();
-    let client = site.testbed.client();
-    let server = site.testbed.server(1).unwrap();
+    let env = start("ipv6nd", FleetOptions::default());
+    let vip = env.testbed.service();
+    let client = env.testbed.client();
+    let server = env.testbed.server(1).unwrap();
     // The client asks for the VIP itself, as a neighbour would.
-    run(&site.testbed, client, &format!("ip -6 route add {}/128 dev {DEVICE}", vip.ip()));
+    run(&env.testbed, client, &format!("ip -6 route add {}/128 dev {DEVICE}", vip.ip()));
     let answers = || client.within(|| Ok(TcpStream::connect_timeout(&vip, *TIMEOUT).is_ok())).unwrap();
     assert!(!answers(), "a server answers for the VIP on lo");
-    run(&site.testbed, server, &format!("ip -6 address add {}/128 dev {DEVICE} nodad", vip.ip()));
-    run(&site.testbed, client, "ip -6 neighbour flush all");
+    run(&env.testbed, server, &format!("ip -6 address add {}/128 dev {DEVICE} nodad", vip.ip()));
+    run(&env.testbed, client, "ip -6 neighbour flush all");
     assert!(answers(), "the server does not answer for the VIP on its device");
 }

@@ -12,22 +12,22 @@ fn key_rotation_breaks_no_connection() {
     skip_if!(missing_testbed_rights());
     let options =
         TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
-    let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
-    let streams = site.start_streams(150.0);
-    site.wait_for_connections(300);
+    let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
+    let streams = env.start_streams(150.0);
+    env.wait_for_connections(300);
     let stamps =
-        |site: &TestEnv, key: u32| site.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
-    assert!(stamps(&site, 0));
-    site.set_admin_state(1, Some(AdminState::Draining));
+        |env: &TestEnv, key: u32| env.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
+    assert!(stamps(&env, 0));
+    env.set_admin_state(1, Some(AdminState::Draining));
     for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
         // Sooner after the one before than is safe for connections that were idle meanwhile; these are not.
-        site.coreward(&["keys", "rotate", "--force"]).unwrap();
-        eventually(*TIMEOUT, "the other key stamps", || stamps(&site, key));
-        eventually_in_force(&site.fleet, &site.testbed);
+        env.coreward(&["keys", "rotate", "--force"]).unwrap();
+        eventually(*TIMEOUT, "the other key stamps", || stamps(&env, key));
+        eventually_in_force(&env.fleet, &env.testbed);
         // Agents stamp with it a second later.
-        site.wait_for_connections(225);
-        site.fleet.upgrade(&site.testbed, upgraded).unwrap();
+        env.wait_for_connections(225);
+        env.fleet.upgrade(&env.testbed, upgraded).unwrap();
     }
-    site.fleet.kill_load_balancer(&mut site.testbed, 1, Duration::from_millis(150)).unwrap();
+    env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();
     assert_unbroken(streams);
 }

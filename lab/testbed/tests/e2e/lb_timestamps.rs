@@ -28,30 +28,30 @@ fn start_env(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv
         agents: false,
         ..FleetOptions::default()
     };
-    let site = TestEnv::start(options, fleet);
+    let env = TestEnv::start(options, fleet);
     for (number, value) in (1..).zip(tcp_timestamps) {
-        site.testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
+        env.testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
     }
-    site
+    env
 }
 
 /// State of load balancer 1.
-fn state(site: &TestEnv) -> Value {
-    site.fleet.status(&site.testbed).unwrap()["load_balancers"][0]["state"].clone()
+fn state(env: &TestEnv) -> Value {
+    env.fleet.status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
 /// Knowledge of a server's clock: its state, and its fault.
-fn clock(site: &TestEnv, server: &str) -> (String, String) {
-    let state = state(site);
+fn clock(env: &TestEnv, server: &str) -> (String, String) {
+    let state = state(env);
     let clocks = state["server_clocks"].as_array().cloned().unwrap_or_default();
     let clock = clocks.iter().find(|clock| clock["server"] == server);
     let text = |key: &str| clock.and_then(|clock| clock[key].as_str()).unwrap_or_default().to_owned();
     (text("state"), text("problem"))
 }
 
-fn set_forwarding(site: &TestEnv, value: &str) {
-    let load_balancer = site.testbed.load_balancer(1).unwrap();
-    let setting = match site.testbed.options().family {
+fn set_forwarding(env: &TestEnv, value: &str) {
+    let load_balancer = env.testbed.load_balancer(1).unwrap();
+    let setting = match env.testbed.options().family {
         Family::Ipv4 => format!("ipv4/conf/{DEVICE}/forwarding"),
         Family::Ipv6 => "ipv6/conf/all/forwarding".to_owned(),
     };
@@ -63,20 +63,20 @@ const ONE_CLOCK: &str = "2";
 const OWN_CLOCKS: &str = "1";
 
 /// Connections to every server, until the state of their clocks is this one.
-fn warm_up(site: &TestEnv, state: &str) {
-    let client = site.testbed.client();
+fn warm_up(env: &TestEnv, state: &str) {
+    let client = env.testbed.client();
     // Below the ports of the streams that come.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
-    let vip = site.testbed.service().ip();
+    let vip = env.testbed.service().ip();
     // Answers of one connection 200 ms apart show how fast its clock ticks.
     let one = format!("exec 3<>/dev/tcp/{vip}/80; for n in {{1..5}}; do printf x >&3; sleep 0.2; done");
     let script = format!("for n in {{1..40}}; do ({one}) & done; wait");
-    let servers = site.testbed.server_numbers();
+    let servers = env.testbed.server_numbers();
     eventually(*TIMEOUT, "all clocks are known", || {
         let mut connect = Command::new("bash");
         connect.args(["-c", &script]);
-        site.testbed.run(client, connect).unwrap();
-        servers.iter().all(|number| clock(site, &format!("s{number}")).0 == state)
+        env.testbed.run(client, connect).unwrap();
+        servers.iter().all(|number| clock(env, &format!("s{number}")).0 == state)
     });
 }
 
@@ -99,61 +99,61 @@ fn plain_linux_servers_join_and_leave_without_broken_connections() {
 }
 
 /// Packets of open connections by decision: by the cookie, and by the flow table.
-fn by_decision(site: &TestEnv) -> [u64; 2] {
-    let services = state(site)["stamped_services"].clone();
+fn by_decision(env: &TestEnv) -> [u64; 2] {
+    let services = state(env)["stamped_services"].clone();
     ["by_cookie", "by_flow_table"].map(|decision| services[0][decision].as_u64().unwrap())
 }
 
 /// Fails unless the cookie has decided at least 99 % of the packets of open connections since `before`.
-fn assert_decided_by_cookie(site: &TestEnv, before: [u64; 2]) {
-    let after = by_decision(site);
+fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
+    let after = by_decision(env);
     let [by_cookie, by_flow_table] = [0, 1].map(|decision| after[decision] - before[decision]);
     println!("{by_cookie} packets by the cookie, {by_flow_table} by the flow table");
     assert!(by_cookie > 1_000 && by_flow_table <= by_cookie / 100, "{by_cookie} by the cookie, {by_flow_table} not");
-    let vip = site.testbed.service().to_string();
+    let vip = env.testbed.service().to_string();
     let client = if vip.starts_with('[') { "[2001:db8::7]:40312" } else { "192.0.2.7:40312" };
-    let text = site.coreward(&["explain", "--vip", &vip, "--client", client]).unwrap();
+    let text = env.coreward(&["explain", "--vip", &vip, "--client", client]).unwrap();
     assert!(text.contains(" % of its established packets by the cookie."), "{text}");
 }
 
 /// Servers come and go, keys change, and the load balancer restarts.
 fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, known: &str) {
-    let mut site = start_env(instance, family, &[tcp_timestamps; 5]);
+    let mut env = start_env(instance, family, &[tcp_timestamps; 5]);
     // A load balancer that loses its memory loses the connections that are not stamped: let there be none.
-    warm_up(&site, known);
-    site.set_admin_state(5, None);
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
-    let before = by_decision(&site);
-    let client = site.start_streams(150.0);
-    site.wait_for_connections(300);
-    site.set_admin_state(1, Some(AdminState::Draining));
-    site.wait_for_connections(75);
-    site.set_admin_state(5, Some(AdminState::Active));
-    site.wait_for_connections(75);
-    assert_decided_by_cookie(&site, before);
-    site.fleet.kill("lb1").unwrap();
-    site.wait_for_connections(30);
-    site.fleet.restart(&site.testbed, "lb1").unwrap();
-    site.wait_for_connections(75);
-    site.set_admin_state(2, None);
-    site.wait_for_connections(75);
-    site.coreward(&["keys", "rotate", "--force"]).unwrap();
-    site.fleet.upgrade(&site.testbed, "lb1").unwrap();
-    site.wait_for_connections(150);
-    site.set_admin_state(1, Some(AdminState::Active));
-    eventually(*TIMEOUT, "replies are stamped", || site.counter("lb1", "reply_stamped") > 1_000);
-    site.wait_for_connections(75);
+    warm_up(&env, known);
+    env.set_admin_state(5, None);
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    let before = by_decision(&env);
+    let client = env.start_streams(150.0);
+    env.wait_for_connections(300);
+    env.set_admin_state(1, Some(AdminState::Draining));
+    env.wait_for_connections(75);
+    env.set_admin_state(5, Some(AdminState::Active));
+    env.wait_for_connections(75);
+    assert_decided_by_cookie(&env, before);
+    env.fleet.kill("lb1").unwrap();
+    env.wait_for_connections(30);
+    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.wait_for_connections(75);
+    env.set_admin_state(2, None);
+    env.wait_for_connections(75);
+    env.coreward(&["keys", "rotate", "--force"]).unwrap();
+    env.fleet.upgrade(&env.testbed, "lb1").unwrap();
+    env.wait_for_connections(150);
+    env.set_admin_state(1, Some(AdminState::Active));
+    eventually(*TIMEOUT, "replies are stamped", || env.counter("lb1", "reply_stamped") > 1_000);
+    env.wait_for_connections(75);
     // It starts with nothing in its memory; what it does not know yet must not be routed on as it is.
-    set_forwarding(&site, "0");
-    site.fleet.reboot_load_balancer(&site.testbed, 1).unwrap();
-    site.wait_for_connections(150);
-    set_forwarding(&site, "1");
+    set_forwarding(&env, "0");
+    env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
+    env.wait_for_connections(150);
+    set_forwarding(&env, "1");
     // Its counters begin at 0 as well.
     for counter in ["established", "reply_stamped"] {
-        eventually(*TIMEOUT, counter, || site.counters(counter) > 1_000);
+        eventually(*TIMEOUT, counter, || env.counters(counter) > 1_000);
     }
     for server in ["s1", "s3", "s4", "s5"] {
-        eventually(*TIMEOUT, server, || clock(&site, server) == (known.to_owned(), String::new()));
+        eventually(*TIMEOUT, server, || clock(&env, server) == (known.to_owned(), String::new()));
     }
     assert_unbroken(client);
 }
@@ -162,25 +162,25 @@ fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, kn
 #[ignore = "takes seven minutes"]
 fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     skip_if!(missing_testbed_rights());
-    let mut site = start_env("lbtslong", Family::Ipv4, &[OWN_CLOCKS; 5]);
-    warm_up(&site, "per-connection");
-    let before = by_decision(&site);
-    let client = site.start_streams(250.0);
+    let mut env = start_env("lbtslong", Family::Ipv4, &[OWN_CLOCKS; 5]);
+    warm_up(&env, "per-connection");
+    let before = by_decision(&env);
+    let client = env.start_streams(250.0);
     for round in 0..20 {
         let (drained, removed) = (1 + round % 5, 1 + (round + 2) % 5);
-        site.set_admin_state(drained, Some(AdminState::Draining));
-        site.wait_for_connections(1_250);
-        site.set_admin_state(removed, None);
-        site.wait_for_connections(1_250);
-        site.set_admin_state(drained, Some(AdminState::Active));
+        env.set_admin_state(drained, Some(AdminState::Draining));
+        env.wait_for_connections(1_250);
+        env.set_admin_state(removed, None);
+        env.wait_for_connections(1_250);
+        env.set_admin_state(drained, Some(AdminState::Active));
         if round % 5 == 0 {
-            site.coreward(&["keys", "rotate", "--force"]).unwrap();
+            env.coreward(&["keys", "rotate", "--force"]).unwrap();
         }
-        site.wait_for_connections(1_250);
-        site.set_admin_state(removed, Some(AdminState::Active));
-        site.wait_for_connections(1_250);
+        env.wait_for_connections(1_250);
+        env.set_admin_state(removed, Some(AdminState::Active));
+        env.wait_for_connections(1_250);
     }
-    assert_decided_by_cookie(&site, before);
+    assert_decided_by_cookie(&env, before);
     let report = assert_unbroken(client);
     assert!(report.total().opened >= 100_000, "{:?}", report.total());
 }
@@ -189,39 +189,39 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
 fn unstampable_server_is_named_and_its_connections_continue() {
     skip_if!(missing_testbed_rights());
     // Without timestamps; with the others, of which one drains.
-    let mut site = start_env("lbtsown", Family::Ipv4, &["0", OWN_CLOCKS, ONE_CLOCK, ONE_CLOCK]);
-    let client = site.start_streams(150.0);
-    site.wait_for_connections(375);
-    site.set_admin_state(4, Some(AdminState::Draining));
-    site.wait_for_connections(75);
-    site.set_admin_state(1, None);
-    site.wait_for_connections(75);
-    site.fleet.kill("lb1").unwrap();
-    site.fleet.restart(&site.testbed, "lb1").unwrap();
-    site.wait_for_connections(75);
-    site.set_admin_state(1, Some(AdminState::Active));
-    let known = |server| clock(&site, server).0;
+    let mut env = start_env("lbtsown", Family::Ipv4, &["0", OWN_CLOCKS, ONE_CLOCK, ONE_CLOCK]);
+    let client = env.start_streams(150.0);
+    env.wait_for_connections(375);
+    env.set_admin_state(4, Some(AdminState::Draining));
+    env.wait_for_connections(75);
+    env.set_admin_state(1, None);
+    env.wait_for_connections(75);
+    env.fleet.kill("lb1").unwrap();
+    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.wait_for_connections(75);
+    env.set_admin_state(1, Some(AdminState::Active));
+    let known = |server| clock(&env, server).0;
     eventually(*TIMEOUT, "the clocks are known", || {
         [known("s1"), known("s2"), known("s3"), known("s4")] == ["no-timestamps", "per-connection", "known", "known"]
     });
-    let without = clock(&site, "s1");
+    let without = clock(&env, "s1");
     assert!(without.1.contains("expected net.ipv4.tcp_timestamps = 1 or 2"), "{without:?}");
-    let text = site.coreward(&["status"]).unwrap();
+    let text = env.coreward(&["status"]).unwrap();
     assert!(text.contains("clocks     web0: 3 of 4 servers'"), "{text}");
     assert!(text.contains("! s1 of web0 is not stamped: "), "{text}");
     for counter in ["flow_table", "reply_unchanged"] {
-        eventually(*TIMEOUT, counter, || site.counters(counter) > 1_000);
+        eventually(*TIMEOUT, counter, || env.counters(counter) > 1_000);
     }
 
     // Put right, its new connections are stamped.
-    site.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", OWN_CLOCKS)]).unwrap();
-    eventually(*TIMEOUT, "the clock of s1 is known", || clock(&site, "s1").0 == "per-connection");
+    env.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", OWN_CLOCKS)]).unwrap();
+    eventually(*TIMEOUT, "the clock of s1 is known", || clock(&env, "s1").0 == "per-connection");
     assert_unbroken(client);
 
     // A load balancer that does not route reports it, with the remedy.
-    assert_eq!(state(&site)["warnings"], Value::Array(Vec::new()));
-    set_forwarding(&site, "0");
+    assert_eq!(state(&env)["warnings"], Value::Array(Vec::new()));
+    set_forwarding(&env, "0");
     eventually(*TIMEOUT, "that it does not route is shown", || {
-        state(&site)["warnings"][0].as_str().is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
+        state(&env)["warnings"][0].as_str().is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
     });
 }

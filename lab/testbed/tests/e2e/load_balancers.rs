@@ -24,38 +24,38 @@ fn start_env(instance: &str, consistency: Consistency, family: Family) -> TestEn
 }
 
 /// Drains, adds, kills and removes servers and load balancers, one after the other.
-fn change_load_balancers(site: &mut TestEnv) {
-    let client = site.start_streams(150.0);
-    site.wait_for_connections(225);
+fn change_load_balancers(env: &mut TestEnv) {
+    let client = env.start_streams(150.0);
+    env.wait_for_connections(225);
     // From here on what goes by a rule instead of by a cookie goes astray: most connections' servers by `rr` are
     // others.
-    site.set_admin_state(1, Some(AdminState::Draining));
-    site.wait_for_connections(75);
-    assert_eq!(site.fleet.add_load_balancer(&mut site.testbed).unwrap(), 3);
-    site.wait_for_connections(75);
+    env.set_admin_state(1, Some(AdminState::Draining));
+    env.wait_for_connections(75);
+    assert_eq!(env.fleet.add_load_balancer(&mut env.testbed).unwrap(), 3);
+    env.wait_for_connections(75);
     for daemon in ["lb1", "lb3"] {
-        site.fleet.kill(daemon).unwrap();
-        site.wait_for_connections(30);
-        site.fleet.restart(&site.testbed, daemon).unwrap();
+        env.fleet.kill(daemon).unwrap();
+        env.wait_for_connections(30);
+        env.fleet.restart(&env.testbed, daemon).unwrap();
     }
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
-    site.fleet.upgrade(&site.testbed, "lb2").unwrap();
-    site.wait_for_connections(75);
-    site.fleet.reboot_load_balancer(&site.testbed, 2).unwrap();
-    site.wait_for_connections(75);
-    site.set_admin_state(2, None);
-    site.wait_for_connections(75);
-    site.fleet.kill_load_balancer(&mut site.testbed, 1, NOTICED).unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    env.fleet.upgrade(&env.testbed, "lb2").unwrap();
+    env.wait_for_connections(75);
+    env.fleet.reboot_load_balancer(&env.testbed, 2).unwrap();
+    env.wait_for_connections(75);
+    env.set_admin_state(2, None);
+    env.wait_for_connections(75);
+    env.fleet.kill_load_balancer(&mut env.testbed, 1, NOTICED).unwrap();
     assert_unbroken(client);
 }
 
 #[test]
 fn load_balancers_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
-    let mut site = start_env("lbs", Consistency::Stateless, Family::Ipv4);
-    change_load_balancers(&mut site);
+    let mut env = start_env("lbs", Consistency::Stateless, Family::Ipv4);
+    change_load_balancers(&mut env);
     for daemon in ["lb2", "lb3"] {
-        eventually(*TIMEOUT, daemon, || site.counter(daemon, "established") > 0);
+        eventually(*TIMEOUT, daemon, || env.counter(daemon, "established") > 0);
     }
 }
 
@@ -73,11 +73,11 @@ fn ipv6_connections_survive_lost_connection_tables() {
 }
 
 fn lose_connection_tables(instance: &str, family: Family) {
-    let mut site = start_env(instance, Consistency::Stateful, family);
-    change_load_balancers(&mut site);
+    let mut env = start_env(instance, Consistency::Stateful, family);
+    change_load_balancers(&mut env);
     // Packets that reached another load balancer than the one with the entry, and packets that had to go to all once
     // that one was gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {
-        eventually(*TIMEOUT, counter, || site.counters(counter) > 0);
+        eventually(*TIMEOUT, counter, || env.counters(counter) > 0);
     }
 }

@@ -20,8 +20,8 @@ const ADDRESS: &str = "127.0.0.1:9440";
 /// Values by name and labels, as a parser of Prometheus' format reads them.
 type Values = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
-fn scrape(site: &TestEnv, host: &Namespace) -> Option<Values> {
-    let text = metrics_page(&site.testbed, host, ADDRESS).ok()?;
+fn scrape(env: &TestEnv, host: &Namespace) -> Option<Values> {
+    let text = metrics_page(&env.testbed, host, ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
     // The parser knows Prometheus' own format, which ends without a word.
     let lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
@@ -87,21 +87,21 @@ fn endpoints_serve_the_documented_metrics() {
     let testbed = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
     let options =
         FleetOptions { more_of_load_balancers: key.clone(), agents_more: key.clone(), ..FleetOptions::default() };
-    let mut site = TestEnv::start(testbed, options);
+    let mut env = TestEnv::start(testbed, options);
     // Before the tables of the file.
-    let file = site.testbed.directory().join("controller.toml");
+    let file = env.testbed.directory().join("controller.toml");
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, format!("{key}{text}")).unwrap();
-    site.fleet.kill("controller").unwrap();
-    site.fleet.restart(&site.testbed, "controller").unwrap();
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
-    let client = site.start_streams(100.0);
-    eventually(*TIMEOUT, "there is traffic", || site.counters("new_connection") > 150);
+    env.fleet.kill("controller").unwrap();
+    env.fleet.restart(&env.testbed, "controller").unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    let client = env.start_streams(100.0);
+    eventually(*TIMEOUT, "there is traffic", || env.counters("new_connection") > 150);
     assert_unbroken(client);
 
-    let (controller, balancer) = (site.testbed.controller(), site.testbed.load_balancer(1).unwrap());
-    let server = site.testbed.server(1).unwrap();
-    let whole = |host: &Namespace| scrape(&site, host).unwrap();
+    let (controller, balancer) = (env.testbed.controller(), env.testbed.load_balancer(1).unwrap());
+    let server = env.testbed.server(1).unwrap();
+    let whole = |host: &Namespace| scrape(&env, host).unwrap();
     assert_complete(Component::Lb, &whole(balancer));
     assert_complete(Component::Agent, &whole(server));
     // The controller has a load balancer's last report, at most a second old.
@@ -117,7 +117,7 @@ fn endpoints_serve_the_documented_metrics() {
     }
     assert!(sum(&printed, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
     assert!(sum(&known, "coreward_servers", ("state", "active")) == 2.0, "{known:?}");
-    let status = site.fleet.status(&site.testbed).unwrap();
+    let status = env.fleet.status(&env.testbed).unwrap();
     let refused: u64 = status["refused_reports"]
         .as_object()
         .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
@@ -128,7 +128,7 @@ fn endpoints_serve_the_documented_metrics() {
     server.within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
     let warnings = |host: &Namespace| sum(&whole(host), "coreward_server_warnings", ("server", "s1"));
     eventually(*TIMEOUT, "all count the agent's warning", || {
-        let status = site.fleet.status(&site.testbed).unwrap_or_default();
+        let status = env.fleet.status(&env.testbed).unwrap_or_default();
         let servers = status["servers"].as_array().cloned().unwrap_or_default();
         let shown = servers.iter().find(|server| server["name"] == "s1").map(|server| server["warnings"].clone());
         let shown: Vec<String> = serde_json::from_value(shown.unwrap_or_default()).unwrap_or_default();

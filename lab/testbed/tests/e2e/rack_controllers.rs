@@ -196,55 +196,55 @@ fn racks_key(racks: &[u16]) -> String {
 #[test]
 fn racks_and_controller_restart_without_broken_connections() {
     skip_if!(missing_testbed_rights());
-    let mut site = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
-    site.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
+    let mut env = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
+    env.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
     for server in 1..=5 {
-        site.assert_all_reach(server);
+        env.assert_all_reach(server);
     }
-    let status = site.fleet.status(&site.testbed).unwrap();
+    let status = env.fleet.status(&env.testbed).unwrap();
     let racks = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
     assert_eq!(racks("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
     assert_eq!(racks("permitted_servers"), [Value::from(3), Value::from(3)]);
-    let text = site.coreward(&["status"]);
+    let text = env.coreward(&["status"]);
     assert!(
         text.contains("\nrack rack1 (") && text.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),
         "{text}"
     );
     // Every core of a server behind a rack, as its agent measures it.
     eventually(*TIMEOUT, "s1 is seen to be busy", || {
-        let status = site.fleet.status(&site.testbed).unwrap();
+        let status = env.fleet.status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
         let loads: Vec<f64> = s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
         loads.len() == usize::from(CORES) && loads.iter().all(|load| (0.7..1.1).contains(load))
     });
 
-    drain(&site);
+    drain(&env);
 
-    site.loads.set_idle(NO_SERVER);
-    let mut kept = open(&site.testbed, 20);
+    env.loads.set_idle(NO_SERVER);
+    let mut kept = open(&env.testbed, 20);
     let streams = Streams::endless(40.0);
-    let streams = site.testbed.start_stream_client_at(stream_service(&site.testbed), 1..4, &streams, None).unwrap();
+    let streams = env.testbed.start_stream_client_at(stream_service(&env.testbed), 1..4, &streams, None).unwrap();
     pause(2_000);
-    site.fleet.kill("rack1").unwrap();
+    env.fleet.kill("rack1").unwrap();
     let killed = Instant::now();
-    site.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
+    env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
     println!("rack1's agents report again after {:?}", killed.elapsed());
-    site.assert_all_reach(1);
-    site.assert_all_reach(2);
-    site.fleet.restart(&site.testbed, "rack1").unwrap();
-    eventually(*TIMEOUT, "rack1 is back", || site.rack_names() == ["rack1", "rack2"]);
+    env.assert_all_reach(1);
+    env.assert_all_reach(2);
+    env.fleet.restart(&env.testbed, "rack1").unwrap();
+    eventually(*TIMEOUT, "rack1 is back", || env.rack_names() == ["rack1", "rack2"]);
     // No agent had to move.
-    site.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
+    env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 
-    site.fleet.kill("controller").unwrap();
+    env.fleet.kill("controller").unwrap();
     pause(1_000);
-    site.fleet.restart(&site.testbed, "controller").unwrap();
+    env.fleet.restart(&env.testbed, "controller").unwrap();
     let restarted = Instant::now();
-    site.wait_for_racks_in(&[&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]]);
-    eventually(*TIMEOUT, "the racks are back", || site.rack_names() == ["rack1", "rack2"]);
+    env.wait_for_racks_in(&[&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]]);
+    eventually(*TIMEOUT, "the racks are back", || env.rack_names() == ["rack1", "rack2"]);
     println!("all report {:?} after the controller's restart", restarted.elapsed());
     for server in [3, 5, 2] {
-        site.assert_all_reach(server);
+        env.assert_all_reach(server);
     }
     assert_answered(&mut kept);
     assert_unbroken(streams);
@@ -252,18 +252,18 @@ fn racks_and_controller_restart_without_broken_connections() {
 }
 
 /// `coreward drain --wait` of a server behind a rack: its connections are counted, and the last one ends it.
-fn drain(site: &TestEnv) {
-    site.assert_all_reach(2);
-    let mut leaving = open(&site.testbed, 3);
+fn drain(env: &TestEnv) {
+    env.assert_all_reach(2);
+    let mut leaving = open(&env.testbed, 3);
     assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
-    let printed = site.testbed.directory().join("drain.txt");
+    let printed = env.testbed.directory().join("drain.txt");
     let file = File::create(&printed).unwrap();
-    let mut command: Command = asking(&site.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
+    let mut command: Command = asking(&env.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
     command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
-    let mut waiting = site.testbed.spawn(site.testbed.controller(), command).unwrap();
+    let mut waiting = env.testbed.spawn(env.testbed.controller(), command).unwrap();
     let says = |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&printed).unwrap().contains(words));
     says("s2 is draining: 3 connections remain\n");
-    let elsewhere = open(&site.testbed, 8);
+    let elsewhere = open(&env.testbed, 8);
     assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
     assert_answered(&mut leaving);
     leaving.truncate(1);
@@ -272,55 +272,55 @@ fn drain(site: &TestEnv) {
     let ended = waiting.wait(*TIMEOUT).unwrap();
     let printed = fs::read_to_string(&printed).unwrap();
     assert!(ended.success() && printed.ends_with("s2 is drained: no connection remains\n"), "{printed}");
-    site.coreward(&["undrain", "s2"]);
-    site.assert_all_reach(2);
+    env.coreward(&["undrain", "s2"]);
+    env.assert_all_reach(2);
 }
 
 #[test]
 fn rack_reports_for_its_own_servers_only() {
     skip_if!(missing_testbed_rights());
-    let mut site = TestEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);
-    site.assert_rejected(
+    let mut env = TestEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);
+    env.assert_rejected(
         "rack1",
         (Role::Rack, "rack2"),
         "the certificate is for rack rack2, not for rack rack1: expected its own name",
     );
-    site.assert_rejected(
+    env.assert_rejected(
         "rack1",
         (Role::Agent, "s1"),
         "reason=\"wrong_role\" error=the certificate is for agent s1: expected rack",
     );
 
     // The agent of s2 comes through rack1, which the document does not name for it.
-    site.fleet.kill(&agent_name(2)).unwrap();
-    let mut options = site.fleet.options().clone();
+    env.fleet.kill(&agent_name(2)).unwrap();
+    let mut options = env.fleet.options().clone();
     options.server_racks.insert(2, vec![1]);
-    site.fleet.set_options(&site.testbed, options.clone()).unwrap();
-    let [controller, agent] = ["controller", "agent-s2"].map(|daemon| daemon_log(&site.testbed, daemon, 0).len());
-    site.fleet.restart(&site.testbed, &agent_name(2)).unwrap();
+    env.fleet.set_options(&env.testbed, options.clone()).unwrap();
+    let [controller, agent] = ["controller", "agent-s2"].map(|daemon| daemon_log(&env.testbed, daemon, 0).len());
+    env.fleet.restart(&env.testbed, &agent_name(2)).unwrap();
     let words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
-    eventually(*TIMEOUT, words, || daemon_log(&site.testbed, "controller", controller).contains(words));
-    eventually(*TIMEOUT, words, || daemon_log(&site.testbed, "agent-s2", agent).contains(words));
-    eventually(*TIMEOUT, "s2 is connected directly", || site.agent_rack("s2").is_some_and(|rack| rack.is_empty()));
-    let refused = &site.fleet.status(&site.testbed).unwrap()["refused_reports"]["foreign_rack"];
+    eventually(*TIMEOUT, words, || daemon_log(&env.testbed, "controller", controller).contains(words));
+    eventually(*TIMEOUT, words, || daemon_log(&env.testbed, "agent-s2", agent).contains(words));
+    eventually(*TIMEOUT, "s2 is connected directly", || env.agent_rack("s2").is_some_and(|rack| rack.is_empty()));
+    let refused = &env.fleet.status(&env.testbed).unwrap()["refused_reports"]["foreign_rack"];
     assert!(refused.as_u64().unwrap() >= 1, "{refused}");
-    site.assert_all_reach(2);
+    env.assert_all_reach(2);
 
     // A new document ends forbidden connections.
     eventually(*TIMEOUT, "s1 is connected through its rack", || {
-        if site.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
+        if env.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
             return true;
         }
         // It went past its rack while that had no certificate.
-        site.fleet.upgrade(&site.testbed, &agent_name(1)).unwrap();
+        env.fleet.upgrade(&env.testbed, &agent_name(1)).unwrap();
         pause(2_000);
         false
     });
-    let from = daemon_log(&site.testbed, "controller", 0).len();
+    let from = daemon_log(&env.testbed, "controller", 0).len();
     options.servers_more.insert(1, racks_key(&[]));
-    site.fleet.set_options(&site.testbed, options).unwrap();
+    env.fleet.set_options(&env.testbed, options).unwrap();
     let words = r#"may not report for server \"s1\": expected its agent itself"#;
-    eventually(*TIMEOUT, words, || daemon_log(&site.testbed, "controller", from).contains(words));
-    eventually(*TIMEOUT, "s1 is connected directly", || site.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
-    site.assert_all_reach(1);
+    eventually(*TIMEOUT, words, || daemon_log(&env.testbed, "controller", from).contains(words));
+    eventually(*TIMEOUT, "s1 is connected directly", || env.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
+    env.assert_all_reach(1);
 }

@@ -62,24 +62,24 @@ fn sockets(testbed: &Testbed) -> usize {
 fn servers_receive_resets_of_aborted_connections() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "resets".to_owned(), servers: 4, ..TestbedOptions::default() };
-    let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
-    let client = site.testbed.client().clone();
+    let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
+    let client = env.testbed.client().clone();
     client
         .within(|| {
             let mut streams: Vec<TcpStream> = (0..24).map(|_| open()).collect();
             // The server has its socket once the handshake's last packet has come.
-            eventually(LIMIT, "24 connections are open", || sockets(&site.testbed) == 24);
-            site.set_admin_state(1, Some(AdminState::Draining));
+            eventually(LIMIT, "24 connections are open", || sockets(&env.testbed) == 24);
+            env.set_admin_state(1, Some(AdminState::Draining));
             pause(500);
             // Active: the RST carries a timestamp, and with it the cookie.
             for stream in streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
             }
-            eventually(LIMIT, "12 connections are reset", || sockets(&site.testbed) == 12);
+            eventually(LIMIT, "12 connections are reset", || sockets(&env.testbed) == 12);
             streams.into_iter().for_each(close_silently);
-            eventually(LIMIT, "24 connections are reset", || sockets(&site.testbed) == 0);
+            eventually(LIMIT, "24 connections are reset", || sockets(&env.testbed) == 0);
             Ok(())
         })
         .unwrap();
-    eventually(LIMIT, "the load balancer counts", || site.counters("broadcast") >= 12);
+    eventually(LIMIT, "the load balancer counts", || env.counters("broadcast") >= 12);
 }

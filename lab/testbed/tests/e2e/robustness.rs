@@ -44,43 +44,43 @@ impl TestEnv {
 #[test]
 fn killed_daemons_break_no_connection_and_take_over_again() {
     skip_if!(missing_testbed_rights());
-    let mut site = start_env("kill", 2, "crossrss");
-    let mut connections = open(&site.testbed, 20);
+    let mut env = start_env("kill", 2, "crossrss");
+    let mut connections = open(&env.testbed, 20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
-        site.fleet.kill(daemon).unwrap();
+        env.fleet.kill(daemon).unwrap();
         assert_answered(&mut connections);
         // The pinned program also accepts new connections.
-        connections.extend(open(&site.testbed, 5));
-        site.fleet.restart(&site.testbed, daemon).unwrap();
-        site.fleet.wait_until_ready(&site.testbed).unwrap();
+        connections.extend(open(&env.testbed, 5));
+        env.fleet.restart(&env.testbed, daemon).unwrap();
+        env.fleet.wait_until_ready(&env.testbed).unwrap();
         assert_answered(&mut connections);
-        connections.extend(open(&site.testbed, 5));
+        connections.extend(open(&env.testbed, 5));
     }
     // All at once.
     for daemon in ["agent-s1", "agent-s2", "lb1", "controller"] {
-        site.fleet.kill(daemon).unwrap();
+        env.fleet.kill(daemon).unwrap();
     }
     assert_answered(&mut connections);
-    connections.extend(open(&site.testbed, 5));
+    connections.extend(open(&env.testbed, 5));
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
-        site.fleet.restart(&site.testbed, daemon).unwrap();
+        env.fleet.restart(&env.testbed, daemon).unwrap();
     }
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
     assert_answered(&mut connections);
 }
 
 #[test]
 fn server_with_a_new_mac_address_is_found_again() {
     skip_if!(missing_testbed_rights());
-    let site = start_env("mac", 1, "hash");
-    let mut connections = open(&site.testbed, 3);
+    let env = start_env("mac", 1, "hash");
+    let mut connections = open(&env.testbed, 3);
     let mut command = Command::new("ip");
     command.args(["link", "set", "dev", DEVICE, "address", "02:00:00:00:00:77"]);
-    site.testbed.run(site.testbed.server(1).unwrap(), command).unwrap();
+    env.testbed.run(env.testbed.server(1).unwrap(), command).unwrap();
     // The kernel's own neighbour entries at the client need the server's new address only for what it sends: nothing.
     let start = Instant::now();
     assert_answered(&mut connections);
-    open(&site.testbed, 3);
+    open(&env.testbed, 3);
     // ARP takes seconds, and TCP sends again at growing intervals.
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
@@ -88,27 +88,25 @@ fn server_with_a_new_mac_address_is_found_again() {
 #[test]
 fn draining_server_keeps_connections_and_gets_no_new_ones() {
     skip_if!(missing_testbed_rights());
-    let mut site = start_env("drain", 2, "rr");
-    let mut connections = open(&site.testbed, 20);
+    let mut env = start_env("drain", 2, "rr");
+    let mut connections = open(&env.testbed, 20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
-    let mut pool = site.fleet.pool().clone();
+    let mut pool = env.fleet.pool().clone();
     pool.insert(1, AdminState::Draining);
-    site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
-    eventually(*TIMEOUT, "server 1 drains", || {
-        open(&site.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2)
-    });
+    env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
+    eventually(*TIMEOUT, "server 1 drains", || open(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
     assert_answered(&mut connections);
     // Gone from the file altogether: what it had stays.
     pool.remove(&1);
-    site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
+    env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     assert_answered(&mut connections);
-    assert!(open(&site.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
+    assert!(open(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
     // And back.
     pool.insert(1, AdminState::Active);
-    site.fleet.set_pool(&site.testbed, pool).unwrap();
+    env.fleet.set_pool(&env.testbed, pool).unwrap();
     eventually(*TIMEOUT, "server 1 is back", || {
-        open(&site.testbed, 10).iter().any(|(_, answerer)| answerer.server == 1)
+        open(&env.testbed, 10).iter().any(|(_, answerer)| answerer.server == 1)
     });
     assert_answered(&mut connections);
 }
@@ -116,21 +114,21 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
 #[test]
 fn explain_names_the_serving_server_and_core() {
     skip_if!(missing_testbed_rights());
-    let site = start_env("explain", 3, "hash");
-    let workers: Vec<Vec<u32>> = site.nginx.iter().map(Nginx::workers).collect();
-    let address = site.testbed.client_ipv4_address(0);
+    let env = start_env("explain", 3, "hash");
+    let workers: Vec<Vec<u32>> = env.nginx.iter().map(Nginx::workers).collect();
+    let address = env.testbed.client_ipv4_address(0);
     // An agent looks for workers once a second.
     eventually(*TIMEOUT, "connections are steered at every server", || {
-        open(&site.testbed, 8);
-        let status = site.fleet.status(&site.testbed).unwrap();
+        open(&env.testbed, 8);
+        let status = env.fleet.status(&env.testbed).unwrap();
         let steers = |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
         status["servers"].as_array().unwrap().iter().all(steers)
     });
     // None that the kernel has drawn for those (net.ipv4.ip_local_port_range).
     for port in 20_300..20_332 {
         let source = SocketAddrV4::new(address, port);
-        let explained = site.explain(source);
-        let answerer = site.in_client(|| Connection::open(Some(source)).unwrap().query_worker().unwrap());
+        let explained = env.explain(source);
+        let answerer = env.in_client(|| Connection::open(Some(source)).unwrap().query_worker().unwrap());
         assert_eq!(explained["chosen_server"], format!("s{}", answerer.server), "{source}: {explained}");
         let servers = explained["servers"].as_array().unwrap();
         let chosen = servers.iter().find(|server| server["name"] == explained["chosen_server"]).unwrap();

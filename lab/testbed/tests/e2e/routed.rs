@@ -24,20 +24,20 @@ fn start_env(instance: &str, forwarding: Forwarding, family: Family, servers_fam
 
 /// `family`: of the service; `servers_family`: of the servers' addresses, so of the outer headers.
 fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) {
-    let mut site = start_env(instance, forwarding, family, servers_family);
-    let client = site.start_streams(20.0);
-    site.wait_for_connections(60);
-    site.set_admin_state(1, Some(AdminState::Draining));
-    site.wait_for_connections(40);
-    site.set_admin_state(1, Some(AdminState::Active));
-    site.set_admin_state(2, Some(AdminState::Draining));
-    site.wait_for_connections(40);
+    let mut env = start_env(instance, forwarding, family, servers_family);
+    let client = env.start_streams(20.0);
+    env.wait_for_connections(60);
+    env.set_admin_state(1, Some(AdminState::Draining));
+    env.wait_for_connections(40);
+    env.set_admin_state(1, Some(AdminState::Active));
+    env.set_admin_state(2, Some(AdminState::Draining));
+    env.wait_for_connections(40);
     assert_unbroken(client);
-    eventually(*TIMEOUT, "the load balancer reports", || site.counters("established") > 100);
+    eventually(*TIMEOUT, "the load balancer reports", || env.counters("established") > 100);
     for counter in ["drop_exceeds_mtu", "drop_server_unresolved"] {
-        assert_eq!(site.counters(counter), 0, "{counter}");
+        assert_eq!(env.counters(counter), 0, "{counter}");
     }
-    site.assert_only_resets("drop_not_broadcast");
+    env.assert_only_resets("drop_not_broadcast");
 }
 
 #[test]
@@ -92,17 +92,17 @@ fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
     skip_if!(missing_testbed_rights());
-    let site = start_env("routedvia", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
-    let client = site.start_streams(20.0);
-    site.wait_for_connections(60);
-    let (router, balancer) = (site.testbed.server_router().unwrap(), site.testbed.load_balancer(1).unwrap());
-    let addresses = run(&site.testbed, router, &format!("ip -6 -oneline address show dev {DEVICE} scope link"));
+    let env = start_env("routedvia", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
+    let client = env.start_streams(20.0);
+    env.wait_for_connections(60);
+    let (router, balancer) = (env.testbed.server_router().unwrap(), env.testbed.load_balancer(1).unwrap());
+    let addresses = run(&env.testbed, router, &format!("ip -6 -oneline address show dev {DEVICE} scope link"));
     let address = addresses.split_whitespace().find_map(|word| word.strip_suffix("/64")).expect(&addresses);
     let changed = SystemTime::now();
-    run(&site.testbed, balancer, &format!("ip route replace 10.1.1.0/24 via inet6 {address} dev {DEVICE}"));
+    run(&env.testbed, balancer, &format!("ip route replace 10.1.1.0/24 via inet6 {address} dev {DEVICE}"));
     let event = "event=\"next-hops-changed\"";
-    eventually(*TIMEOUT, event, || time_to_log(&site.testbed, 1, event, changed).is_some());
-    site.wait_for_connections(60);
+    eventually(*TIMEOUT, event, || time_to_log(&env.testbed, 1, event, changed).is_some());
+    env.wait_for_connections(60);
     assert_unbroken(client);
-    assert_eq!(site.counters("drop_server_unresolved"), 0);
+    assert_eq!(env.counters("drop_server_unresolved"), 0);
 }

@@ -118,9 +118,9 @@ impl Flow {
 #[test]
 fn datagrams_of_a_flow_stay_with_their_server() {
     skip_if!(missing_testbed_rights());
-    let mut site = start_env("udpflow", "flow", "rr");
-    let _echoes = Echoes::start(&site.testbed);
-    let client = site.testbed.client().clone();
+    let mut env = start_env("udpflow", "flow", "rr");
+    let _echoes = Echoes::start(&env.testbed);
+    let client = env.testbed.client().clone();
     client
         .within(|| {
             let flows: Vec<(Flow, u16)> = (0..64)
@@ -136,10 +136,10 @@ fn datagrams_of_a_flow_stay_with_their_server() {
             all_stay();
             // Datagrams longer than a frame come in fragments, the later ones without ports.
             flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(5_000).unwrap(), *server));
-            site.set_admin_state(1, Some(AdminState::Draining));
+            env.set_admin_state(1, Some(AdminState::Draining));
             eventually(*TIMEOUT, "server 1 drains", || (0..8).all(|_| Flow::open().ask(10).unwrap() != 1));
             all_stay();
-            site.set_admin_state(2, None);
+            env.set_admin_state(2, None);
             eventually(*TIMEOUT, "server 2 goes", || (0..8).all(|_| Flow::open().ask(10).unwrap() > 2));
             all_stay();
             Ok(())
@@ -150,9 +150,9 @@ fn datagrams_of_a_flow_stay_with_their_server() {
 #[test]
 fn datagrams_by_packet_follow_the_policy() {
     skip_if!(missing_testbed_rights());
-    let site = start_env("udppacket", "packet", "rr");
-    let _echoes = Echoes::start(&site.testbed);
-    let answered: Vec<u16> = site
+    let env = start_env("udppacket", "packet", "rr");
+    let _echoes = Echoes::start(&env.testbed);
+    let answered: Vec<u16> = env
         .testbed
         .client()
         .within(|| {

@@ -71,14 +71,14 @@ impl TestEnv {
 #[test]
 fn same_layout_is_taken_over() {
     skip_if!(missing_testbed_rights());
-    let mut site = start_env("upsame", 1, Consistency::Stateless);
-    let client = site.start_streams(150.0);
+    let mut env = start_env("upsame", 1, Consistency::Stateless);
+    let client = env.start_streams(150.0);
     pause(1_000);
     for daemon in ["controller".to_owned(), "lb1".to_owned()].into_iter().chain(agents()) {
-        site.fleet.upgrade(&site.testbed, &daemon).unwrap();
+        env.fleet.upgrade(&env.testbed, &daemon).unwrap();
         pause(1_000);
     }
-    site.assert_only_resets("broadcast");
+    env.assert_only_resets("broadcast");
     assert_unbroken(client);
 }
 
@@ -86,13 +86,13 @@ fn same_layout_is_taken_over() {
 fn another_layout_is_replaced_when_the_new_one_is_ready() {
     skip_if!(missing_testbed_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
-        let mut site = start_env("uplayout", 1, consistency);
-        let client = site.start_streams(150.0);
+        let mut env = start_env("uplayout", 1, consistency);
+        let client = env.start_streams(150.0);
         pause(1_500);
-        site.exchange_with_other_layout("lb1");
+        env.exchange_with_other_layout("lb1");
         pause(500);
-        agents().for_each(|agent| site.exchange_with_other_layout(&agent));
-        eventually_in_force(&site.fleet, &site.testbed);
+        agents().for_each(|agent| env.exchange_with_other_layout(&agent));
+        eventually_in_force(&env.fleet, &env.testbed);
         assert_unbroken(client);
     }
 }
@@ -102,43 +102,43 @@ fn another_layout_is_replaced_when_the_new_one_is_ready() {
 #[ignore = "needs an older version's binary: make test-upgrade"]
 fn real_versions_are_exchanged_up_and_down() {
     let old = PathBuf::from(std::env::var_os("COREWARD_OLD").expect("COREWARD_OLD: the older version's binary"));
-    let mut site = start_env("upreal", 2, Consistency::Stateless);
+    let mut env = start_env("upreal", 2, Consistency::Stateless);
     let daemons: Vec<String> = ["controller", "lb1", "lb2"].map(str::to_owned).into_iter().chain(agents()).collect();
     // Everything is of the older version: what is pinned is its own.
     for daemon in &daemons {
-        restart_without_pins(&mut site, daemon, Some(&old));
+        restart_without_pins(&mut env, daemon, Some(&old));
     }
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
-    site.testbed.announce(&[1, 2]).unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    env.testbed.announce(&[1, 2]).unwrap();
 
     println!("== up, one after the other");
-    let client = site.streams_from(0..2);
+    let client = env.streams_from(0..2);
     for daemon in &daemons {
         pause(1_500);
-        site.fleet.exchange(&site.testbed, daemon, None).unwrap();
-        site.fleet.wait_until_ready(&site.testbed).unwrap();
+        env.fleet.exchange(&env.testbed, daemon, None).unwrap();
+        env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the newer version");
     }
     pause(3_000);
     assert_unbroken(client);
 
     println!("== down, one after the other");
-    let client = site.streams_from(2..4);
+    let client = env.streams_from(2..4);
     for daemon in &daemons {
         pause(1_500);
-        let taken_over = site.fleet.exchange(&site.testbed, daemon, Some(&old));
-        if let (Err(refused), Some(number)) = (taken_over, daemon.strip_prefix("lb")) {
+        let is_taken_over = env.fleet.exchange(&env.testbed, daemon, Some(&old));
+        if let (Err(refused), Some(number)) = (is_taken_over, daemon.strip_prefix("lb")) {
             println!("{daemon}: {refused:#}");
             // As in docs/deployment.md: the others carry the traffic meanwhile.
             let others: Vec<u16> = [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
-            site.testbed.announce(&others).unwrap();
+            env.testbed.announce(&others).unwrap();
             pause(500);
-            std::fs::remove_dir_all(site.pins(daemon)).unwrap();
-            site.fleet.restart(&site.testbed, daemon).unwrap();
-            site.fleet.wait_until_ready(&site.testbed).unwrap();
-            site.testbed.announce(&[1, 2]).unwrap();
+            std::fs::remove_dir_all(env.pins(daemon)).unwrap();
+            env.fleet.restart(&env.testbed, daemon).unwrap();
+            env.fleet.wait_until_ready(&env.testbed).unwrap();
+            env.testbed.announce(&[1, 2]).unwrap();
         }
-        site.fleet.wait_until_ready(&site.testbed).unwrap();
+        env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the older version");
     }
     pause(3_000);
@@ -146,19 +146,19 @@ fn real_versions_are_exchanged_up_and_down() {
 }
 
 /// Restarts a daemon without pins.
-fn restart_without_pins(site: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
-    let pins = site.pins(daemon);
+fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
+    let pins = env.pins(daemon);
     // It may refuse what the other version pinned.
-    let _ = site.fleet.exchange(&site.testbed, daemon, binary);
-    let _ = site.fleet.kill(daemon);
+    let _ = env.fleet.exchange(&env.testbed, daemon, binary);
+    let _ = env.fleet.kill(daemon);
     for part in ["lb", "server", "steer"] {
         if let Err(error) = std::fs::remove_dir_all(pins.join(part)) {
             assert_eq!(error.kind(), std::io::ErrorKind::NotFound, "{}: {error}", pins.display());
         }
     }
     if daemon == "controller" {
-        let store = site.testbed.directory().join("controller.redb");
+        let store = env.testbed.directory().join("controller.redb");
         std::fs::remove_file(store).unwrap();
     }
-    site.fleet.restart(&site.testbed, daemon).unwrap();
+    env.fleet.restart(&env.testbed, daemon).unwrap();
 }

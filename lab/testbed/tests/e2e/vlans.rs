@@ -22,18 +22,18 @@ fn start(instance: &str, vlans: (u16, &[u16]), family: Family, fleet: FleetOptio
 }
 
 /// Changes the pool and restarts the load balancer's daemon while connections go on; none breaks.
-fn change_and_restart(site: &mut TestEnv) {
-    let client = site.start_streams(100.0);
-    site.wait_for_connections(150);
-    site.set_admin_state(1, Some(AdminState::Draining));
-    site.wait_for_connections(100);
-    site.fleet.kill("lb1").unwrap();
-    site.wait_for_connections(50);
-    site.fleet.restart(&site.testbed, "lb1").unwrap();
-    site.fleet.wait_until_ready(&site.testbed).unwrap();
-    site.set_admin_state(1, Some(AdminState::Active));
-    site.set_admin_state(2, None);
-    site.wait_for_connections(100);
+fn change_and_restart(env: &mut TestEnv) {
+    let client = env.start_streams(100.0);
+    env.wait_for_connections(150);
+    env.set_admin_state(1, Some(AdminState::Draining));
+    env.wait_for_connections(100);
+    env.fleet.kill("lb1").unwrap();
+    env.wait_for_connections(50);
+    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    env.set_admin_state(1, Some(AdminState::Active));
+    env.set_admin_state(2, None);
+    env.wait_for_connections(100);
     assert_unbroken(client);
 }
 
@@ -41,28 +41,28 @@ fn change_and_restart(site: &mut TestEnv) {
 fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
     // Server 1 and 3 behind a replaced tag, server 2 without one.
-    let mut site = start("vlan", (10, &[20, 0]), Family::Ipv4, FleetOptions::default());
-    change_and_restart(&mut site);
-    assert!(site.counters("established") > 500 && site.counters("flow_table") == 0);
-    let status = site.coreward(&["status"]).unwrap();
+    let mut env = start("vlan", (10, &[20, 0]), Family::Ipv4, FleetOptions::default());
+    change_and_restart(&mut env);
+    assert!(env.counters("established") > 500 && env.counters("flow_table") == 0);
+    let status = env.coreward(&["status"]).unwrap();
     assert!(status.contains("  VLAN       10\n") && status.contains("  10.1.1.1 VLAN 20  "), "{status}");
     let question = ["explain", "--vip", "10.200.0.1:80", "--client", "192.0.2.7:40312", "--format", "json"];
-    let explanation = site.coreward(&question).unwrap();
+    let explanation = env.coreward(&question).unwrap();
     let servers = serde_json::from_str::<Value>(&explanation).unwrap()["servers"].clone();
     let server = servers.as_array().unwrap().iter().find(|server| server["name"] == "s1");
     assert_eq!(server.unwrap()["vlan"], 20, "{explanation}");
     // One frame does not reach servers in two VLANs.
-    assert_eq!(site.counters("broadcast"), 0);
-    site.assert_only_resets("drop_not_broadcast");
+    assert_eq!(env.counters("broadcast"), 0);
+    env.assert_only_resets("drop_not_broadcast");
 }
 
 #[test]
 fn untagged_clients_reach_ipv6_servers_in_vlans() {
     skip_if!(missing_testbed_rights());
     let fleet = FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() };
-    let mut site = start("vlan6", (0, &[20, 30]), Family::Ipv6, fleet);
-    change_and_restart(&mut site);
-    assert!(site.counters("established") > 500);
+    let mut env = start("vlan6", (0, &[20, 30]), Family::Ipv6, fleet);
+    change_and_restart(&mut env);
+    assert!(env.counters("established") > 500);
 }
 
 /// Unknown packets reach their server by its neighbour in the VLAN.
@@ -71,30 +71,30 @@ fn chained_connections_in_one_vlan_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
     let (consistency, timestamps) = (Consistency::Beamer, Timestamps::Off);
     let fleet = FleetOptions { consistency, timestamps, ..FleetOptions::default() };
-    let mut site = start("vlanchain", (10, &[10]), Family::Ipv4, fleet);
-    change_and_restart(&mut site);
+    let mut env = start("vlanchain", (10, &[10]), Family::Ipv4, fleet);
+    change_and_restart(&mut env);
 }
 
 #[test]
 fn encapsulated_packets_are_tagged() {
     skip_if!(missing_testbed_rights());
     let fleet = FleetOptions { forwarding: Forwarding::Gue, ..FleetOptions::default() };
-    let mut site = start("vlangue", (10, &[20]), Family::Ipv4, fleet);
-    change_and_restart(&mut site);
-    assert!(site.counters("established") > 500);
-    assert_eq!(site.counters("drop_exceeds_mtu"), 0);
+    let mut env = start("vlangue", (10, &[20]), Family::Ipv4, fleet);
+    change_and_restart(&mut env);
+    assert!(env.counters("established") > 500);
+    assert_eq!(env.counters("drop_exceeds_mtu"), 0);
 }
 
 #[test]
 fn tags_are_left_in_frames_and_a_missing_device_is_reported() {
     skip_if!(missing_testbed_rights());
-    let site = start("vlanfault", (10, &[20]), Family::Ipv4, FleetOptions::default());
-    let balancer = site.testbed.load_balancer(1).unwrap();
+    let env = start("vlanfault", (10, &[20]), Family::Ipv4, FleetOptions::default());
+    let balancer = env.testbed.load_balancer(1).unwrap();
     eventually(*TIMEOUT, "the driver leaves tags in frames", || {
-        run(&site.testbed, balancer, &format!("ethtool -k {DEVICE}")).contains("rx-vlan-offload: off")
+        run(&env.testbed, balancer, &format!("ethtool -k {DEVICE}")).contains("rx-vlan-offload: off")
     });
     let missing = "has no device for VLAN 10: expected one with an address there";
     eventually(*TIMEOUT, "the status names the VLAN", || {
-        site.fleet.status(&site.testbed).unwrap().to_string().contains(missing)
+        env.fleet.status(&env.testbed).unwrap().to_string().contains(missing)
     });
 }

@@ -62,17 +62,17 @@ impl TestEnv {
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
-        let site = Self { fleet, etcd, member, nginx, testbed };
-        site.wait_until_served_by(&[1, 2, 3]);
+        let env = Self { fleet, etcd, member, nginx, testbed };
+        env.wait_until_served_by(&[1, 2, 3]);
         eventually(*TIMEOUT, "every load balancer has checked every server", || {
-            let members = site.status()["services"][0]["members"].as_array().unwrap().clone();
+            let members = env.status()["services"][0]["members"].as_array().unwrap().clone();
             let up = |member: &Value| {
                 let checks = member["checks"].as_array().unwrap().clone();
                 checks.len() == 2 && checks.iter().all(|check| check["up"] == true)
             };
             members.len() == usize::from(SERVERS) && members.iter().all(up)
         });
-        site
+        env
     }
 
     fn kill_etcd(&mut self) {
@@ -137,35 +137,35 @@ impl TestEnv {
 #[test]
 fn connections_continue_without_etcd_and_controllers() {
     skip_if!(missing_testbed_rights());
-    let mut site = TestEnv::start();
-    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
-    assert_eq!(site.leaders(), 1);
+    let mut env = TestEnv::start();
+    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    assert_eq!(env.leaders(), 1);
 
-    site.kill_etcd();
-    eventually(*TIMEOUT, "no controller leads", || site.leaders() == 0);
-    assert!(site.ask(&["drain", "s1"]).is_err());
-    site.stop_server(2);
-    site.wait_until_served_by(&[1, 3]);
+    env.kill_etcd();
+    eventually(*TIMEOUT, "no controller leads", || env.leaders() == 0);
+    assert!(env.ask(&["drain", "s1"]).is_err());
+    env.stop_server(2);
+    env.wait_until_served_by(&[1, 3]);
     connections.retain(|(_, answerer)| answerer.server != 2);
     assert_eq!(count_broken(&mut connections), 0, "without a leader");
-    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
-    site.wait_until_served_by(&[1, 2, 3]);
+    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
+    env.wait_until_served_by(&[1, 2, 3]);
 
-    site.restart_etcd();
-    eventually(*TIMEOUT, "one controller leads", || site.leaders() == 1);
-    eventually(*TIMEOUT, "changes are made again", || site.ask(&["drain", "s1"]).is_ok());
-    site.wait_until_served_by(&[2, 3]);
-    eventually(*TIMEOUT, "and undone", || site.ask(&["undrain", "s1"]).is_ok());
-    site.wait_until_served_by(&[1, 2, 3]);
+    env.restart_etcd();
+    eventually(*TIMEOUT, "one controller leads", || env.leaders() == 1);
+    eventually(*TIMEOUT, "changes are made again", || env.ask(&["drain", "s1"]).is_ok());
+    env.wait_until_served_by(&[2, 3]);
+    eventually(*TIMEOUT, "and undone", || env.ask(&["undrain", "s1"]).is_ok());
+    env.wait_until_served_by(&[1, 2, 3]);
     assert_eq!(count_broken(&mut connections), 0, "with etcd back");
 
-    let mut connections = open(&site.testbed, AT_EVERY_SERVER);
-    site.kill_etcd();
+    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    env.kill_etcd();
     for controller in ["controller", "controller2"] {
-        site.fleet.kill(controller).unwrap();
+        env.fleet.kill(controller).unwrap();
     }
-    site.stop_server(3);
-    site.wait_until_served_by(&[1, 2]);
+    env.stop_server(3);
+    env.wait_until_served_by(&[1, 2]);
     connections.retain(|(_, answerer)| answerer.server != 3);
     assert_eq!(count_broken(&mut connections), 0, "without controllers and etcd");
 }

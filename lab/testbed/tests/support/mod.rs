@@ -101,7 +101,7 @@ impl TestEnv {
     /// Changes a server in the controller's file; `None`: removes it. Returns when every part has
     /// confirmed it: a connection need not survive two changes at once.
     pub fn set_admin_state(&mut self, server: u16, state: Option<AdminState>) {
-        let generation = |site: &Self| site.fleet.status(&site.testbed).ok()?["configuration_generation"].as_u64();
+        let generation = |env: &Self| env.fleet.status(&env.testbed).ok()?["configuration_generation"].as_u64();
         let before = generation(self);
         let mut pool = self.fleet.pool().clone();
         match state {

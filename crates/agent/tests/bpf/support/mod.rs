@@ -76,7 +76,7 @@ pub fn configuration() -> AgentConfiguration {
         report_interval: Duration::from_millis(50),
         fleet_rss_key: RssKey::microsoft(),
         server_id: server_id(),
-        servers_before: Vec::new(),
+        previous_servers: Vec::new(),
         draining: false,
         address: None,
     }

@@ -22,7 +22,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 /// still holds its store) or count generations.
 pub static SIGHUP_REACHES_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
-pub async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
+pub async fn with_timeout<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
 }
 
@@ -73,7 +73,7 @@ impl Home {
 
     pub async fn start(&self) -> Running {
         // A controller that was killed may still be writing: other than a process, a task is not gone at once.
-        let server = in_time("the store", async {
+        let server = with_timeout("the store", async {
             loop {
                 match Server::bind(&self.config()).await {
                     Err(error) if error.to_string().contains("is in use") => tokio::task::yield_now().await,
@@ -85,8 +85,8 @@ impl Home {
         let (address, api, state) = (server.address(), server.api_address(), server.election());
         let metrics = Box::new(move || state.metrics().text());
         let token = token_file(self.directory.path(), Role::Operator);
-        let asking = Client::new(api.into(), &token).unwrap();
-        Running { address, api, asking, metrics, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
+        let client = Client::new(api.into(), &token).unwrap();
+        Running { address, api, client, metrics, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
     }
 }
 
@@ -95,7 +95,7 @@ pub struct Running {
     pub address: SocketAddr,
     pub api: SocketAddr,
     /// An operator.
-    pub asking: Client,
+    pub client: Client,
     /// In the text format of Prometheus.
     pub metrics: Box<dyn Fn() -> String + Send + Sync>,
     task: JoinHandle<()>,
@@ -111,7 +111,7 @@ impl Running {
     }
 
     pub async fn status(&self) -> Status {
-        self.asking.status(false).await.unwrap()
+        self.client.status(false).await.unwrap()
     }
 
     /// Ends it at once, as SIGKILL would.

@@ -46,7 +46,7 @@ pub fn service(vip: impl Into<SocketAddr>) -> ServiceAddress {
 /// Expected IP identification, or IPv6 flow label, of a forwarded packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Identification {
-    Kept,
+    Unchanged,
     /// It names the server before, if there is one.
     Before(Option<ServerId>),
 }
@@ -68,7 +68,7 @@ fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
 }
 
 /// Returns the previous server of the connection's bucket, by the table.
-pub fn before(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
+pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
     let bucket = table.bucket_count.bucket(table.groups[0].toeplitz(&tuple.bytes()));
     table.consistent_before.get(bucket as usize).copied().flatten()
 }
@@ -203,7 +203,7 @@ impl Balancer {
 
     /// The packet leaves with the server's MAC address and our own, and is the same otherwise.
     pub fn expect_sent_to(&self, service: usize, frame: &[u8], server: ServerId, name: &str) {
-        self.expect_sent(service, frame, server, Identification::Kept, name);
+        self.expect_sent(service, frame, server, Identification::Unchanged, name);
     }
 
     /// The same, but for its IP identification.
@@ -245,7 +245,7 @@ impl Balancer {
 fn check_sent(frame: &[u8], verdict: i32, packet: &[u8], destination: MacAddress, identification: Identification) {
     assert_eq!(verdict, XDP_TX);
     let mut expected = match identification {
-        Identification::Kept => frame.to_vec(),
+        Identification::Unchanged => frame.to_vec(),
         Identification::Before(None) => with_identification(frame, intf::NO_SERVER as u16),
         Identification::Before(Some(server)) => with_identification(frame, server.get()),
     };

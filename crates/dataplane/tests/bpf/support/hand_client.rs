@@ -7,7 +7,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 
 use super::network::SERVER;
-use super::server_bed::{Bed, SERVER_IPV6, Sniffer, TIMEOUT, flags, vip};
+use super::server_env::{SERVER_IPV6, Sniffer, TIMEOUT, TestEnv, flags, vip};
 use super::{
     ACK, Family, SYN, Tcp, aligned_timestamp, is_ipv6, ones_complement_sum, tcp_offset, timestamp_offset, word,
 };
@@ -16,8 +16,8 @@ use super::{
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
 const ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
-pub struct HandClient<'bed> {
-    bed: &'bed Bed,
+pub struct HandClient<'env> {
+    env: &'env TestEnv,
     sniffer: Sniffer,
     server_mac: MacAddress,
     pub port: u16,
@@ -29,19 +29,19 @@ pub struct HandClient<'bed> {
     own_time: u32,
 }
 
-impl<'bed> HandClient<'bed> {
-    pub fn new(bed: &'bed Bed, port: u16, timestamps: bool) -> Self {
-        let mac = |host: &super::network::Host| host.within(|| super::network::mac_address("eth0"));
+impl<'env> HandClient<'env> {
+    pub fn new(env: &'env TestEnv, port: u16, timestamps: bool) -> Self {
+        let mac = |host: &super::network::Host| host.run_inside(|| super::network::mac_address("eth0"));
         for (address, length, server) in
             [(IpAddr::from(ADDRESS), 32, IpAddr::from(SERVER)), (ADDRESS_IPV6.into(), 128, SERVER_IPV6.into())]
         {
-            bed.pair.server.ip(&format!("neigh replace {address} lladdr {} dev eth0", mac(&bed.pair.client)));
-            bed.pair.server.ip(&format!("route replace {address}/{length} dev eth0 src {server}"));
+            env.pair.server.ip(&format!("neigh replace {address} lladdr {} dev eth0", mac(&env.pair.client)));
+            env.pair.server.ip(&format!("route replace {address}/{length} dev eth0 src {server}"));
         }
         Self {
-            bed,
-            sniffer: Sniffer::new(bed),
-            server_mac: mac(&bed.pair.server),
+            env,
+            sniffer: Sniffer::new(env),
+            server_mac: mac(&env.pair.server),
             port,
             timestamps,
             sequence: 1000,
@@ -52,7 +52,7 @@ impl<'bed> HandClient<'bed> {
     }
 
     pub fn address(&self) -> SocketAddr {
-        let address = match self.bed.family {
+        let address = match self.env.family {
             Family::Ipv4 => IpAddr::from(ADDRESS),
             Family::Ipv6 => ADDRESS_IPV6.into(),
         };
@@ -61,7 +61,7 @@ impl<'bed> HandClient<'bed> {
 
     /// A frame as this client would send it now. `tsecr` only if it does timestamps.
     pub fn frame(&self, flags: u8, tsecr: u32, payload: &[u8]) -> Vec<u8> {
-        let mut packet = Tcp::between(self.address(), vip(self.bed.family));
+        let mut packet = Tcp::between(self.address(), vip(self.env.family));
         packet.destination_mac = self.server_mac.0;
         packet.flags = flags;
         packet.payload = payload.to_vec();
@@ -73,7 +73,7 @@ impl<'bed> HandClient<'bed> {
 
     pub fn send(&mut self, frame: &[u8]) {
         self.own_time += 1;
-        self.sniffer.send(self.bed, frame);
+        self.sniffer.send(self.env, frame);
     }
 
     /// Returns the server's answers: all packets until it is silent for 50 ms.
@@ -107,15 +107,15 @@ impl<'bed> HandClient<'bed> {
     }
 
     /// Returns the packets to this client since the last call, once the server has processed all that was sent.
-    pub fn settled(&self) -> Vec<Vec<u8>> {
-        let mut frames = self.sniffer.settled_from_vip(self.bed);
+    pub fn received(&self) -> Vec<Vec<u8>> {
+        let mut frames = self.sniffer.collect_from_vip(self.env);
         frames.retain(|frame| self.is_for_us(frame));
         frames
     }
 
     /// Returns packets to or from others since the last call, once the server has processed all that was sent.
-    pub fn overheard(&self) -> Vec<Vec<u8>> {
-        self.sniffer.settled(self.bed)
+    pub fn received_by_others(&self) -> Vec<Vec<u8>> {
+        self.sniffer.collect(self.env)
     }
 
     fn is_for_us(&self, frame: &[u8]) -> bool {
@@ -143,7 +143,7 @@ impl<'bed> HandClient<'bed> {
     }
 
     /// Sends `payload`, in a packet changed by `change`; what the server sends upon it.
-    pub fn talk(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
+    pub fn exchange(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
         let mut frame = self.frame(ACK, self.recent, payload);
         change(&mut frame);
         self.send(&frame);

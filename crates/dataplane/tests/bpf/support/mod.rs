@@ -1,11 +1,11 @@
 //! Packets for tests, made and checked by code that shares nothing with the BPF programs.
 
 pub mod balancer;
-pub mod dispatch_bed;
+pub mod dispatch_env;
 pub mod hand_client;
 pub mod network;
 pub mod packet_socket;
-pub mod server_bed;
+pub mod server_env;
 pub mod stateful;
 pub mod tunnel;
 
@@ -156,7 +156,7 @@ pub struct Udp {
 }
 
 /// More fragments follow.
-pub const MORE: u16 = 0x2000;
+pub const MORE_FRAGMENTS: u16 = 0x2000;
 
 impl Udp {
     pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
@@ -173,7 +173,7 @@ impl Udp {
     /// The frame. A later fragment (offset not 0) has no UDP header; a first one announces as many bytes again.
     pub fn frame(&self) -> Vec<u8> {
         let later = self.fragment & 0x1fff != 0;
-        let whole = 8 + self.payload.len() * if self.fragment & MORE != 0 { 2 } else { 1 };
+        let whole = 8 + self.payload.len() * if self.fragment & MORE_FRAGMENTS != 0 { 2 } else { 1 };
         let mut transport = Vec::new();
         if !later {
             transport.extend(self.source.port().to_be_bytes());

@@ -53,7 +53,7 @@ impl Host {
     }
 
     /// Runs `action` there, in a thread of its own. Sockets made inside stay there.
-    pub fn within<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
+    pub fn run_inside<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
                 setns(&self.namespace, CloneFlags::CLONE_NEWNET).unwrap();
@@ -65,16 +65,16 @@ impl Host {
 
     pub fn ip(&self, arguments: &str) {
         let run = || Command::new("ip").args(arguments.split_whitespace()).status().unwrap();
-        assert!(self.within(run).success(), "ip {arguments}");
+        assert!(self.run_inside(run).success(), "ip {arguments}");
     }
 
     pub fn set_sysctl(&self, path: &str, value: &str) {
-        self.within(|| fs::write(format!("/proc/sys/net/{path}"), value).unwrap());
+        self.run_inside(|| fs::write(format!("/proc/sys/net/{path}"), value).unwrap());
     }
 
     /// One of the kernel's counters, by the names that `nstat` shows (TcpExtPAWSEstab, TcpRetransSegs ...).
     pub fn kernel_counter(&self, name: &str) -> u64 {
-        let text = self.within(|| {
+        let text = self.run_inside(|| {
             ["netstat", "snmp"]
                 .map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap())
                 .concat()
@@ -118,7 +118,7 @@ impl Pair {
 
     /// Index of the server's device.
     pub fn server_interface(&self) -> u32 {
-        self.server.within(|| nix::net::if_::if_nametoindex("eth0").unwrap())
+        self.server.run_inside(|| nix::net::if_::if_nametoindex("eth0").unwrap())
     }
 }
 
@@ -203,7 +203,7 @@ impl Segment {
         host.ip("link set eth0 up");
         // veth leaves checksums to a NIC that is not there; what XDP sends on would carry the unfinished sum.
         let finish_checksums = || Command::new("ethtool").args(["-K", "eth0", "tx", "off"]).output().unwrap();
-        assert!(host.within(finish_checksums).status.success(), "ethtool -K eth0 tx off");
+        assert!(host.run_inside(finish_checksums).status.success(), "ethtool -K eth0 tx off");
         switch.ip(&format!("link set port{number} master br0"));
         switch.ip(&format!("link set port{number} up"));
         host

@@ -40,7 +40,7 @@ pub fn owner(number: u64) -> OwnerNumber {
 }
 
 /// The number of the load balancer under test.
-pub fn own() -> OwnerNumber {
+pub fn own_number() -> OwnerNumber {
     owner(5)
 }
 
@@ -51,7 +51,7 @@ pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
     let ids = balancer.replace_servers(0, 9, rng);
     let table = random_table(Rule::RoundRobin, 1, 1, &ids, rng);
     balancer.install(0, &table);
-    balancer.lb.set_owner(Some(own()));
+    balancer.lb.set_owner(Some(own_number()));
     (balancer, ids)
 }
 

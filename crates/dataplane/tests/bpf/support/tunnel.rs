@@ -10,18 +10,18 @@ use super::Family;
 
 pub const ETHERNET: usize = 14;
 /// Addresses of the load balancer.
-pub const OWN: OuterSources =
+pub const OWN_ADDRESSES: OuterSources =
     OuterSources { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 
 /// A kind of outer header, and the families of both packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Form {
+pub struct TunnelForm {
     pub forwarding: Forwarding,
     pub inner: Family,
     pub outer: Family,
 }
 
-impl Form {
+impl TunnelForm {
     pub fn all() -> impl Iterator<Item = Self> {
         let of_inner = |inner| Family::BOTH.into_iter().map(move |outer| (inner, outer));
         let families = Family::BOTH.into_iter().flat_map(of_inner);
@@ -31,7 +31,7 @@ impl Form {
     }
 
     pub fn overhead(self) -> usize {
-        self.forwarding.overhead(own(self.outer))
+        self.forwarding.overhead(own_address(self.outer))
     }
 
     /// Protocol behind the outer IP header.
@@ -62,10 +62,10 @@ pub fn client(family: Family) -> SocketAddr {
     }
 }
 
-pub fn own(family: Family) -> IpAddr {
+pub fn own_address(family: Family) -> IpAddr {
     match family {
-        Family::Ipv4 => OWN.ipv4.into(),
-        Family::Ipv6 => OWN.ipv6.into(),
+        Family::Ipv4 => OWN_ADDRESSES.ipv4.into(),
+        Family::Ipv6 => OWN_ADDRESSES.ipv6.into(),
     }
 }
 

@@ -81,7 +81,7 @@ impl ServerSpec<'_> {
         let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
         let feo = FeoConfig { selection: scheduler, ..FeoConfig::strict(0..services) };
         let ranks = RankArrays::new(cores, &ranked, rank, depth);
-        let dispatcher = JoinBoundedShortestRankedQueue::with(ranks, &feo).expect("1 to 64 services");
+        let dispatcher = JoinBoundedShortestRankedQueue::with_ranks(ranks, &feo).expect("1 to 64 services");
         let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, behind), services);
         if options.assignment == Assignment::CompleteShare {
             return visitor.visit(server);

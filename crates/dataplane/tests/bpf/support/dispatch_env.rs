@@ -19,8 +19,8 @@ pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::L
 /// Runs `test` in a network namespace of its own. One test at a time: the child that another one starts has this one's
 /// sockets until it execs, and a worker that is dropped meanwhile would live on.
 pub fn in_namespace(test: impl FnOnce() + Send) {
-    static ONE_TEST_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _lock = ONE_TEST_AT_A_TIME.lock();
+    static TEST_LOCK: Mutex<()> = Mutex::new(());
+    let _lock = TEST_LOCK.lock();
     in_another_namespace(test);
 }
 
@@ -76,7 +76,7 @@ impl Drop for Pins {
 }
 
 /// Workers that read and answer on the test's command.
-pub struct Bed {
+pub struct TestEnv {
     pub dispatch: Dispatch,
     pub workers: BTreeMap<u32, UdpSocket>,
     pub pins: Pins,
@@ -91,13 +91,13 @@ pub struct Read {
     pub payload: Vec<u8>,
 }
 
-impl Bed {
+impl TestEnv {
     pub fn new(workers: usize, options: &Options) -> Self {
         let pins = Pins::new();
         let dispatch = Dispatch::load(&pins.0, &dispatch::cgroup_root().unwrap(), options).unwrap();
-        let mut bed = Self { dispatch, workers: BTreeMap::new(), pins, clock: Duration::ZERO };
-        (0..workers).for_each(|_| _ = bed.add_worker());
-        bed
+        let mut env = Self { dispatch, workers: BTreeMap::new(), pins, clock: Duration::ZERO };
+        (0..workers).for_each(|_| _ = env.add_worker());
+        env
     }
 
     /// Adds a worker, and returns its slot.

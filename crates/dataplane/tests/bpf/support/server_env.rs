@@ -64,7 +64,7 @@ pub fn set_services(programs: &mut ServerPrograms, mode: ServiceMode) {
     programs.set_services(&Family::BOTH.map(service)).unwrap();
 }
 
-pub struct Bed {
+pub struct TestEnv {
     /// Family of the connections.
     pub family: Family,
     // Taken off before the network goes.
@@ -73,7 +73,7 @@ pub struct Bed {
     pub pair: Pair,
 }
 
-impl Bed {
+impl TestEnv {
     pub fn new() -> Self {
         Self::with(ServiceMode::default())
     }
@@ -99,12 +99,12 @@ impl Bed {
     }
 
     pub fn listen(&self) -> TcpListener {
-        self.pair.server.within(|| TcpListener::bind(vip(self.family)).unwrap())
+        self.pair.server.run_inside(|| TcpListener::bind(vip(self.family)).unwrap())
     }
 
     pub fn connect(&self) -> TcpStream {
         let address = vip(self.family);
-        let stream = self.pair.client.within(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
+        let stream = self.pair.client.run_inside(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
@@ -119,7 +119,7 @@ impl Bed {
 
     /// Asserts that no error was counted on either side. (Retransmissions are allowed: on few CPUs veth loses a packet
     /// now and then, with programs and without.)
-    pub fn assert_nobody_noticed(&self) {
+    pub fn assert_no_errors(&self) {
         for host in [&self.pair.client, &self.pair.server] {
             for counter in
                 ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"]
@@ -133,29 +133,29 @@ impl Bed {
 pub fn attach(pair: &Pair, pins: &PinDirectory) -> ServerPrograms {
     let options =
         ServerOptions { interface_index: pair.server_interface(), pin_directory: pins.path(), sample_every_syn: false };
-    pair.server.within(|| ServerPrograms::attach(options)).unwrap()
+    pair.server.run_inside(|| ServerPrograms::attach(options)).unwrap()
 }
 
-/// Sees what arrives at the client: packets of the bed's family.
+/// Sees what arrives at the client: packets of the family under test.
 pub struct Sniffer {
     socket: Socket,
     family: Family,
 }
 
 impl Sniffer {
-    pub fn new(bed: &Bed) -> Self {
-        let socket = bed.pair.client.within(|| {
+    pub fn new(env: &TestEnv) -> Self {
+        let socket = env.pair.client.run_inside(|| {
             let every_protocol = i32::from((libc::ETH_P_ALL as u16).to_be());
             Socket::new(Domain::PACKET, Type::RAW, Some(every_protocol.into())).unwrap()
         });
         socket.set_recv_buffer_size(16 << 20).unwrap();
         socket.set_nonblocking(true).unwrap();
-        Self { socket, family: bed.family }
+        Self { socket, family: env.family }
     }
 
     /// Sends a frame from the client's device.
-    pub fn send(&self, bed: &Bed, frame: &[u8]) {
-        bed.pair.client.within(|| {
+    pub fn send(&self, env: &TestEnv, frame: &[u8]) {
+        env.pair.client.run_inside(|| {
             let index = nix::net::if_::if_nametoindex("eth0").unwrap();
             let mut address: libc::sockaddr_ll = unsafe_zeroed();
             address.sll_family = libc::AF_PACKET as u16;
@@ -176,8 +176,8 @@ impl Sniffer {
     }
 
     /// The same, of what came until [`settled`](Self::settled).
-    pub fn settled_from_vip(&self, bed: &Bed) -> Vec<Vec<u8>> {
-        self.settled(bed).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
+    pub fn collect_from_vip(&self, env: &TestEnv) -> Vec<Vec<u8>> {
+        self.collect(env).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
     /// The beginnings of all packets that came so far.
@@ -198,12 +198,12 @@ impl Sniffer {
 
     /// Waits until the server has processed all that was sent before, and its answers have come; the beginnings of all
     /// packets until then. An ARP request goes after the rest, on the one CPU, and its answer comes after the rest.
-    pub fn settled(&self, bed: &Bed) -> Vec<Vec<u8>> {
-        static ASKED: AtomicU32 = AtomicU32::new(0);
-        let number = ASKED.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+    pub fn collect(&self, env: &TestEnv) -> Vec<Vec<u8>> {
+        static ARP_REQUESTS: AtomicU32 = AtomicU32::new(0);
+        let number = ARP_REQUESTS.fetch_add(1, Ordering::Relaxed).to_be_bytes();
         // Each query has its own address, so that no other answer is taken for this one.
         let asking = [2, 9, number[0], number[1], number[2], number[3]];
-        self.send(bed, &arp_request(asking, SERVER));
+        self.send(env, &arp_request(asking, SERVER));
         let is_answer = |frame: &Vec<u8>| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[32..38] == asking;
         let (mut frames, end) = (Vec::new(), Instant::now() + TIMEOUT);
         loop {
@@ -237,9 +237,9 @@ fn is_from_vip(family: Family, frame: &[u8]) -> bool {
 /// "Who has `target`?", asked by the host with that MAC address (RFC 826), which has an address of the client's
 /// network.
 fn arp_request(asking: [u8; 6], target: Ipv4Addr) -> Vec<u8> {
-    const ASKING: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);
+    const ARP_SENDER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);
     let ethernet = [&[0xff; 6][..], &asking, &[8, 6]].concat();
-    let addresses = [&asking[..], &ASKING.octets(), &[0; 6], &target.octets()].concat();
+    let addresses = [&asking[..], &ARP_SENDER.octets(), &[0; 6], &target.octets()].concat();
     [&ethernet[..], &[0, 1, 8, 0, 6, 4, 0, 1], &addresses].concat()
 }
 
