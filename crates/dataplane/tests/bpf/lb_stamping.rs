@@ -149,7 +149,8 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     for (client, server, _) in &mut stamped {
         exchange(client, server);
     }
-    assert_eq!(env.count(intf::LB_COUNTER_FLOW_TABLE), by_flow);
+    // Delayed acknowledgements of the plain ones, one each.
+    assert!(env.count(intf::LB_COUNTER_FLOW_TABLE) <= by_flow + plain.len() as u64);
     assert!(env.count(intf::LB_COUNTER_REPLY_STAMPED) > 100 && env.count(intf::LB_COUNTER_ESTABLISHED) > 100);
     for clock in env.clocks() {
         assert!(clock.disagreed > 0 && clock.problem().is_none(), "{clock:?}");
