@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::{from_mut, null_mut};
 use std::time::Duration;
 
-use coreward_model::dispatch::Assignment;
+use coreward_model::dispatch::{Assignment, ReservedCores};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::CoreAllocator;
 use coreward_runtime::message::HintMessage;
@@ -97,7 +97,9 @@ pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved
             return null_mut();
         }
     };
-    Box::into_raw(Box::new(Allocator { allocator: CoreAllocator::new(assignment, cores, reserved) }))
+    Box::into_raw(Box::new(Allocator {
+        allocator: CoreAllocator::new(assignment, cores, ReservedCores([reserved; 2])),
+    }))
 }
 
 /// Frees an allocation, which may be null, when no worker uses it.

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use coreward_model::dispatch::{Assignment, CoreAllocation};
+use coreward_model::dispatch::{Assignment, CoreAllocation, ReservedCores};
 
 use crate::error::RuntimeError;
 use crate::message::HintMessage;
@@ -19,8 +19,8 @@ pub struct CoreAllocator {
 }
 
 impl CoreAllocator {
-    /// The first assignment of `cores` cores. `reserved`: cores that each service keeps for itself.
-    pub fn new(assignment: Assignment, cores: u16, reserved: u16) -> Self {
+    /// The first assignment of `cores` cores.
+    pub fn new(assignment: Assignment, cores: u16, reserved: ReservedCores) -> Self {
         Self { allocation: Mutex::new(CoreAllocation::new(assignment, cores, reserved)) }
     }
 
@@ -41,7 +41,9 @@ impl CoreAllocator {
         if hint.service < ALLOCATED_SERVICES {
             let other_waits = hint.waiting >> (1 - hint.service) & 1 == 1;
             let mut allocation = self.allocation();
-            for change in allocation.hint(hint.service, hint.hint, other_waits, |core| worker.load(core)) {
+            for change in
+                allocation.hint(hint.service, hint.hint, other_waits, |service, core| worker.load(service, core))
+            {
                 if change.runs {
                     worker.enable_service(change.service, change.core)?;
                 } else {

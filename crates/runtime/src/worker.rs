@@ -265,11 +265,14 @@ impl Worker<'_> {
         consumer.publish(head);
     }
 
-    /// Returns the number of requests in the queues of a core, which is in range.
-    pub fn load(&self, core: u16) -> u32 {
+    /// Returns the number of requests at a core, waiting or served, in the queue of a service's priority; 0 for a
+    /// service that is out of range. Panics for such a core.
+    pub fn load(&self, service: u8, core: u16) -> u32 {
         let lines = self.segment.core(core);
+        let Ok(ServiceEntry { priority, .. }) = self.segment.service(service) else { return 0 };
         let (tails, heads) = (&lines.orchestrator_tails.data, &lines.worker_heads.data);
-        tails.iter().zip(heads).map(|(tail, head)| tail.load(Relaxed).wrapping_sub(head.load(Relaxed))).sum()
+        let queue = tails.get(usize::from(priority)).zip(heads.get(usize::from(priority)));
+        queue.map_or(0, |(tail, head)| tail.load(Relaxed).wrapping_sub(head.load(Relaxed)))
     }
 
     fn check(&self, service: u8, core: u16) -> Result<(), RuntimeError> {

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{Request as KeyValueRequest, ResponseWriter};
-use coreward_model::dispatch::{Assignment, Epoch, MAX_SERVICES, ScaleDown, ScaleUp};
+use coreward_model::dispatch::{Assignment, Epoch, MAX_SERVICES, ReservedCores, ScaleDown, ScaleUp};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::CoreAllocator;
 use coreward_runtime::message::{HintMessage, Trigger};
@@ -50,9 +50,9 @@ pub struct OrchestratedServerArgs {
     /// Assignment of the cores to services 0 and 1, changed by load hints of service 0: share, dedicated or hybrid
     #[arg(long, default_value_t = Assignment::CompleteShare)]
     assignment: Assignment,
-    /// Cores that each service keeps for itself
-    #[arg(long, default_value_t = 1)]
-    reserved: u16,
+    /// Cores that services 0 and 1 keep for themselves: one number for both, or two as in 2:0
+    #[arg(long, default_value_t = ReservedCores([1, 1]))]
+    reserved: ReservedCores,
     /// Interval of the load monitor's checks (us); it scales down after four calm ones
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     epoch_us: u64,

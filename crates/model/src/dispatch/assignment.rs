@@ -12,7 +12,8 @@ pub enum Assignment {
     CompleteShare,
     /// `dedicated`: each core runs one service; cores change hands by load hints
     Dedicated,
-    /// `hybrid`: each service has cores of its own, and both share the others; load hints open and close further ones
+    /// `hybrid`: each service has cores of its own, and both share the others; with load hints, the own cores of the
+    /// service with priority follow its constant load
     Hybrid,
 }
 
@@ -51,30 +52,64 @@ pub struct Change {
     pub runs: bool,
 }
 
+/// Cores that each of two services keeps for itself, whatever the other needs: `2` for both, or `2:0`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReservedCores(pub [u16; 2]);
+
+/// A text that is not one number of cores, or two.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("reserved cores {0:?}: expected a number, or one for each service as in 2:0")]
+pub struct InvalidReservedCores(pub String);
+
+impl FromStr for ReservedCores {
+    type Err = InvalidReservedCores;
+
+    fn from_str(text: &str) -> Result<Self, InvalidReservedCores> {
+        let (first, second) = text.split_once(':').unwrap_or((text, text));
+        match (first.parse(), second.parse()) {
+            (Ok(first), Ok(second)) => Ok(Self([first, second])),
+            _ => Err(InvalidReservedCores(text.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for ReservedCores {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self([first, second]) = self;
+        if first == second { write!(f, "{first}") } else { write!(f, "{first}:{second}") }
+    }
+}
+
 /// The core allocator of the operating system, for two services of which 0 has priority.
 #[derive(Debug, Clone)]
 pub struct CoreAllocation {
     assignment: Assignment,
-    /// Cores that each service keeps for itself.
-    reserved: u16,
-    /// Cores that both always share.
-    shared: u16,
+    reserved: ReservedCores,
     /// By core: whether service 0 and service 1 run there.
     runs: Vec<[bool; 2]>,
 }
 
+const BOTH: [bool; 2] = [true, true];
+
+/// The services of a core that is the own one of `service`.
+fn own(service: u8) -> [bool; 2] {
+    [service == 0, service == 1]
+}
+
 impl CoreAllocation {
-    /// Gives both services equally many cores of their own; under `hybrid` a quarter of all is shared permanently.
-    /// `reserved`: cores that each keeps whatever the other needs.
-    pub fn new(assignment: Assignment, cores: u16, reserved: u16) -> Self {
-        let shared = match assignment {
-            Assignment::CompleteShare => cores,
-            Assignment::Dedicated => 0,
-            Assignment::Hybrid => cores.div_ceil(4),
+    /// `dedicated`: both services have equally many cores. `hybrid`: they have the reserved ones, service 0 first, and
+    /// share the others.
+    pub fn new(assignment: Assignment, cores: u16, reserved: ReservedCores) -> Self {
+        let [first, second] = match assignment {
+            Assignment::CompleteShare => [0, 0],
+            Assignment::Dedicated => [cores / 2, cores - cores / 2],
+            Assignment::Hybrid => {
+                let [first, second] = reserved.0;
+                [first.min(cores), second.min(cores.saturating_sub(first))]
+            }
         };
-        let own = (cores - shared) / 2;
-        let runs = |core| [core < own + shared, core >= own];
-        Self { assignment, reserved, shared, runs: (0..cores).map(runs).collect() }
+        let runs = |core| [core < cores.saturating_sub(second), core >= first];
+        Self { assignment, reserved, runs: (0..cores).map(runs).collect() }
     }
 
     /// Whether `service` runs on `core`.
@@ -83,34 +118,60 @@ impl CoreAllocation {
     }
 
     /// Returns the changes after a hint for `service`. `other_waits`: requests of the other service wait at the NIC.
-    /// `load`: work of a core; the core with the least gives way, the first of equals.
-    pub fn hint(&mut self, service: u8, hint: LoadHint, other_waits: bool, load: impl Fn(u16) -> u32) -> Vec<Change> {
-        let other = 1 - service;
-        // Result for each kind of core, [this service, the other].
-        let (from, to) = match (self.assignment, hint) {
-            (Assignment::CompleteShare, _) => return Vec::new(),
+    /// `load`: requests of a service at a core.
+    pub fn hint(
+        &mut self,
+        service: u8,
+        hint: LoadHint,
+        other_waits: bool,
+        load: impl Fn(u8, u16) -> u32,
+    ) -> Vec<Change> {
+        match self.assignment {
+            Assignment::CompleteShare => Vec::new(),
             // Service 1 takes nothing that service 0 needs.
-            (_, LoadHint::ScaleUp) if service > other && other_waits => return Vec::new(),
-            (Assignment::Dedicated, LoadHint::ScaleUp) => ([false, true], [true, false]),
-            (Assignment::Dedicated, LoadHint::ScaleDown) => ([true, false], [false, true]),
-            (Assignment::Hybrid, LoadHint::ScaleUp) => ([false, true], [true, true]),
-            (Assignment::Hybrid, LoadHint::ScaleDown) => ([true, true], [false, true]),
-        };
-        let roles = |core: u16| [self.runs(service, core), self.runs(other, core)];
-        let candidates: Vec<u16> = (0..self.runs.len() as u16).filter(|core| roles(*core) == from).collect();
-        let kept = if from == [true, true] { self.shared } else { self.reserved };
-        if candidates.len() <= usize::from(kept) {
+            Assignment::Dedicated if hint == LoadHint::ScaleUp && service == 1 && other_waits => Vec::new(),
+            Assignment::Dedicated => {
+                let (from, to) =
+                    if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
+                let kept = self.reserved.0[usize::from(from)];
+                self.change_one(own(from), own(to), kept, |core| load(0, core) + load(1, core))
+            }
+            Assignment::Hybrid => self.fit_own_cores(load),
+        }
+    }
+
+    /// Lets the own cores of service 0 follow its constant load, so that bursts only reach the shared ones: with as
+    /// many own cores as its load needs, as many of them are idle as shared ones serve it.
+    fn fit_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<Change> {
+        let idle = self.cores(own(0)).filter(|core| load(0, *core) == 0).count();
+        let overflowed = self.cores(BOTH).filter(|core| load(0, *core) > 0).count();
+        let [kept, other_kept] = self.reserved.0;
+        if overflowed > idle {
+            // Service 1 always has a core.
+            self.change_one(BOTH, own(0), (other_kept == 0).into(), |core| load(1, core))
+        } else if idle > overflowed {
+            self.change_one(own(0), BOTH, kept, |core| load(0, core))
+        } else {
+            Vec::new()
+        }
+    }
+
+    fn cores(&self, services: [bool; 2]) -> impl Iterator<Item = u16> + '_ {
+        (0..).zip(&self.runs).filter(move |(_, runs)| **runs == services).map(|(core, _)| core)
+    }
+
+    /// Changes the services of the core with the least load, the first of equals, if more than `kept` have `from`.
+    fn change_one(&mut self, from: [bool; 2], to: [bool; 2], kept: u16, load: impl Fn(u16) -> u32) -> Vec<Change> {
+        if self.cores(from).count() <= usize::from(kept) {
             return Vec::new();
         }
-        let Some(core) = candidates.into_iter().min_by_key(|core| load(*core)) else { return Vec::new() };
-        let mut changes = Vec::new();
-        for (service, (before, after)) in [service, other].into_iter().zip(from.into_iter().zip(to)) {
-            if before != after {
-                self.runs[usize::from(core)][usize::from(service)] = after;
-                changes.push(Change { service, core, runs: after });
-            }
-        }
-        changes
+        let Some(core) = self.cores(from).min_by_key(|core| load(*core)) else { return Vec::new() };
+        self.runs[usize::from(core)] = to;
+        let change = |service: u8| {
+            let runs = to[usize::from(service)];
+            (runs != from[usize::from(service)]).then_some(Change { service, core, runs })
+        };
+        [0, 1].into_iter().filter_map(change).collect()
     }
 }
 
@@ -120,8 +181,8 @@ mod tests {
 
     #[test]
     fn dedicated_cores_change_hands() {
-        let mut allocation = CoreAllocation::new(Assignment::Dedicated, 4, 1);
-        let load = |core: u16| u32::from(10 - core);
+        let mut allocation = CoreAllocation::new(Assignment::Dedicated, 4, ReservedCores([1, 1]));
+        let load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
         let changes = allocation.hint(0, LoadHint::ScaleUp, false, load);
         let expected = [Change { service: 0, core: 3, runs: true }, Change { service: 1, core: 3, runs: false }];
         assert_eq!(changes, expected, "the least loaded of the other's");
@@ -132,23 +193,34 @@ mod tests {
     }
 
     #[test]
-    fn hybrid_opens_cores_to_both_and_closes_them_again() {
-        let mut allocation = CoreAllocation::new(Assignment::Hybrid, 8, 2);
-        assert!(allocation.runs(0, 4) && !allocation.runs(0, 5) && allocation.runs(1, 3) && !allocation.runs(1, 2));
-        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, false, |_| 0), [], "the shared ones stay shared");
-        let opened = [Change { service: 0, core: 5, runs: true }];
-        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_| 0), opened);
-        assert!(allocation.runs(1, 5));
-        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_| 0), [], "6 and 7 are reserved for service 1");
-        let closed = [Change { service: 1, core: 3, runs: false }];
-        assert_eq!(allocation.hint(1, LoadHint::ScaleDown, false, |_| 0), closed);
+    fn own_cores_follow_the_constant_load() {
+        let mut allocation = CoreAllocation::new(Assignment::Hybrid, 6, ReservedCores([1, 1]));
+        let own_cores = |allocation: &CoreAllocation| allocation.cores(own(0)).count();
+        assert!(!allocation.runs(1, 0) && allocation.runs(0, 1) && allocation.runs(1, 4) && !allocation.runs(0, 5));
+        // Service 0 has requests at the first cores, up to three; service 1 at all of its own, the most at the first.
+        let load = |busy: u16| {
+            move |service: u8, core: u16| if service == 0 { (core < busy).into() } else { u32::from(10 - core) }
+        };
+        let taken = [Change { service: 1, core: 4, runs: false }];
+        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, true, load(3)), taken, "least load of service 1");
+        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, true, load(3)), [Change { core: 3, ..taken[0] }]);
+        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, true, load(3)), [], "cores 1 and 2 serve it, 3 and 4 idle");
+        let given = [Change { service: 1, core: 3, runs: true }];
+        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, false, load(1)), given);
+        (0..9).for_each(|_| drop(allocation.hint(0, LoadHint::ScaleDown, false, load(0))));
+        assert_eq!(own_cores(&allocation), 1, "reserved");
+        (0..9).for_each(|_| drop(allocation.hint(0, LoadHint::ScaleUp, false, load(6))));
+        assert_eq!(own_cores(&allocation), 5, "service 1 has its reserved one");
+        let mut allocation = CoreAllocation::new(Assignment::Hybrid, 6, ReservedCores([1, 0]));
+        (0..9).for_each(|_| drop(allocation.hint(0, LoadHint::ScaleUp, false, load(6))));
+        assert_eq!(own_cores(&allocation), 5, "service 1 has a shared one");
     }
 
     #[test]
     fn shared_cores_do_not_change() {
-        let mut allocation = CoreAllocation::new(Assignment::CompleteShare, 2, 1);
+        let mut allocation = CoreAllocation::new(Assignment::CompleteShare, 2, ReservedCores([1, 1]));
         assert!(allocation.runs(0, 1) && allocation.runs(1, 0));
-        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_| 0), []);
+        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
     }
 
     #[test]
@@ -158,5 +230,10 @@ mod tests {
         }
         let error = "shared".parse::<Assignment>().unwrap_err().to_string();
         assert_eq!(error, "assignment \"shared\": expected share, dedicated or hybrid");
+        for text in ["2", "2:0", "0"] {
+            assert_eq!(text.parse::<ReservedCores>().unwrap().to_string(), text);
+        }
+        let error = "2:x".parse::<ReservedCores>().unwrap_err().to_string();
+        assert_eq!(error, "reserved cores \"2:x\": expected a number, or one for each service as in 2:0");
     }
 }

@@ -20,7 +20,7 @@ mod spread;
 mod stealing;
 mod weight;
 
-pub use assignment::{Assignment, Change, CoreAllocation, UnknownAssignment};
+pub use assignment::{Assignment, Change, CoreAllocation, InvalidReservedCores, ReservedCores, UnknownAssignment};
 pub use class_bounds::{ClassBoundedShortestQueue, ClassBounds};
 pub use feo::{
     FeoConfig, FeoConfigError, FirstEligibleOut, GroupConfig, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, Ranking,

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU16;
 
-use coreward_model::dispatch::{Assignment, Epoch, ScaleDown, ScaleUp};
+use coreward_model::dispatch::{Assignment, Epoch, ReservedCores, ScaleDown, ScaleUp};
 use coreward_orchestrator::engine::EngineConfig;
 use coreward_runtime::allocation::CoreAllocator;
 use coreward_runtime::message::Trigger;
@@ -49,7 +49,7 @@ fn assignments(kind: Assignment) -> Vec<[String; CORES as usize]> {
     let engine = EngineConfig { cores: CORES, depth: NonZeroU16::new(1).unwrap(), ..config() };
     let mut bench = TestEngine::new(&engine);
     let runtime = bench.runtime();
-    let allocator = CoreAllocator::new(kind, CORES, 1);
+    let allocator = CoreAllocator::new(kind, CORES, ReservedCores([1, 1]));
     let mut workers: Vec<Worker<'_>> = (0..CORES).map(|core| bench.attach(&runtime, core)).collect();
     workers.iter_mut().for_each(|worker| allocator.attach(worker).unwrap());
     let epoch = Epoch::power_of_two(4).unwrap();
@@ -82,8 +82,8 @@ fn dedicated_cores_change_hands_up_to_the_reserved_ones() {
 }
 
 #[test]
-fn hybrid_cores_open_to_both_and_close() {
-    let expected = [["0", "01", "1", "1"], ["0", "01", "01", "1"], ["0", "1", "01", "1"]];
+fn own_cores_of_hybrid_follow_the_load() {
+    let expected = [["0", "01", "01", "1"], ["0", "0", "0", "1"], ["01", "01", "0", "1"]];
     assert_eq!(assignments(Assignment::Hybrid), expected.map(|cores| cores.map(str::to_owned)));
 }
 

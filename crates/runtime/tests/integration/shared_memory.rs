@@ -84,13 +84,13 @@ fn queues_are_bounded_and_requests_fit_a_slot() {
     let payload = [7; 96];
     assert_eq!((GEOMETRY.payload_bytes(), runtime.payload_bytes()), (96, 96));
     (0..4).for_each(|_| queues.send(0, 1, &request(1), &payload).unwrap());
-    assert_eq!((worker.load(0), worker.load(1)), (4, 0));
+    assert_eq!((worker.load(1, 0), worker.load(0, 0), worker.load(1, 1)), (4, 0, 0));
     let error = |sent: Result<(), RuntimeError>| sent.unwrap_err().to_string();
     assert_eq!(error(queues.send(0, 1, &request(1), &payload)), "core 0: the ring of requests is full");
     assert_eq!(error(queues.send(0, 0, &request(0), &[0; 97])), "97 bytes: a slot holds 96");
     assert_eq!(error(queues.send(0, 2, &request(0), &[])), "priority 2: expected 0 to 1");
     queues.send(0, 0, &request(0), &[0; 96]).unwrap();
-    assert_eq!(worker.load(0), 5);
+    assert_eq!((worker.load(1, 0), worker.load(0, 0)), (4, 1));
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn new_worker_starts_with_empty_queues() {
     runtime.register_service(0, address(4000), 0).unwrap();
     for _ in 0..3 {
         let mut worker = accepted(&mut queues, &runtime, 0);
-        assert_eq!(worker.load(0), 0);
+        assert_eq!(worker.load(0, 0), 0);
         (0..3).for_each(|_| queues.send(0, 0, &request(0), b"lost").unwrap());
         worker.enable_service(0, 0).unwrap();
         assert_eq!(messages(&mut queues, 0), [Message::EnableService { service: 0, core: 0 }]);

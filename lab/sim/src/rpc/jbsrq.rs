@@ -4,7 +4,9 @@ use std::fmt;
 use std::num::NonZeroU16;
 use std::str::FromStr;
 
-use coreward_model::dispatch::{Assignment, Lambda, RankRule, Selection, UnknownAssignment};
+use coreward_model::dispatch::{
+    Assignment, InvalidReservedCores, Lambda, RankRule, ReservedCores, Selection, UnknownAssignment,
+};
 
 use crate::names::UnknownName;
 
@@ -30,7 +32,7 @@ pub struct JbsrqOptions {
     /// `interval`: time between two polls of the NIC's queues by the load monitors, in units of service time
     pub interval: f64,
     /// `reserved`: cores that each service keeps for itself, unless all share all
-    pub reserved: NonZeroU16,
+    pub reserved: ReservedCores,
 }
 
 /// Order of service.
@@ -73,7 +75,7 @@ impl Default for JbsrqOptions {
             switch_cost: 0.0,
             assignment: Assignment::CompleteShare,
             interval: 5.0 / 3.0,
-            reserved: NonZeroU16::MIN,
+            reserved: ReservedCores([1, 1]),
         }
     }
 }
@@ -88,7 +90,7 @@ const OPTIONS: [&str; 10] = [
     "switch=TIME",
     "assignment=share|dedicated|hybrid",
     "interval=TIME",
-    "reserved=N",
+    "reserved=N[:N]",
 ];
 
 /// `lambda=0.2,depth=4,...`; the error states the expectation.
@@ -117,7 +119,9 @@ impl FromStr for JbsrqOptions {
                 "assignment" => {
                     options.assignment = value.parse().map_err(|error: UnknownAssignment| error.to_string())?
                 }
-                "reserved" => options.reserved = value.parse().map_err(|_| wrong(COUNT))?,
+                "reserved" => {
+                    options.reserved = value.parse().map_err(|error: InvalidReservedCores| error.to_string())?
+                }
                 "priorities" => {
                     options.priorities = match value {
                         "classes" => Priorities::Classes,

@@ -71,7 +71,9 @@ impl RingLeaderServer {
             let Some((_, (service, hint))) = self.hints.receive() else { return };
             let nic = &self.server.dispatcher;
             let other_waits = nic.waiting(1 - service) > 0;
-            let changes = self.allocation.hint(service, hint, other_waits, |core| nic.ranks().load(core));
+            let changes = self
+                .allocation
+                .hint(service, hint, other_waits, |service, core| nic.ranks().outstanding(service, core));
             self.answers.send(now, (service, changes));
         } else {
             for service in [0, 1] {

@@ -86,7 +86,7 @@ impl ServerSpec<'_> {
         if options.assignment == Assignment::CompleteShare {
             return visitor.visit(server);
         }
-        let allocation = CoreAllocation::new(options.assignment, cores, options.reserved.get());
+        let allocation = CoreAllocation::new(options.assignment, cores, options.reserved);
         visitor.visit(RingLeaderServer::new(server, cores, allocation, ticks(options.interval), latency))
     }
 }
