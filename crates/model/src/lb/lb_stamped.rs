@@ -173,10 +173,7 @@ impl LoadBalancer {
 
     /// Whether another server's SYN-ACK came before, to which SYNs go while it takes new connections.
     fn is_late_syn_ack(&mut self, service_slot: usize, packet: &Packet, server: ServerId) -> bool {
-        let plain = self.find_flow_of(service_slot, packet).filter(|_| packet.flags & SYN != 0);
-        plain.is_some_and(|plain| {
-            plain.server != server && self.service(service_slot).takes_new_connections(plain.server)
-        })
+        packet.flags & SYN != 0 && self.plain_server(service_slot, packet).is_some_and(|earlier| earlier != server)
     }
 
     /// The SYN-ACK fixes whether its connection is stamped: an unstamped one enters the flow table.
@@ -223,7 +220,7 @@ impl LoadBalancer {
         lb_stamping::stamp(&keys, &self.lb_stamping.time_key(service_slot), &tuple, known.server, milliseconds)
     }
 
-    /// Returns the server of the plain connection with the addresses and ports of a SYN, if it takes new connections.
+    /// Returns the server of the plain connection with a packet's addresses and ports, if it takes new connections.
     pub(super) fn plain_server(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
         let server = self.find_flow_of(service_slot, packet)?.server;
         self.service(service_slot).takes_new_connections(server).then_some(server)
