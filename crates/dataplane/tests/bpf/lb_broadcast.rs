@@ -21,7 +21,7 @@ const FORGED: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 fn balancer(services: u16, options: Options) -> Balancer {
     let mut rng = seeded_rng(121, 0);
     let services: Vec<_> = (0..services).map(|n| (service((VIP.0, VIP.1 + n)), ServiceMode::default())).collect();
-    let mut balancer = Balancer::with(&services, options, &mut rng);
+    let mut balancer = Balancer::with_limits(&services, options, &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
     balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
     balancer

@@ -177,7 +177,7 @@ fn cookie_of_another_connection_is_unknown() {
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
     let services = [(service(VIP), STATEFUL), (service(other_vip), STATEFUL)];
-    let mut balancer = Balancer::with(&services, options, &mut rng);
+    let mut balancer = Balancer::with_limits(&services, options, &mut rng);
     let ids = balancer.replace_servers(0, 4, &mut rng);
     let table = random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng);
     balancer.install(0, &table);
@@ -227,7 +227,7 @@ fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
         [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); intf::LIMITED_KIND_COUNT as usize];
     broadcast[intf::LIMITED_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
     let options = Options { broadcast, ..Options::default() };
-    let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
+    let mut balancer = Balancer::with_limits(&[(service(VIP), STATEFUL)], options, &mut rng);
     balancer.lb.set_owner(Some(own_number()));
     let (alive, lost, never) = (owner(9), owner(0), owner(15));
     let mac = MacAddress([2, 0, 0, 0, 9, 9]);

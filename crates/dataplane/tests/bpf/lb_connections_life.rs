@@ -43,6 +43,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     const TIME_LIMIT: Duration = Duration::from_secs(120);
     let mut rng = seeded_rng(120, 0);
     let (mut balancer, _) = balancer(ENTRIES, &mut rng);
+    balancer.lb.end_comparison();
     let program = balancer.lb.program().try_clone_to_owned().unwrap();
     let done = AtomicBool::new(false);
     let (sent, with_entry, started) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());

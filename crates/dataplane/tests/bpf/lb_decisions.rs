@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use coreward_dataplane::lb::Server;
+use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
@@ -14,7 +14,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, Identification, VIP, XDP_DROP, XDP_TX, client, random_table, tuple};
+use crate::support::balancer::{Balancer, Identification, VIP, XDP_DROP, XDP_TX, client, random_table, service, tuple};
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if, timestamp};
 
 fn syn(client: (Ipv4Addr, u16)) -> Vec<u8> {
@@ -293,7 +293,10 @@ fn services_have_separate_servers_and_tables() {
 fn broadcast_is_limited_per_service_and_recovers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(10, 0);
-    let mut balancer = Balancer::with_broadcast_rate(&[VIP], 20, 8, &mut rng);
+    let rates = BroadcastRates::uniform(PacketRate { per_second: 20, burst: 8 });
+    let options = Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
+    let services = [(service(VIP), ServiceMode::default())];
+    let mut balancer = Balancer::with_limits(&services, options, &mut rng);
     let reset = Tcp { flags: RST, ..Tcp::new(client(&mut rng), VIP) }.frame();
     let outcomes =
         |balancer: &mut Balancer, count: usize| (0..count).filter(|_| balancer.run(&reset).0 == XDP_TX).count();

@@ -8,6 +8,7 @@ use coreward_model::forwarding::{Forwarding, flow_port};
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
+use rand::Rng;
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_table, service};
 use crate::support::tunnel::{
@@ -24,18 +25,22 @@ fn mode(form: TunnelForm) -> ServiceMode {
 }
 
 fn balancer(form: TunnelForm) -> (Balancer, PlacementTable) {
-    balancer_with(form, mode(form), MTU, Options::default())
+    balancer_with(form, mode(form), MTU)
 }
 
-fn balancer_with(form: TunnelForm, mode: ServiceMode, mtu: usize, options: Options) -> (Balancer, PlacementTable) {
+fn balancer_with(form: TunnelForm, mode: ServiceMode, mtu: usize) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
-    let mut balancer = Balancer::with(&[(service(vip(form.inner)), mode)], options, &mut rng);
+    let balancer = Balancer::with(&[(service(vip(form.inner)), mode)], Options::default(), &mut rng);
+    set_up(balancer, form, mtu, &mut rng)
+}
+
+fn set_up(mut balancer: Balancer, form: TunnelForm, mtu: usize, rng: &mut impl Rng) -> (Balancer, PlacementTable) {
     balancer.lb.set_outer(OWN_ADDRESSES, mtu as u32);
-    let ids = balancer.replace_servers(0, 9, &mut rng);
+    let ids = balancer.replace_servers(0, 9, rng);
     for id in &ids {
         set_tunnel(&mut balancer, form.outer, *id, None);
     }
-    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    let table = random_table(Rule::Table, 1, 1, &ids, rng);
     balancer.install(0, &table);
     (balancer, table)
 }
@@ -210,7 +215,7 @@ fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
 fn ipv6_packet_of_1280_bytes_gets_no_error() {
     skip_if!(missing_bpf_rights());
     let form = TunnelForm { forwarding: Forwarding::Gue, inner: Family::Ipv6, outer: Family::Ipv6 };
-    let (balancer, _) = balancer_with(form, mode(form), 1300, Options::default());
+    let (balancer, _) = balancer_with(form, mode(form), 1300);
     assert_eq!(balancer.counted(&syn_of(form.inner, 1280), Some(0), "drop_exceeds_mtu").0, XDP_DROP);
     let frame = syn_of(form.inner, 1281);
     let (_, packet) = balancer.counted(&frame, Some(0), "drop_fragmentation_needed");
@@ -242,7 +247,9 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
         let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
         let options = Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
         let form = TunnelForm { forwarding: Forwarding::Ipip, inner, outer: Family::Ipv4 };
-        let (balancer, _) = balancer_with(form, mode(form), MTU, options);
+        let mut rng = seeded_rng(34, 0);
+        let balancer = Balancer::with_limits(&[(service(vip(inner)), mode(form))], options, &mut rng);
+        let (balancer, _) = set_up(balancer, form, MTU, &mut rng);
         let frame = syn_of(inner, MTU);
         let answered = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
         assert!((8..=11).contains(&answered), "{answered}");
@@ -256,7 +263,7 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         for form in TunnelForm::all() {
             let mode = ServiceMode { consistency, ..mode(form) };
-            let (balancer, _) = balancer_with(form, mode, MTU, Options::default());
+            let (balancer, _) = balancer_with(form, mode, MTU);
             let reset = Tcp { flags: RST, options: vec![], ..syn(form.inner) }.frame();
             let (verdict, _) = balancer.counted(&reset, Some(0), "drop_not_broadcast");
             assert_eq!(verdict, XDP_DROP);

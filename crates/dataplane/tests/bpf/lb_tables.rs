@@ -73,6 +73,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
         })
         .collect();
     balancer.install(0, &tables[0]);
+    balancer.lb.end_comparison();
     let program = balancer.lb.program().try_clone_to_owned().unwrap();
     let server_of: HashMap<MacAddress, ServerId> =
         balancer.macs.iter().map(|((_, server), mac)| (*mac, *server)).collect();

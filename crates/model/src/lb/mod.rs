@@ -180,7 +180,7 @@ impl Service {
     }
 }
 
-/// Constants that are fixed when the program is loaded.
+/// Sizes, rates and the setup of the device.
 #[derive(Debug, Clone, Copy)]
 pub struct Constants {
     /// Rate limits of broadcasts, by reason.
@@ -253,6 +253,21 @@ impl LoadBalancer {
         let now_ms = self.now_ms();
         self.lb_stamping.set_keys(self.keys, &keys, now_ms);
         self.keys = keys;
+    }
+
+    /// Sets the parts that all outer headers share.
+    pub fn set_outer(&mut self, outer: Outer) {
+        self.constants.outer = outer;
+    }
+
+    /// Sets the VLANs.
+    pub fn set_vlans(&mut self, vlans: Vlans) {
+        self.constants.vlans = vlans;
+    }
+
+    /// Sets whether packets and bytes are counted by server.
+    pub fn set_traffic_counting(&mut self, is_enabled: bool) {
+        self.constants.count_traffic = is_enabled;
     }
 
     /// Sets the services and returns the slot of each. A known service keeps its slot with its state; a new one gets
@@ -382,7 +397,7 @@ impl LoadBalancer {
         self.stateful.connection(index)
     }
 
-    /// Frees entries that still belong to these connections.
+    /// Frees entries that are still as given; those that changed hands or had another packet stay.
     pub fn free_connections(&mut self, connections: &[Connection]) {
         self.stateful.free_connections(connections);
     }

@@ -91,8 +91,12 @@ impl Stateful {
     }
 
     pub fn free_connections(&mut self, connections: &[Connection]) {
-        let released = |connection: &&Connection| self.table.release(connection.index, connection.identity);
-        let released: Vec<&Connection> = connections.iter().filter(released).collect();
+        let is_unchanged = |connection: &&Connection| {
+            let now = self.table.connection(connection.index);
+            now.is_some_and(|now| (now.packets, now.last_seen) == (connection.packets, connection.last_seen))
+        };
+        let release = |connection: &&Connection| self.table.release(connection.index, connection.identity);
+        let released: Vec<&Connection> = connections.iter().filter(is_unchanged).filter(release).collect();
         for connection in released {
             self.table.push(connection.index);
             *self.held(connection.client.ip()) -= 1;

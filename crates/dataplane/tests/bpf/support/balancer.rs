@@ -3,9 +3,8 @@
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 
-use coreward_dataplane::lb::{BroadcastRates, COUNTERS, LoadBalancer, Options, PacketRate, Server, ServiceIndex};
+use coreward_dataplane::lb::{BroadcastRates, COUNTERS, Options, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
-use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
@@ -14,6 +13,8 @@ use coreward_model::rss::uniform_below;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng;
+
+use super::compared_lb::ComparedLb;
 
 /// linux/bpf.h
 pub const XDP_DROP: i32 = 1;
@@ -73,8 +74,14 @@ pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<Serv
     table.consistent_before.get(bucket as usize).copied().flatten()
 }
 
+/// A random key gives other collisions in each run.
+fn with_connection_key(options: Options) -> Options {
+    let fixed = CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 };
+    Options { connection_key: options.connection_key.or(Some(fixed)), ..options }
+}
+
 pub struct Balancer {
-    pub lb: LoadBalancer,
+    pub lb: ComparedLb,
     pub services: Vec<ServiceIndex>,
     pub keys: FleetKeys,
     /// MAC address of each server, by position of its service.
@@ -91,17 +98,18 @@ impl Balancer {
         Self::with(&services, Options::default(), rng)
     }
 
-    pub fn with_broadcast_rate(vips: &[(Ipv4Addr, u16)], per_second: u32, burst: u32, rng: &mut impl Rng) -> Self {
-        let services: Vec<_> = vips.iter().map(|vip| (service(*vip), ServiceMode::default())).collect();
-        let broadcast = [BroadcastRates::uniform(PacketRate { per_second, burst }); intf::LIMITED_KIND_COUNT as usize];
-        Self::with(&services, Options { broadcast, ..Options::default() }, rng)
+    /// With a model, and so without limits of broadcasts.
+    pub fn with(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
+        assert_eq!(options.broadcast, BroadcastRates::DEFAULT, "expected no limits, or with_limits");
+        Self::with_lb(ComparedLb::load(with_connection_key(options), OWN_MAC), services, rng)
     }
 
-    pub fn with(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
-        // A random one gives other collisions in each run.
-        let connection_key = options.connection_key.or(Some(CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 }));
-        let mut lb = LoadBalancer::load(Options { connection_key, ..options }).unwrap();
-        lb.set_own_mac(OWN_MAC);
+    /// With limits of broadcasts, which pass time, and so without the model.
+    pub fn with_limits(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
+        Self::with_lb(ComparedLb::load_alone(with_connection_key(options), OWN_MAC), services, rng)
+    }
+
+    fn with_lb(mut lb: ComparedLb, services: &[(ServiceAddress, ServiceMode)], rng: &mut impl Rng) -> Self {
         let services = lb.set_services(services).unwrap();
         let none = CookieKey { k0: 0, k1: 0 };
         let keys = FleetKeys { keys: [none; 2], current: KeyIndex::First };
@@ -145,8 +153,8 @@ impl Balancer {
     }
 
     pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>) {
-        let outcome = test_run::run(self.lb.program(), frame, 1).unwrap();
-        (outcome.verdict, outcome.packet)
+        let (verdict, packet, _) = self.lb.run(frame);
+        (verdict, packet)
     }
 
     /// Returns the destination of `frame`, which must be forwarded.
@@ -170,17 +178,22 @@ impl Balancer {
         services.flat_map(|service| of(service).map(move |(count, name)| (service, name, count))).collect()
     }
 
-    /// Runs `frame` and checks that exactly the counter `name` of `service` grew, by one.
+    /// Runs `frame` and checks that exactly the counter `name` of `service` grew, by one, and that of the model, too.
     pub fn counted(&self, frame: &[u8], service: Option<usize>, name: &str) -> (i32, Vec<u8>) {
         let before = self.all_counts();
-        let ran = self.run(frame);
+        let (verdict, packet, outcome) = self.lb.run(frame);
         let after = self.all_counts();
         let grown: Vec<_> = std::iter::zip(before, after)
             .filter(|(before, after)| before != after)
             .map(|(before, after)| (after.0, after.1, after.2 - before.2))
             .collect();
-        assert_eq!(grown, [(service, name, 1)], "verdict {}, frame {frame:02x?}", ran.0);
-        ran
+        assert_eq!(grown, [(service, name, 1)], "verdict {verdict}, frame {frame:02x?}");
+        if let Some(outcome) = outcome {
+            let slot = service.map(|service| usize::from(self.services[service].get()));
+            let expected = (outcome.service, intf::LB_COUNTER_NAMES[outcome.counter as usize]);
+            assert_eq!((slot, name), expected, "the model's counter, frame {frame:02x?}");
+        }
+        (verdict, packet)
     }
 
     /// A packet that is not forwarded comes back as it was.

@@ -1,6 +1,7 @@
 //! Packets for tests, made and checked by code that shares nothing with the BPF programs.
 
 pub mod balancer;
+pub mod compared_lb;
 pub mod dispatch_env;
 pub mod hand_client;
 pub mod network;
