@@ -375,7 +375,7 @@ impl Service {
         self.newest_table.as_ref().map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
     }
 
-    /// Returns the table of the last tick and its age.
+    /// Returns the newest table and its age; `None` before the first one.
     pub fn table(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
         self.newest_table.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
     }

@@ -9,9 +9,9 @@ impl Controller {
             tracing::warn!(
                 event = "store-outdated",
                 load_balancer = name,
-                in_force = generation,
-                stored = self.fleet.generation,
-                "the store has an older configuration than a load balancer: expected the newest copy of the store"
+                generation_in_force = generation,
+                stored_generation = self.fleet.generation,
+                "the store has an older configuration than a load balancer: restore its newest copy"
             );
         }
     }

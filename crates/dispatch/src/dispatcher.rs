@@ -81,7 +81,11 @@ impl Drop for Dispatcher {
     fn drop(&mut self) {
         self.requests = None;
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!(event = "thread-panicked", "the thread of the services has panicked");
+            tracing::error!(
+                event = "thread-panicked",
+                thread = "dispatch",
+                "the thread that maintains services has panicked: expected the daemon to be restarted"
+            );
         }
     }
 }

@@ -177,7 +177,7 @@ impl FourTuple {
         if client.is_ipv4() == vip.is_ipv4() { Ok(Self { client, vip }) } else { Err(MixedFamilies { client, vip }) }
     }
 
-    /// Returns an IPv4 tuple; cannot be mixed.
+    /// Returns a tuple of two IPv4 addresses, which cannot be of different families.
     pub fn ipv4(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> Self {
         Self { client: client.into(), vip: vip.into() }
     }

@@ -100,7 +100,7 @@ pub struct Service {
     pub mode: ServiceMode,
     /// The policy's name.
     pub policy: String,
-    /// Telemetry about every server that the policy needs.
+    /// Telemetry that the policy needs from each server.
     pub traffic: TelemetryLevel,
     /// Key that masks the time part of its cookies; present only with LB-side stamping.
     pub time_key: Option<CookieKey>,

@@ -191,7 +191,7 @@ impl Controller {
         self.asking().await?.status(false).await
     }
 
-    /// CPU time of all its threads so far, in user and in kernel mode (proc(5): fields 14 and 15, in clock ticks).
+    /// CPU time of the controller's process so far (s), in user and in kernel mode: fields 14 and 15 of proc(5).
     pub(crate) fn cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
         let text = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
         let (_, fields) = text.rsplit_once(") ").context("a stat file without a name in brackets")?;

@@ -131,7 +131,7 @@ impl FakeAgent {
         }
     }
 
-    /// The next report, with details whichever it is.
+    /// Returns the next report, always with details.
     pub(crate) fn detailed_report(&mut self) -> v1::Report {
         let report = self.report();
         v1::Report { counters: self.counters(), without_details: false, ..report }

@@ -56,7 +56,7 @@ pub struct OrchestratedServerArgs {
     /// Interval of the load monitor's checks (us); it scales down after four calm ones
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     epoch_us: u64,
-    /// Serve by the clock: cores sleep for the service times, so that many fit on few CPUs
+    /// Emulate service times: cores sleep for them, so that many fit on few CPUs
     #[arg(long)]
     paced: bool,
     /// Time that an idle core sleeps between two polls (us)

@@ -192,7 +192,7 @@ async fn poll_loop(api: Api) {
             api.feed.loads(|| shared.loads());
         });
         if let Err(problem) = updated.await {
-            tracing::warn!(event = "feed-failed", error = %problem, "cannot update the feed");
+            tracing::warn!(event = "feed-failed", error = %problem, "cannot update the clients of /v1/watch");
         }
     }
 }

@@ -1,7 +1,6 @@
 //! Stream of one agent. In: a registration, then reports and answers. Out: its configuration, now and at every change,
 //! and queries.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -44,13 +43,19 @@ impl ReportSource {
             Self::Rack(relay) => Ok(Some(relay.clone())),
         }
     }
-}
 
-impl fmt::Display for ReportSource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// Returns the address of the agent.
+    fn peer(&self) -> Option<String> {
         match self {
-            Self::Agent(peer) => write!(f, "the agent at {}", peer.caller),
-            Self::Rack(relay) => write!(f, "an agent behind rack {}", relay.name),
+            Self::Agent(peer) => Some(peer.caller.to_string()),
+            Self::Rack(_) => None,
+        }
+    }
+
+    fn rack(&self) -> Option<&str> {
+        match self {
+            Self::Agent(_) => None,
+            Self::Rack(relay) => Some(&relay.name),
         }
     }
 }
@@ -59,7 +64,13 @@ pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messa
     let session = match register(&shared, &source, &mut messages).await {
         Ok(session) => session,
         Err(status) => {
-            tracing::warn!(event = "agent-rejected", %source, error = status.message(), "an agent is rejected");
+            tracing::warn!(
+                event = "agent-rejected",
+                peer = source.peer(),
+                rack = source.rack(),
+                error = status.message(),
+                "an agent is rejected"
+            );
             refuse(status, &answers).await;
             return;
         }

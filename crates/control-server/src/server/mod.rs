@@ -248,7 +248,12 @@ async fn lead_and_follow(
         match ControllerConfig::load(path) {
             Ok(changed) => config = changed,
             Err(mistakes) => {
-                tracing::warn!(event = "reload-failed", error = %mistakes, "the file of before stays in force");
+                tracing::warn!(
+                    event = "reload-failed",
+                    path = %path.display(),
+                    error = %mistakes,
+                    "the configuration file is invalid: the previous configuration stays in force"
+                );
             }
         }
         let term = leadership.term();

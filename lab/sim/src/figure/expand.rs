@@ -25,7 +25,7 @@ pub struct PlotPoint {
     pub series: usize,
     /// x as shown; 0 without a horizontal axis.
     pub x: f64,
-    /// From 1.
+    /// Seed of the random numbers: 1, 2, ...
     pub seed: u64,
     /// Index of the run.
     pub job: usize,

@@ -251,7 +251,7 @@ fn fresh_address(address: IpAddr, copy: u32) -> IpAddr {
 mod tests {
     use super::*;
 
-    /// Packets of flow 5 at 0, 10, .. 90 ns, of flow 6 at 35 and 65 ns; the batch ends where the vector does.
+    /// A trace for tests: packets of flow 5 at 0, 10, .. 90 ns, of flow 6 at 35 and 65 ns.
     struct Small(Vec<Batch>);
 
     fn small() -> Box<dyn Trace> {

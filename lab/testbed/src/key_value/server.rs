@@ -42,7 +42,7 @@ pub struct KeyValueServerArgs {
     /// Use threads with one store, instead of processes with one store each
     #[arg(long)]
     pub threads: bool,
-    /// Serve by the clock: each request takes the time that it requests, or else that of its type
+    /// Emulate service times: a request takes the time that it carries, or else that of its type
     #[arg(long)]
     pub paced: bool,
     /// Service times of request types (us) [default: those of Turbo's Figure 7]
