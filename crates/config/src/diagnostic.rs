@@ -1,4 +1,4 @@
-//! Mistakes in a file, with their places.
+//! Mistakes in a file, with their locations.
 
 use std::fmt;
 use std::path::Path;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::{Source, Span};
 
-/// Limit of mistakes that are shown; others are counted.
+/// Limit of mistakes that are shown; further mistakes are counted.
 pub(crate) const DISPLAY_LIMIT: usize = 100;
 
 /// Mistake in a file, or a file that cannot be read.
@@ -15,11 +15,11 @@ pub(crate) const DISPLAY_LIMIT: usize = 100;
 pub struct Diagnostic {
     /// Path of the file.
     pub file: Box<Path>,
-    /// Place; `None`: the whole file.
+    /// Location of the mistake; `None`: the whole file.
     pub location: Option<Location>,
-    /// Full name of the key, as `service.vip`; empty where there is none (a syntax error).
+    /// Full name of the key, such as `service.vip`; empty for a syntax error.
     pub key: String,
-    /// Value that was found.
+    /// Value that was found, or another description of the mistake.
     pub problem: String,
     /// Expected value, if known.
     pub expected: Option<Box<str>>,
@@ -27,16 +27,16 @@ pub struct Diagnostic {
     pub nearest: Option<Box<str>>,
 }
 
-/// Place in a file.
+/// Location in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Location {
-    /// Line from 1 on.
+    /// Line, counted from 1.
     pub line: u32,
-    /// Column from 1 on, in characters.
+    /// Column in characters, counted from 1.
     pub column: u32,
 }
 
-/// Longest name or value that is shown whole and compared with valid names, characters.
+/// Limit of names and values that are shown in full and compared with valid names, in characters.
 const MAX_SHOWN_LENGTH: usize = 1000;
 
 fn shortened(text: String) -> String {
@@ -47,12 +47,12 @@ fn shortened(text: String) -> String {
 }
 
 impl Diagnostic {
-    /// `message`: "found: expected ...".
+    /// Creates a mistake from a message of the form "found: expected ...".
     pub(crate) fn new(file: &Path, location: Location, key: String, message: &str) -> Self {
         Self { location: Some(location), key: shortened(key), ..Self::for_file(file, message) }
     }
 
-    /// Returns a mistake of a whole file; `message` as in `new`.
+    /// Returns a mistake of a whole file. The message has the form "found: expected ...".
     pub fn for_file(file: &Path, message: &str) -> Self {
         let (problem, expected) = match message.split_once(": expected ") {
             Some((problem, expected)) => (problem, Some(expected.into())),
@@ -68,7 +68,7 @@ impl Diagnostic {
         }
     }
 
-    /// Returns the JSON object.
+    /// Returns the mistake as a JSON object.
     pub fn json(&self) -> Value {
         json!({
             "file": self.file,
@@ -108,9 +108,9 @@ impl std::error::Error for Diagnostic {}
 /// Mistakes of a file in the order of lines, displayed one per line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostics {
-    /// At least one; of very many the first ones.
+    /// The first mistakes, at least one.
     pub list: Vec<Diagnostic>,
-    /// Number of further ones, at least.
+    /// Number of further mistakes, at least.
     pub more: usize,
 }
 
@@ -130,7 +130,8 @@ impl fmt::Display for Diagnostics {
 impl std::error::Error for Diagnostics {}
 
 impl Diagnostics {
-    /// Returns mistakes at places of a file without other ones; messages as for [`Source::error`].
+    /// Returns mistakes at locations of a file that has no others. Messages have the form that [`Source::error`]
+    /// expects.
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
         let more = wrong.len().saturating_sub(DISPLAY_LIMIT);
         wrong.truncate(DISPLAY_LIMIT);
@@ -144,10 +145,10 @@ impl From<Diagnostic> for Diagnostics {
     }
 }
 
-/// Least similarity (0 to 1, Jaro and Winkler's measure) of a suggested name.
+/// Minimum similarity (0 to 1, Jaro-Winkler) of a suggested name.
 const MIN_SIMILARITY: f64 = 0.75;
 
-/// Returns the name of `known` nearest to `given`.
+/// Returns the `known` name that is most similar to `given`, if any is similar enough.
 pub fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     if given.len() > MAX_SHOWN_LENGTH {
         return None;

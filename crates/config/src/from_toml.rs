@@ -1,4 +1,4 @@
-//! Types of values: parsing, expectation, JSON schema.
+//! Trait of values in a file: parsing, expectation and JSON schema.
 
 use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -19,10 +19,10 @@ pub trait FromToml: Sized {
     /// Reads a value; `None` after a mistake, which the reader stores.
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 
-    /// Returns the expectation, shown after "expected".
+    /// Returns the description of valid values, shown after "expected".
     fn expected() -> String;
 
-    /// Returns the JSON schema, which accepts what `read` does.
+    /// Returns the JSON schema, which accepts the same values as `read`.
     fn schema() -> Value;
 
     /// Returns the value of a missing key.
@@ -30,18 +30,18 @@ pub trait FromToml: Sized {
         None
     }
 
-    /// Returns the value after a mistake.
+    /// Returns the value that replaces an invalid one.
     fn value_after_error() -> Option<Self> {
         None
     }
 }
 
-/// Required value with its place. If it is wrong or missing, the table around it can still be checked.
+/// Required value with its location. If the value is wrong or missing, the table that contains it can still be checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Field<T> {
-    /// `None` after a mistake.
+    /// Value; `None` after a mistake.
     pub value: Option<T>,
-    /// Place.
+    /// Location in the file.
     pub span: Span,
 }
 
@@ -101,7 +101,7 @@ impl<T: FromToml> FromToml for Spanned<T> {
     }
 }
 
-/// The valid elements; mistakes are stored.
+/// Reads the valid elements; mistakes are stored.
 impl<T: FromToml> FromToml for Vec<T> {
     const REQUIRED: bool = false;
 
@@ -177,7 +177,7 @@ impl FromToml for PathBuf {
 
 /// Primitive TOML type.
 pub(crate) trait FromTomlScalar: Sized {
-    /// Returns the number, or a mistake with the expectation of `T`.
+    /// Returns the number. A mistake shows the expectation of `T`.
     fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 }
 
@@ -209,7 +209,7 @@ impl FromToml for f64 {
     }
 }
 
-/// TOML's integers are signed, with 64 bits.
+/// Converts an integer: TOML's integers are signed, with 64 bits.
 fn to_i64(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
@@ -301,7 +301,7 @@ impl<const MIN: u64, const MAX: u64> From<Number<MIN, MAX>> for usize {
     }
 }
 
-/// Name without blanks and control characters, so that logs and tables stay readable.
+/// Name without blanks and control characters, which would make logs and tables unreadable.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Name(pub String);
 
@@ -380,7 +380,7 @@ fn from_text<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut R
     parsed(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
 }
 
-/// Reads a value written as text.
+/// Reads a value that is written as text.
 pub fn parsed<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
@@ -392,7 +392,7 @@ pub fn parsed<T: FromToml, E: Display>(
     }
 }
 
-/// Reads one of several names; `what`: kind of the named things.
+/// Reads one of several names. `what`: kind of the named objects, for diagnostics.
 pub fn choice<T: FromToml>(
     what: &str,
     all: Vec<(String, T)>,

@@ -1,4 +1,4 @@
-//! Types of a machine's names: network devices and absolute paths.
+//! Types of values that name parts of a machine: network devices and absolute paths.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::{FromToml, Reader, parsed};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interface(pub String);
 
-/// Bytes (IFNAMSIZ with the zero byte at its end).
+/// Limit in bytes (IFNAMSIZ without the terminating zero byte).
 const MAX_INTERFACE_NAME: usize = 15;
 
 impl From<Interface> for String {

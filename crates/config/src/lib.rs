@@ -5,7 +5,7 @@
 //! * the parser, which continues after mistakes ([`Source::read_as`]),
 //! * the JSON schema for editors ([`schema`]).
 //!
-//! Combinations of values are checked after reading by the same [`Reader`]. Files whose readers stop at the first
+//! Combinations of values are checked after reading by the same [`Reader`]. Files whose reader stops at the first
 //! mistake can be serde structs ([`Source::parse`]).
 
 #![deny(missing_docs)]

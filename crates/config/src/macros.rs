@@ -58,7 +58,7 @@ macro_rules! config_struct {
                 let known = &[$($crate::config_struct!(@key $field $($key)?)),*];
                 let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
                 let table = reader.table::<Self>(value, known, elsewhere)?;
-                // Reads all keys, so that each mistake is found, before the first missing one ends it.
+                // Reads all keys before the first missing one returns, so that each mistake is found.
                 $(let $field: Option<$crate::config_struct!(@in_file $type $(, $in_file)?)> =
                     table.key(
                         $crate::config_struct!(@key $field $($key)?),
@@ -107,8 +107,8 @@ macro_rules! config_struct {
     (@has $default:expr) => { true };
 }
 
-/// Implements [`FromToml`](crate::FromToml) for a type that is written as one of several names: the type, what it is in
-/// a mistake, and an iterable of all names and values.
+/// Implements [`FromToml`](crate::FromToml) for a type that is written as one of several names. Arguments: the type,
+/// its description for diagnostics, and an iterator over all names and values.
 #[macro_export]
 macro_rules! string_enum {
     ($type:ty, $what:expr, $all:expr) => {
@@ -137,8 +137,8 @@ macro_rules! string_enum {
     };
 }
 
-/// Describes a table that is one of several, by the name under one of its keys: an enum whose variants have that name
-/// and their own keys.
+/// Describes a table of which one key selects the variant: an enum whose variants have a name under this key, and keys
+/// of their own.
 #[macro_export]
 macro_rules! config_enum {
     (
@@ -167,7 +167,7 @@ macro_rules! config_enum {
             ) -> Option<Self> {
                 struct Tag(&'static str);
                 $crate::string_enum!(Tag, $tag, [$(($variant_name.to_owned(), Tag($variant_name))),*]);
-                // The valid keys are known once the tag is.
+                // The valid keys are known after the tag has been read.
                 let all = &[$tag $($(, stringify!($field))*)*];
                 let named = value.get_ref().as_table().and_then(|table| table.get($tag)?.get_ref().as_str());
                 let known: &[&str] = match named {

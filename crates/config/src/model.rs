@@ -1,4 +1,4 @@
-//! Values of the model's types.
+//! [`FromToml`](crate::FromToml) for types of the model.
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableSize;
@@ -18,7 +18,7 @@ use toml::de::DeValue;
 use crate::from_toml::FromTomlScalar as _;
 use crate::{FromToml, Reader, SecretText, parsed, string_enum};
 
-/// Type written as a number.
+/// Implements `FromToml` for a type that is written as a number.
 macro_rules! number {
     ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
         impl FromToml for $type {

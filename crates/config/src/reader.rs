@@ -1,4 +1,4 @@
-//! Reading of a file's values, with all mistakes.
+//! Reader of a file's values that collects all mistakes.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -11,20 +11,20 @@ use crate::diagnostic::{DISPLAY_LIMIT, nearest};
 use crate::source::{Parsed, key_at, one_line};
 use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
 
-/// Reader of one file; stores mistakes and continues.
+/// Reader of one file. It stores mistakes and continues.
 pub struct Reader<'a> {
     source: &'a Source,
-    /// Keys around the present value.
+    /// Names of the keys that lead to the present value.
     keys: Vec<String>,
     found: Vec<PendingDiagnostic>,
     omitted: usize,
     syntax: Syntax,
 }
 
-/// Mistake without its line.
+/// Mistake whose line is not computed yet.
 struct PendingDiagnostic {
     span: Span,
-    /// `None`: the key at the place.
+    /// Name of the key; `None`: found from the location.
     key: Option<String>,
     message: String,
     nearest: Option<String>,
@@ -35,7 +35,7 @@ struct PendingDiagnostic {
 struct Syntax {
     has_error: bool,
     lines: BTreeSet<usize>,
-    /// From this line on tables may be wrong.
+    /// Line of the first syntax error after which tables may be incomplete.
     doubtful_from: Option<usize>,
 }
 
@@ -51,7 +51,7 @@ impl<'a> Reader<'a> {
         }
         let root = Spanned::new(table.span(), DeValue::Table(table.into_inner()));
         let read = T::read(&root, &mut reader);
-        // In half a file combinations of values cannot be checked.
+        // Combinations of values cannot be checked in an incomplete file.
         let checked = if reader.syntax.has_error { None } else { read.and_then(|read| check(read, &mut reader)) };
         match checked {
             Some(checked) if reader.found.is_empty() => Ok(checked),
@@ -67,7 +67,7 @@ impl<'a> Reader<'a> {
         if self.source.line_text(line).trim_start().starts_with('[') {
             self.syntax.doubtful_from = Some(self.syntax.doubtful_from.map_or(line, |first| first.min(line)));
         }
-        // An empty span of the parser is a missing value, without a key to guess.
+        // The parser returns an empty span for a missing value, which has no key.
         let key = span.is_empty().then(String::new);
         let message = one_line(error.message());
         self.found.push(PendingDiagnostic { span, key, message, nearest: None });
@@ -85,17 +85,17 @@ impl<'a> Reader<'a> {
         Diagnostics { list, more: self.omitted }
     }
 
-    /// Stores a mistake at a place. `message`: "found: expected ...".
+    /// Stores a mistake at a location. `message` has the form "found: expected ...".
     pub fn report(&mut self, span: Span, message: impl Display) {
         self.push(span, message, || None);
     }
 
-    /// Stores a mistake within the present value; the key follows from the place.
+    /// Stores a mistake within the present value; the key is found from the location.
     pub fn report_within(&mut self, span: Span, message: impl Display) {
         self.check_value(|reader| reader.report(span, message));
     }
 
-    /// Runs `check` of the present value; the key of each mistake follows from its place.
+    /// Runs `check` on the present value; the key of each mistake is found from its location.
     pub fn check_value<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
         let keys = std::mem::take(&mut self.keys);
         let checked = check(self);
@@ -103,7 +103,7 @@ impl<'a> Reader<'a> {
         checked
     }
 
-    /// Stores a mistake of a name that is not in `known`.
+    /// Stores a mistake for a name that is not in `known`.
     pub fn unknown_name<'n>(
         &mut self,
         span: Span,
@@ -121,22 +121,22 @@ impl<'a> Reader<'a> {
                 return;
             }
         }
-        // There may be a million: texts are made for those that are shown.
+        // A file may have a million mistakes: only the shown ones get a text.
         if self.found.len() >= DISPLAY_LIMIT {
             self.omitted += 1;
             return;
         }
-        // The key of the present value needs no search.
+        // The key of the present value is known without a search.
         let key = (!self.keys.is_empty()).then(|| self.keys.join("."));
         self.found.push(PendingDiagnostic { span, key, message: message.to_string(), nearest: nearest() });
     }
 
-    /// Returns the value, or stores the error at its place.
+    /// Returns the value, or stores the error at the location.
     pub fn ok_or_report<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
         outcome.map_err(|message| self.report(span, message)).ok()
     }
 
-    /// Stores a mistake of a value of another type than `T`'s.
+    /// Stores a mistake for a value whose type does not fit `T`.
     pub fn wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
         let (kind, written) = (value.get_ref().type_str(), self.text_at(&value.span()));
         let found = match value.get_ref() {
@@ -147,7 +147,7 @@ impl<'a> Reader<'a> {
         None
     }
 
-    /// Returns whether there is a mistake so far.
+    /// Returns whether a mistake has been stored.
     pub fn has_diagnostics(&self) -> bool {
         !self.found.is_empty()
     }
@@ -157,12 +157,12 @@ impl<'a> Reader<'a> {
         self.source.text().get(span.clone()).unwrap_or_default()
     }
 
-    /// Returns the line of `span`, from 1 on.
+    /// Returns the line of `span`, counted from 1.
     pub fn line(&self, span: &Span) -> usize {
         self.source.line(span)
     }
 
-    /// Returns the file.
+    /// Returns the file's name and text.
     pub fn source(&self) -> &Source {
         self.source
     }
@@ -172,8 +172,8 @@ impl<'a> Reader<'a> {
         self.source.path().parent().unwrap_or(Path::new("")).join(path)
     }
 
-    /// Returns the value as a table with only `known` keys; `None`, and a mistake, if it is no table. `elsewhere`: keys
-    /// of other places, with the text after "expected".
+    /// Returns the value as a table with only `known` keys. Stores a mistake and returns `None` if the value is no
+    /// table. `elsewhere`: keys that belong to other tables, with the text after "expected".
     pub fn table<'v, 'i, T: FromToml>(
         &mut self,
         value: &'v Spanned<DeValue<'i>>,
@@ -211,8 +211,8 @@ pub struct TableReader<'v, 'i> {
 }
 
 impl TableReader<'_, '_> {
-    /// Returns the value of a key; without it `default`, or the type's. `None`, and a mistake, if it is wrong, or
-    /// missing without a default.
+    /// Returns the value of a key. A missing key has the value of `default`, or else of the type. Stores a mistake and
+    /// returns `None` if the value is wrong, or missing without a default.
     pub fn key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
         reader.keys.push(key.to_owned());
         let value = match self.table.get(key) {

@@ -1,4 +1,4 @@
-//! Secrets in files that only their owner can read; never printed.
+//! Secrets in files that only their owner can read. Secrets are never printed.
 
 use std::fmt;
 use std::io::Read as _;
@@ -17,9 +17,9 @@ use crate::{FromToml, Reader};
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret<T>(T);
 
-/// Secret written as text. Its parser's error is not shown, as it may quote the secret.
+/// Secret that is written as text. The parser's error is not shown, because it may quote the secret.
 pub trait SecretText: FromStr {
-    /// Expected content, for errors.
+    /// Description of the valid content, for errors.
     const EXPECTED: &'static str;
 }
 
@@ -29,7 +29,7 @@ impl<T> Secret<T> {
         Self(secret)
     }
 
-    /// Returns the secret: not for logs or answers.
+    /// Returns the secret. Logs and answers must not contain it.
     pub fn expose(&self) -> &T {
         &self.0
     }
@@ -44,11 +44,11 @@ impl<T> fmt::Debug for Secret<T> {
 /// Limit of a secret file, bytes.
 const MAX_SECRET_BYTES: u64 = 65_536;
 
-/// Whether secrets of other users are rejected.
+/// Whether files of other users are rejected.
 static IS_STRICT: AtomicBool = AtomicBool::new(false);
 
-/// Rejects secret files of users other than this one and root, who could read and change them. For daemons; commands of
-/// root read files of daemons that run as other users.
+/// Rejects secret files that belong to users other than this process's user and root, who could read and change them.
+/// Daemons call this function; commands that root runs read files of daemons with other users.
 pub fn reject_foreign_secrets() {
     IS_STRICT.store(true, Ordering::Relaxed);
 }
@@ -58,12 +58,12 @@ pub fn read_secret(path: &Path) -> Result<String, String> {
     read_secret_of(path, IS_STRICT.load(Ordering::Relaxed))
 }
 
-/// `strict`: whether secrets of other users are rejected.
+/// Reads a secret file. `strict`: whether files of other users are rejected.
 pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String> {
     let shown = path.display();
     let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");
     let file = std::fs::File::open(path).map_err(unreadable)?;
-    // By the open file, so a rename meanwhile has no effect.
+    // Metadata of the open file, so that a concurrent rename has no effect.
     let metadata = file.metadata().map_err(unreadable)?;
     if metadata.is_dir() {
         return Err(format!("{shown} is a directory: expected a readable file with the secret"));

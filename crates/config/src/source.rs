@@ -1,4 +1,4 @@
-//! Text of a file, with the places of its mistakes.
+//! Text of a file, with locations for diagnostics.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -14,9 +14,9 @@ use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 use crate::diagnostic::{DISPLAY_LIMIT, Location};
 use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 
-/// Limit of a file, bytes: as the API's for a fleet's document.
+/// Limit of a file in bytes, equal to the API's limit of a fleet's document.
 const MAX_FILE_BYTES: u64 = 8 << 20;
-/// Limit of nesting, as `toml`'s.
+/// Limit of nesting, equal to that of the `toml` crate.
 const MAX_DEPTH: u32 = 80;
 
 /// Name and text of a file.
@@ -24,24 +24,24 @@ const MAX_DEPTH: u32 = 80;
 pub struct Source {
     path: PathBuf,
     text: Arc<str>,
-    /// Starts of lines, so that mistakes need no search.
+    /// Offsets at which lines start, so that a location needs no search of the text.
     line_starts: Arc<[usize]>,
 }
 
 /// Parsed part of a text.
 pub(crate) struct Parsed<'a> {
     pub(crate) table: Spanned<DeTable<'a>>,
-    /// First syntax errors.
+    /// The first syntax errors.
     pub(crate) errors: Vec<toml::de::Error>,
-    /// Number of further ones, at least.
+    /// Number of further syntax errors, at least.
     pub(crate) omitted: usize,
 }
 
-/// Part of a text that is parsed first, bytes; grows by half.
+/// Size of the part of a text that is parsed first, in bytes. Each further part is larger by half.
 const FIRST_PART: usize = 64 << 10;
 
-/// Returns the values of a text, or of a part with more errors than are shown. Also an error of a value, such as a
-/// duplicate key, costs a hundred times its size.
+/// Returns the values of a text, or of the first part with more errors than are shown. An error (a duplicate key, too)
+/// costs a hundred times its size.
 fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
     let mut size = FIRST_PART;
     loop {
@@ -61,7 +61,7 @@ fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
 }
 
 impl Source {
-    /// Reads a file. Fails if it is larger than 8 MiB or no UTF-8.
+    /// Reads a file. Fails if the file is larger than 8 MiB or is not UTF-8.
     pub fn read(path: &Path) -> Result<Self, Diagnostic> {
         let unreadable =
             |reason: &dyn Display| Diagnostic::for_file(path, &format!("{reason}: expected a readable TOML file"));
@@ -86,12 +86,12 @@ impl Source {
         Self { path, text, line_starts }
     }
 
-    /// Wraps a text without a file; `name` is shown in mistakes.
+    /// Wraps a text that is not from a file; diagnostics show `name` as the file's name.
     pub fn from_text(name: &str, text: &str) -> Self {
         Self::new(name.into(), text.into())
     }
 
-    /// Returns the name.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -101,7 +101,8 @@ impl Source {
         &self.text
     }
 
-    /// Reads a kind of file. `check` checks combinations of values and returns the result. Fails with all mistakes.
+    /// Reads a file of this type. `check` checks combinations of values and returns the result. The error contains all
+    /// mistakes.
     pub fn read_as<T: FromToml, U>(
         &self,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
@@ -115,8 +116,8 @@ impl Source {
             .map_err(|error| self.error(error.span().unwrap_or_default(), &one_line(error.message())))
     }
 
-    /// Parses the text. Each byte may be a syntax error, and costs a hundred times its size: only the part with the
-    /// first errors is parsed.
+    /// Parses the text up to the first errors. Each byte may be a syntax error, which costs a hundred times
+    /// its size.
     pub(crate) fn toml(&self) -> Parsed<'_> {
         let (mut count, mut first_too_many) = (0, self.text.len());
         let source = toml_parser::Source::new(&self.text);
@@ -136,7 +137,7 @@ impl Source {
         Parsed { table, omitted: found - errors.len(), errors }
     }
 
-    /// Returns the keys of the whole file, also after mistakes.
+    /// Returns the keys of the whole file, even after mistakes.
     pub fn keys(&self) -> Vec<String> {
         self.toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
     }
@@ -150,12 +151,12 @@ impl Source {
         self.toml().errors.into_iter().map(mistake).collect()
     }
 
-    /// Returns a mistake at a place (bytes, as of [`Spanned::span`]).
+    /// Returns a mistake at a location (bytes, from [`Spanned::span`]).
     pub fn error(&self, span: Span, message: &str) -> Diagnostic {
         self.errors_at(&[(span, message.to_owned())]).remove(0)
     }
 
-    /// Returns mistakes at several places.
+    /// Returns mistakes at several locations.
     pub(crate) fn errors_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.toml().table;
         let mistake = |(span, message): &(Span, String)| {
@@ -175,20 +176,20 @@ impl Source {
         self.line_starts.partition_point(|start| *start <= at) - 1
     }
 
-    /// Returns a line, from 1 on; empty if there is none.
+    /// Returns the text of a line, counted from 1; empty if the file has fewer lines.
     pub(crate) fn line_text(&self, line: usize) -> &str {
         let start = self.line_starts.get(line - 1).copied().unwrap_or(self.text.len());
         let end = self.line_starts.get(line).copied().unwrap_or(self.text.len());
         &self.text[start..end]
     }
 
-    /// Returns the line of `span`, from 1 on.
+    /// Returns the line of `span`, counted from 1.
     pub fn line(&self, span: &Span) -> usize {
         self.line_index(span.start) + 1
     }
 }
 
-/// The TOML parser's messages have several lines.
+/// Joins the lines of a message of the TOML parser.
 pub(crate) fn one_line(message: &str) -> String {
     message.trim_end().replace('\n', ", ")
 }
@@ -200,8 +201,8 @@ pub(crate) fn key_at(table: &DeTable<'_>, span: &Span) -> String {
     keys.join(".")
 }
 
-/// Appends the innermost key at `span` to `keys`; false if there is none. The span of a `[table]` is its header's, so
-/// all tables are searched.
+/// Appends the innermost key at `span` to `keys`; returns false if there is no key. The span of a `[table]` covers only
+/// its header, so all tables are searched.
 fn key_in_table<'t>(table: &'t DeTable<'_>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
     table.iter().any(|(key, value)| {
         keys.push(key.get_ref());
@@ -223,6 +224,6 @@ fn key_in_value<'t>(value: &'t Spanned<DeValue<'_>>, span: &Span, keys: &mut Vec
 }
 
 fn contains(outer: &Span, inner: &Span) -> bool {
-    // The parser gives an empty span if it knows none.
+    // The parser returns an empty span if it does not know the location.
     !inner.is_empty() && outer.contains(&inner.start) && inner.end <= outer.end
 }

@@ -1,4 +1,4 @@
-//! Times with a unit, as "100ms", "1.5s", "24h" or "1h 30m".
+//! Times with a unit, such as "100ms", "1.5s", "24h" or "1h 30m".
 
 use std::time::Duration;
 
@@ -8,15 +8,15 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// In nanoseconds, as the bounds of a [`Period`] are.
+/// One microsecond in nanoseconds, the unit of the bounds of a [`Period`].
 pub const MICROSECOND: u64 = 1_000;
-/// In nanoseconds.
+/// One millisecond in nanoseconds.
 pub const MILLISECOND: u64 = 1_000_000;
-/// In nanoseconds.
+/// One second in nanoseconds.
 pub const SECOND: u64 = 1_000_000_000;
-/// In nanoseconds.
+/// One minute in nanoseconds.
 pub const MINUTE: u64 = 60 * SECOND;
-/// In nanoseconds.
+/// One hour in nanoseconds.
 pub const HOUR: u64 = 60 * MINUTE;
 
 /// Time from `MIN` to `MAX` nanoseconds.

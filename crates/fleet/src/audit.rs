@@ -90,7 +90,7 @@ pub fn bounded(entry: AuditEntry) -> AuditEntry {
 }
 
 impl Records {
-    /// Appends an entry. `wall`: since 1970.
+    /// Appends an entry at this wall-clock time (since 1970).
     pub fn record_change(&mut self, author: &Author, note: ChangeDescription, wall: Duration) {
         let entries = Arc::make_mut(&mut self.audit);
         entries.push(bounded(AuditEntry {

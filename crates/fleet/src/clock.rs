@@ -1,6 +1,7 @@
 //! Clock of the records. Ages survive restarts, so they are seconds since 1970. A wall clock that jumps must neither
 //! release ids early nor keep them indefinitely. So this clock starts with the first controller's wall clock, and
-//! advances by the monotonic clock while a controller runs. Ids may be kept longer by the time without a controller.
+//! advances by the monotonic clock while a controller runs. Time without a controller does not count, so ids may be
+//! kept longer.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -22,7 +23,7 @@ impl RecordClock {
     }
 }
 
-/// Returns the wall clock's time since 1970; 0 before.
+/// Returns the wall clock's time since 1970; 0 for a time before 1970.
 pub fn wall_clock() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Drains by operators. They are apart from the fleet's document: neither a restart nor another document ends one.
+//! Drains by operators. Drains are not in the fleet's document, so neither a restart nor another document ends one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub struct DrainRequest {
 /// Reason for rejecting a drain.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DrainError {
-    /// No such server in the document.
+    /// The document has no server with this name.
     #[error("server {0:?} does not exist in the fleet's document")]
     UnknownServer(String),
     /// The server is not in the service.
@@ -31,16 +31,17 @@ pub enum DrainError {
     NotInService {
         server: String,
         service: String,
-        /// Its services, as text.
+        /// Names of the server's services.
         expected: String,
     },
-    /// The last server of these services.
+    /// The server is the last one of these services.
     #[error("no other server of {} takes new connections: expected one, or `force`", services.join(", "))]
     LastOne { services: Vec<String> },
 }
 
 impl DrainRequest {
-    /// Checks whether the server can be drained. `takes`: whether a server takes a service's new connections now.
+    /// Checks whether the server can be drained. `takes` returns whether a server accepts new connections of a service
+    /// now.
     pub fn check(&self, fleet: &Fleet, takes: impl Fn(&FleetService, ServerId) -> bool) -> Result<(), DrainError> {
         let id = find_server(fleet, &self.server)?;
         let member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
@@ -72,8 +73,8 @@ pub fn find_server(fleet: &Fleet, server: &str) -> Result<ServerId, DrainError> 
 }
 
 impl Records {
-    /// Drains the server, in addition to services drained before. `generation`: of the configuration with this drain.
-    /// Returns whether anything changed.
+    /// Drains the server, in addition to earlier drains. `generation`: generation of the configuration that contains
+    /// this drain. Returns whether anything changed.
     pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
         let named = |server: &&mut crate::records::ServerRecord| server.in_file && server.name == request.server;
         let Some(server) = self.servers.values_mut().find(named) else { return false };
@@ -89,14 +90,15 @@ impl Records {
         true
     }
 
-    /// Ends the drain. Returns whether there was one.
+    /// Ends the drain. Returns whether the server was drained.
     pub fn undrain(&mut self, server: &str) -> bool {
         let named = self.servers.values_mut().filter(|record| record.name == server);
         // At most one server has the name.
         named.filter_map(|record| record.drain.take()).count() > 0
     }
 
-    /// Returns the drains that remain with this document, by server, without services that it no longer has.
+    /// Returns the drains that remain with this document, by server name, without services that the server no longer
+    /// has.
     pub fn remaining_drains(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
         let listed: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         let goes_on = |drain: &DrainRecord| {

@@ -29,7 +29,7 @@ use crate::records::{Document, DrainRecord, LoadBalancerRecord, Membership, Reco
 /// Input of the controller's decisions, apart from reports.
 #[derive(Debug, Clone)]
 pub struct Fleet {
-    /// Grows with every change.
+    /// Generation, which grows with every change.
     pub generation: u64,
     pub report_interval: Duration,
     pub tables: TableTiming,
@@ -54,9 +54,9 @@ pub struct Fleet {
     /// Document as written by the operator.
     pub document: Document,
     pub audit: Arc<Vec<AuditEntry>>,
-    /// File of the document; `None`: it was applied.
+    /// File of the document; `None`: the document was applied through the API.
     pub file: Option<PathBuf>,
-    /// Read for each agent of a rack and summary. Operators choose the names, so they need no keyed hash.
+    /// Ids by name, read for each agent of a rack and summary. Operators choose the names, so no keyed hash is needed.
     ids: HashMap<String, ServerId, foldhash::fast::FixedState>,
 }
 
@@ -68,12 +68,12 @@ pub struct FleetServer {
     pub admin_state: AdminState,
     /// Share of new connections.
     pub weight: Weight,
-    /// Capacity; `None`: its cores.
+    /// Capacity; `None`: the number of the server's cores.
     pub capacity: Option<Capacity>,
-    /// VLAN of its frames.
+    /// VLAN of frames from load balancers to the server.
     pub vlan: Vlan,
     pub drain: Option<DrainRecord>,
-    /// Racks that may report for it; `None`: those of the fleet.
+    /// Racks that may report for it; `None`: the fleet's racks.
     racks: Option<BTreeSet<String>>,
 }
 
@@ -105,7 +105,7 @@ pub struct FleetService {
     pub policy: &'static str,
     /// Counters that the policy needs from load balancers.
     pub traffic: TelemetryLevel,
-    /// Health check; `None`: none.
+    /// Health check of the service's servers, if any.
     pub check: Option<Arc<Check>>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
@@ -115,12 +115,12 @@ pub struct FleetService {
     pub buckets: BucketCount,
     /// Servers of the pool, and former ones.
     pub members: BTreeMap<ServerId, Membership>,
-    /// Stored owners of its buckets.
+    /// Stored current and previous server of each bucket.
     pub bucket_history: BucketHistory,
 }
 
 impl FleetService {
-    /// Returns whether load balancers stamp.
+    /// Returns whether load balancers stamp the cookie.
     pub fn is_lb_stamped(&self) -> bool {
         self.mode.timestamps == Timestamps::LoadBalancer
     }
@@ -133,7 +133,7 @@ impl FleetService {
             id: transfer.other_balancer(),
             address: other.address,
             eligible: false,
-            // Never checked: packets for it have no alternative.
+            // Never checked: packets for the other load balancer have no alternative.
             has_left: true,
             weight: Weight::ONE,
             capacity: None,
@@ -175,7 +175,7 @@ impl Fleet {
             .collect();
         let mut ids = HashMap::<String, ServerId, _>::default();
         for (id, server) in &servers {
-            // If two ids have one name (the operator changed it), the one in the document.
+            // If two ids have one name (the operator changed the id), the id in the document counts.
             if server.admin_state != AdminState::Left || !ids.contains_key(&server.name) {
                 ids.insert(server.name.clone(), *id);
             }
@@ -211,7 +211,7 @@ impl Fleet {
         self.ids.get(name).copied()
     }
 
-    /// Returns the racks that the agent may use; `None`: any. It may always connect directly.
+    /// Returns the racks that the agent may use; `None`: any. The agent may always connect directly.
     pub fn racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
         self.servers[&id].racks.as_ref().or(self.racks.as_ref())
     }
@@ -220,7 +220,7 @@ impl Fleet {
         self.racks_of(id).is_none_or(|racks| racks.contains(rack))
     }
 
-    /// Returns the number of servers of each rack, in one pass over thousands of servers.
+    /// Returns the number of servers of each rack, in one pass over the servers.
     pub fn servers_by_rack(&self) -> ServersByRack<'_> {
         let mut servers = ServersByRack::default();
         for id in self.servers.keys() {
@@ -232,7 +232,7 @@ impl Fleet {
         servers
     }
 
-    /// Returns whether the server is eligible for the service by its administrative state.
+    /// Returns whether the server's administrative state permits new connections of the service.
     pub fn eligible(&self, service: &FleetService, id: ServerId) -> bool {
         let server = &self.servers[&id];
         service.members.get(&id) == Some(&Membership::Present)
@@ -241,8 +241,8 @@ impl Fleet {
             && !server.is_drained_in(&service.name)
     }
 
-    /// Returns whether the server takes no new connections of any service, or is drained from one. An operator may wait
-    /// for its connections.
+    /// Returns whether the server accepts no new connections of any service, or is drained from a service. An operator
+    /// may wait for the end of its connections.
     pub fn is_draining(&self, id: ServerId) -> bool {
         let mut services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
         self.servers[&id].drain.is_some()
@@ -300,8 +300,8 @@ impl Fleet {
         }
     }
 
-    /// Returns the configuration of a server's agent; `before`: previous servers of its buckets. A server that left a
-    /// service still stamps its connections.
+    /// Returns the configuration of a server's agent. `before`: servers that owned buckets of this server before. A
+    /// server that left a service still stamps its connections.
     pub fn for_agent(&self, id: ServerId, before: &BTreeSet<ServerId>) -> AgentConfiguration {
         let services = self.services.iter().filter(|service| service.members.contains_key(&id));
         let stamped = |service: &FleetService| StampedService {
@@ -328,7 +328,7 @@ impl Fleet {
     }
 }
 
-/// `listed`: its entry in the document.
+/// Combines the record of a server with its entry in the document, if any.
 fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetServer {
     FleetServer {
         name: record.name.clone(),
@@ -346,8 +346,8 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
     }
 }
 
-/// Other load balancers get the highest ids that are unused, or were not used lately. No cookie carries them, so they
-/// need not be stored.
+/// Returns the services in force. Other load balancers get the highest ids that are unused, or were not used lately. No
+/// cookie carries these ids, so they need not be stored.
 fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     let mut free = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
@@ -356,7 +356,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
         let transfer = service.other_balancer.and_then(|other| {
             let id = match ids.get(&other.address) {
                 Some(id) => *id,
-                // All ids are in use.
+                // If all ids are in use, the service gets no transfer.
                 None => free.find(|id| !records.servers.contains_key(id))?,
             };
             ids.insert(other.address, id);

@@ -1,7 +1,7 @@
 //! Cookie keys and their rotation.
 //!
-//! One of the two keys stamps (`current`), both are accepted. Any load balancer may get a stamped packet. So a key may
-//! stamp only when every load balancer has it, and may be replaced only when no server stamps with it:
+//! One of the two keys stamps (`current`), both are accepted. Any load balancer may receive a stamped packet. So a key
+//! may stamp only when every load balancer has it, and may be replaced only when no server stamps with it:
 //!
 //! ```text
 //! steady     key[current] stamps; the other key is for older cookies
@@ -36,7 +36,7 @@ pub enum KeyPhase {
     Steady,
     /// The next key is being distributed.
     Announced {
-        /// Daemons that are not connected need not acknowledge it.
+        /// Whether the rotation proceeds without the acknowledgements of disconnected daemons.
         forced: bool,
     },
 }
@@ -57,7 +57,7 @@ impl KeyRing {
         Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }
     }
 
-    /// Replaces the key that does not stamp. During a rotation only adds `forced`.
+    /// Replaces the key that does not stamp. During a rotation it only sets `forced`.
     pub fn announce(&mut self, forced: bool, generation: u64, random: &mut impl Rng) {
         match &mut self.phase {
             KeyPhase::Announced { forced: already } => *already |= forced,
@@ -69,7 +69,7 @@ impl KeyRing {
         }
     }
 
-    /// Lets the announced key stamp; without one does nothing.
+    /// Makes the announced key the current one, if any.
     pub fn switch(&mut self, now: Duration, generation: u64) {
         if self.phase == KeyPhase::Steady {
             return;

@@ -33,7 +33,6 @@ pub struct Records {
     pub services: BTreeMap<String, ServiceRecord>,
     pub servers: BTreeMap<ServerId, ServerRecord>,
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
-    /// Document as written by the operator.
     pub document: Document,
     pub audit: Arc<Vec<AuditEntry>>,
     /// Time of the last write by the records' clock (whole seconds since 1970); `None`: unknown.
@@ -44,9 +43,10 @@ pub struct Records {
 pub struct DrainRecord {
     /// Time of the last change (whole seconds since 1970, by the records' clock).
     pub since: Duration,
-    /// Generation that began it: a load balancer that has acknowledged it sends nothing new there.
+    /// Generation of the configuration that began the drain: a load balancer that has acknowledged it sends no new
+    /// connections.
     pub generation: u64,
-    /// Drained services; `None`: all, also later ones.
+    /// Drained services; `None`: all services, including later ones.
     pub services: Option<BTreeSet<String>>,
 }
 
@@ -61,13 +61,13 @@ impl DrainRecord {
 pub struct Document {
     /// Grows with every change of the text; 0: none yet.
     pub generation: u64,
-    /// TOML.
+    /// Text of the document (TOML).
     pub text: Arc<str>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadBalancerRecord {
-    /// Number of its connection table in cookies; `None`: all numbers were taken.
+    /// Number of the load balancer's connection table in cookies; `None`: all numbers were taken.
     pub owner: Option<OwnerNumber>,
     pub address: Option<IpAddr>,
     /// Time of the disconnection (whole seconds since 1970); `None`: connected.
@@ -79,7 +79,7 @@ pub struct ServiceRecord {
     pub index: ServiceIndex,
     /// Seed of the policy's hash keys, and of the time key of LB-side stamping.
     pub seed: u64,
-    /// Owners of its buckets, with the previous ones.
+    /// Current and previous server of each bucket.
     pub buckets: BucketHistory,
 }
 
@@ -87,22 +87,22 @@ pub struct ServiceRecord {
 pub struct ServerRecord {
     pub name: String,
     pub address: IpAddr,
-    /// False: it left the document.
+    /// Whether the document contains the server.
     pub in_file: bool,
-    /// Services whose cookies may carry its id.
+    /// Services whose cookies may carry the server's id.
     pub services: BTreeMap<String, Membership>,
     pub drain: Option<DrainRecord>,
-    /// Racks that may report for it, as last in the document; `None`: those of the fleet.
+    /// Racks that may report for the server, from its newest entry in the document; `None`: the fleet's racks.
     pub racks: Option<BTreeSet<String>>,
-    /// VLAN of its frames, as last in the document.
+    /// VLAN of frames to the server, from its newest entry in the document.
     pub vlan: Vlan,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Membership {
-    /// In the pool.
+    /// In the service's pool.
     Present,
-    /// Left at this time (whole seconds since 1970, as stored).
+    /// No longer in the pool since this time (whole seconds since 1970, as stored).
     LeftAt(Duration),
 }
 
@@ -137,8 +137,8 @@ impl Records {
         Ok(())
     }
 
-    /// Registers a load balancer with its address. It keeps its number or gets the first free one. Returns whether that
-    /// is a change.
+    /// Registers a load balancer with its address. A new name gets the first free number. Returns whether the records
+    /// changed.
     pub fn register_load_balancer(&mut self, name: &str, address: Option<IpAddr>) -> bool {
         if let Some(known) = self.load_balancers.get_mut(name) {
             known.left_at = None;
@@ -161,7 +161,7 @@ impl Records {
         }
     }
 
-    /// Forgets load balancers and servers whose cookies have expired. Returns whether there was one.
+    /// Forgets load balancers and servers whose cookies have expired. Returns whether anything was removed.
     pub fn retire(&mut self, max_connection_lifetime: Duration, now: Duration) -> bool {
         let load_balancers = self.load_balancers.len();
         self.load_balancers
@@ -197,7 +197,7 @@ impl Records {
         }
     }
 
-    /// Returns the id of every server: chosen, previous or free.
+    /// Returns the id of every server: chosen by the operator, unchanged or newly drawn.
     fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let had = self.ids_by_name();
         let lb_stamped = lb_stamped_servers(config);
@@ -228,7 +228,7 @@ impl Records {
         if wrong.is_empty() { Ok(ids) } else { Err(config.diagnostics(wrong)) }
     }
 
-    /// Returns an id chosen by the operator, or the reason why it is still in use.
+    /// Returns the id that the operator chose, or the reason why the id is still in use.
     fn chosen_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
         let Some(owner) = self.servers.get(&id).filter(|owner| owner.name != name) else {
             return Ok(id);
@@ -241,7 +241,7 @@ impl Records {
         ))
     }
 
-    /// Returns ids by name; of two with one name (the operator changed its id) the one in the document.
+    /// Returns ids by name. If two ids have one name (the operator changed the id), the id in the document counts.
     fn ids_by_name(&self) -> HashMap<String, ServerId> {
         let mut by_name = HashMap::new();
         for (id, server) in &self.servers {
@@ -260,7 +260,7 @@ impl Records {
             .collect()
     }
 
-    /// Records the pools; `ids` are those of `config.servers`.
+    /// Records the pools. `ids`: the ids of `config.servers`, in the same order.
     fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
         let mut drains = self.remaining_drains(config);
         for server in self.servers.values_mut() {
@@ -294,7 +294,7 @@ impl Records {
 }
 
 impl ServerRecord {
-    /// Returns whether it is in the document, or cookies may carry its id.
+    /// Returns whether the server is in the document, or cookies may carry its id.
     fn is_needed(&self) -> bool {
         self.in_file || !self.services.is_empty()
     }
@@ -306,8 +306,8 @@ fn lb_stamped_servers(config: &FleetConfig) -> HashSet<usize> {
     lb_stamped.flat_map(|service| service.servers.iter().copied()).collect()
 }
 
-/// Draws one of `free` at random, so flipped bits of a cookie do not enumerate the pool. `room`: number of ids that the
-/// cookie can hold. `free` stays in ascending order.
+/// Draws one of the `free` ids at random, so flipped bits of a cookie do not enumerate the pool. `room`: number of ids
+/// that the cookie can hold. `free` stays in ascending order.
 fn draw(free: &mut Vec<ServerId>, room: u64, random: &mut impl Rng) -> Option<ServerId> {
     let count = free.partition_point(|id| u64::from(id.get()) < room);
     let count = u32::try_from(count).ok().filter(|count| *count > 0)?;

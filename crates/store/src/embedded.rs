@@ -1,5 +1,5 @@
 //! Storage of [`Records`] in a redb file: a change is one transaction, which survives SIGKILL and power cuts. The file
-//! has the cookie keys, so only its owner can read it.
+//! contains the cookie keys, so only its owner can read it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -33,15 +33,15 @@ const FLEET_ROW: &str = "fleet";
 
 pub struct EmbeddedStore {
     path: PathBuf,
-    /// `None` after a failed open or write; the next write tries again.
+    /// Handle of the open file; `None` after a failed open or write, until the next write opens the file again.
     database: Option<Database>,
-    /// Content of a file that could not be opened for writing.
+    /// Content of a file that could not be opened for writing, in memory.
     read_only_copy: Option<Database>,
 }
 
 impl EmbeddedStore {
-    /// Opens or creates the file. Opening writes; if the disk does not allow that, the content is read, and changes
-    /// fail until it does.
+    /// Opens or creates the file. If the disk permits no writes, the content is read, and changes fail until writes
+    /// succeed.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let (database, copy) = match open(path) {
             Ok(database) => (Some(database), None),
@@ -64,7 +64,6 @@ impl EmbeddedStore {
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let Err(problem) = self.try_save(&records.into()) else { return Ok(()) };
         // After a failed write redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
-        // Only the file knows whether the last transaction is in it. The old handle must be closed first.
         self.database = None;
         if self.reopen().is_ok() && self.load().ok().flatten().as_ref() == Some(records) {
             return Ok(());
@@ -166,7 +165,7 @@ fn encode(row: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(row)
 }
 
-/// Returns the table; `None` if an older version made the file.
+/// Returns the table; `None` if an older version created the file without this table.
 fn table<K: Key + 'static, V: Value + 'static>(
     transaction: &ReadTransaction,
     definition: TableDefinition<'_, K, V>,
@@ -199,7 +198,7 @@ fn open(path: &Path) -> Result<Database, StoreError> {
     })
 }
 
-/// Reads the file into memory, since repairing it after a kill would write.
+/// Reads the file into memory: opening a file after a crash repairs it, which writes.
 fn open_copy(path: &Path) -> anyhow::Result<Database> {
     let bytes = std::fs::read(path)?;
     anyhow::ensure!(!bytes.is_empty(), "nothing in it");

@@ -1,7 +1,7 @@
 //! Storage of [`Records`] in etcd, written by the leader.
 //!
 //! Rows are grouped into parts, so that a change writes little: a part per service, one per sixteen servers, the
-//! document in pieces. All parts of a change are in force together ([`coreward_etcd::chunked_store`]).
+//! document in pieces. All parts of a change take effect together ([`coreward_etcd::chunked_store`]).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -31,15 +31,15 @@ const DOCUMENT_GENERATION: &str = "document_generation";
 const AUDIT: &str = "audit/";
 
 const ENTRIES_OF_A_PART: u64 = 50;
-/// A part of servers that are in 1,000 services each fits a transaction.
+/// Number of servers in a part. A part of servers that are in 1,000 services each fits a transaction.
 const SERVERS_OF_A_PART: u16 = 16;
 /// Largest piece of the document, bytes.
 const MAX_PIECE_BYTES: usize = 256 << 10;
-/// Largest value, bytes: etcd takes requests of 1.5 MiB. The further pieces of a longer row have the row's name, a
-/// blank (which no name contains) and a number.
+/// Largest value, bytes: etcd takes requests of 1.5 MiB. Further pieces of a longer row are stored under the row's
+/// name, a blank (which no name contains) and a number.
 const VALUE_LIMIT: usize = 512 << 10;
 
-/// State of the leading controller. Calls block: not for asynchronous code.
+/// State of the leading controller. Calls block, so asynchronous code must not make them.
 pub struct EtcdStore {
     cluster: Arc<Cluster>,
     parts: ChunkedStore,
@@ -51,7 +51,7 @@ impl EtcdStore {
         Ok(Self { cluster, parts })
     }
 
-    /// Returns the records; `None` if there are none.
+    /// Returns the records; `None` if etcd has no records.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         let parts = self.parts.parts();
         if parts.is_empty() {
@@ -64,7 +64,7 @@ impl EtcdStore {
         })
     }
 
-    /// Replaces all that differs, atomically; fails if this controller no longer leads.
+    /// Replaces all rows that differ, atomically; fails if this controller no longer leads.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let parts = encode(&records.into())
             .map_err(|problem| StoreError::Content { store: "etcd".to_owned(), problem: format!("{problem:#}") })?;
@@ -109,7 +109,6 @@ fn join_rows(parts: &Chunks) -> BTreeMap<&str, Cow<'_, [u8]>> {
     let mut rows: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
     for (name, piece) in parts {
         match name.split_once(' ') {
-            // Pieces are ordered by number.
             Some((row, _)) => rows.entry(row).or_default().to_mut().extend_from_slice(piece),
             None => drop(rows.insert(name, Cow::Borrowed(piece))),
         }
@@ -128,7 +127,7 @@ fn decode(parts: &Chunks) -> anyhow::Result<Rows> {
         audit: Arc::default(),
     };
     let (mut text, mut audit) = (String::new(), Vec::new());
-    // Names have the order of the pieces.
+    // Pieces follow each other, because their names sort in this order.
     for (name, value) in &parts {
         let row = || format!("part {name}");
         if let Some(service) = name.strip_prefix(SERVICE) {

@@ -1,5 +1,5 @@
 //! Storage of [`Records`](coreward_fleet::records::Records): a file of one controller ([`embedded`]), or etcd
-//! ([`etcd`]) for several. Both have the same rows ([`rows`]).
+//! ([`etcd`]) for several. Both store the same rows ([`rows`]).
 
 pub mod embedded;
 pub mod etcd;
@@ -15,12 +15,11 @@ use etcd::EtcdStore;
 
 pub enum Store {
     Embedded(EmbeddedStore),
-    /// etcd, written by the leader.
     Etcd(EtcdStore),
 }
 
 impl Store {
-    /// Returns the records; `None` if there are none.
+    /// Returns the records; `None` if the store is empty.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         match self {
             Self::Embedded(store) => store.load(),
@@ -28,7 +27,7 @@ impl Store {
         }
     }
 
-    /// Replaces the records in one transaction; on an error the previous ones stay.
+    /// Replaces the records in one transaction; on an error the previous records stay.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         match self {
             Self::Embedded(store) => store.save(records),
@@ -39,15 +38,15 @@ impl Store {
 
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// It cannot be opened or created.
+    /// The file cannot be opened or created.
     #[error("store {}: {source}: expected a file that can be written, or a directory to make it in", path.display())]
     File { path: PathBuf, source: std::io::Error },
     #[error("store {} is in use: expected one controller per store", path.display())]
     InUse { path: PathBuf },
-    /// It is damaged, no store, or on a failing disk.
+    /// The store's content is damaged or of another kind, or the disk fails.
     #[error("store {store}: {problem}")]
     Content {
-        /// Path or endpoints.
+        /// Path of the file, or endpoints of etcd.
         store: String,
         problem: String,
     },

@@ -1,4 +1,4 @@
-//! Logical form of [`Records`] in every store: rows as JSON objects. Missing keys have their defaults.
+//! Rows of [`Records`] in every store, as JSON objects. Missing keys have their defaults.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ use coreward_fleet::key_ring::{KeyPhase, KeyRing};
 use coreward_fleet::records::DrainRecord;
 use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
-/// Version of the layout; others are rejected.
+/// Version of the layout; other versions are rejected.
 const FORMAT: u32 = 4;
 
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl From<&Records> for Rows {
 }
 
 impl Rows {
-    /// Returns the records; fails on invalid values and another version's format.
+    /// Returns the records; fails on invalid values and on another version of the layout.
     pub fn parse(self) -> anyhow::Result<Records> {
         let mut records = self.fleet.parse()?;
         for (name, row) in self.services {
@@ -71,16 +71,16 @@ impl Rows {
 pub struct FleetRow {
     format: u32,
     generation: u64,
-    /// k0, k1 of both keys.
+    /// Halves k0 and k1 of both keys.
     cookie_keys: [[u64; 2]; 2],
     current_key: u8,
     keys_generation: u64,
     /// Seconds since 1970.
     current_key_since: u64,
-    /// Whether the rotation was forced; absent: none is in progress.
+    /// Whether the rotation was forced; absent: no rotation is in progress.
     announced: Option<bool>,
     rss_key: String,
-    /// Seconds since 1970; absent: the wall clock counts.
+    /// Time of the records' clock in seconds since 1970; absent: the clock starts from the wall clock.
     clock: Option<u64>,
 }
 
@@ -88,7 +88,7 @@ pub struct FleetRow {
 pub struct LoadBalancerRow {
     owner: Option<u8>,
     address: Option<IpAddr>,
-    /// Seconds since 1970.
+    /// Time of the disconnection in seconds since 1970.
     left_at: Option<u64>,
 }
 
@@ -96,7 +96,7 @@ pub struct LoadBalancerRow {
 pub struct ServiceRow {
     index: u16,
     seed: u64,
-    /// By bucket: its server and the previous one.
+    /// Current and previous server of each bucket.
     buckets: Vec<(u16, Option<u16>)>,
 }
 
@@ -105,24 +105,24 @@ pub struct ServerRow {
     name: String,
     address: IpAddr,
     in_file: bool,
-    /// By service; a number: left at this second since 1970.
+    /// Services of the server; a number is the time at which the server left the pool, in seconds since 1970.
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
-    /// Absent: all racks of the fleet.
+    /// Racks that may report for the server; absent: all racks of the fleet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     racks: Option<BTreeSet<String>>,
-    /// Absent: untagged.
+    /// VLAN of frames to the server; absent: untagged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     vlan: Option<u16>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 struct DrainRow {
-    /// Seconds since 1970.
+    /// Time of the last change, in seconds since 1970.
     since: u64,
     generation: u64,
-    /// Absent: all.
+    /// Drained services; absent: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     services: Option<BTreeSet<String>>,
 }

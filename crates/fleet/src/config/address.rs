@@ -7,7 +7,7 @@ use coreward_config::{FromToml, Reader, Spanned, parsed, serde_json};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
-/// Returns the reason why no service can have this VIP and port, to follow the address in a sentence.
+/// Returns the reason why no service can have this VIP and port, as the end of a sentence that begins with the address.
 pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     if vip.port() == 0 {
         return Some(" has port 0");
@@ -19,7 +19,7 @@ pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     }
 }
 
-/// Returns the reason why no server can have this address, to follow it in a sentence.
+/// Returns the reason why no server can have this address, as the end of a sentence that begins with the address.
 pub fn server_address_error(address: IpAddr) -> Option<&'static str> {
     match address {
         IpAddr::V4(address) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
@@ -32,9 +32,9 @@ fn why_unusable_ipv6(address: Ipv6Addr) -> Option<&'static str> {
         (address.is_unspecified(), " is the unspecified address"),
         (address.is_loopback(), " is the loopback address"),
         (address.is_multicast(), " is a multicast address"),
-        // Routers do not forward to it.
+        // Routers do not forward packets to link-local addresses.
         (address.is_unicast_link_local(), " is a link-local address"),
-        // No packet carries it: sockets use it for IPv4.
+        // No packet carries an IPv4-mapped address: sockets use it for IPv4.
         (address.to_ipv4_mapped().is_some(), " is an IPv4-mapped address"),
     ];
     reasons.into_iter().find_map(|(applies, reason)| applies.then_some(reason))
@@ -49,7 +49,7 @@ pub fn is_host_ipv4(address: Ipv4Addr) -> bool {
 pub struct Vip(pub SocketAddr);
 
 impl Vip {
-    /// Transport protocol.
+    /// Returns the address of the service with this transport protocol.
     pub fn with(self, protocol: Protocol) -> ServiceAddress {
         ServiceAddress { socket: self.0, protocol }
     }
@@ -112,7 +112,7 @@ impl FromToml for BalancerAddress {
 
 const HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
 
-/// Returns the address of a host; a mistake names it as `what`.
+/// Returns the address of a host; `what` names the address in a diagnostic.
 fn host_address(what: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
     parsed(value, reader, |written| {
         let address = written.parse::<IpAddr>().map_err(|_| "");

@@ -1,4 +1,4 @@
-//! Checks across values of the fleet's document. A value with a mistake of its own causes no second one.
+//! Checks across values of the fleet's document. An invalid value is reported once, without errors that follow from it.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -17,7 +17,7 @@ use super::service::{self, Service};
 use super::unique::UniqueValues;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
 
-/// Checks the document. On mistakes, which are on the reader's list, the result is incomplete.
+/// Checks the document. After mistakes, which the reader stores, the result is incomplete.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
     let key_rotation = file.key_rotation.map(|interval| rotation(&interval, max_connection_lifetime, reader));
@@ -55,7 +55,7 @@ fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], rea
     }
 }
 
-/// A second rotation overwrites the previous key: its cookies must have expired.
+/// Checks the interval of rotations. A second rotation overwrites the previous key, so its cookies must have expired.
 fn rotation<const MIN: u64, const MAX: u64>(
     interval: &Spanned<Period<MIN, MAX>>,
     max_connection_lifetime: Duration,
@@ -117,7 +117,7 @@ fn servers(
 }
 
 struct Services<'a> {
-    /// Names of all servers, also of those with mistakes.
+    /// Names of all servers, including invalid ones.
     names: BTreeSet<&'a str>,
     servers: &'a [ServerConfig],
     buckets: BucketCount,
@@ -185,7 +185,7 @@ impl Services<'_> {
         }
     }
 
-    /// Returns the positions of a service's servers; all if it lists none.
+    /// Returns the positions of a service's servers; all servers if the service lists none.
     fn pool(&self, service: &Service, positions: &HashMap<&str, usize>, reader: &mut Reader<'_>) -> Vec<usize> {
         let Some(listed) = &service.servers else {
             return (0..self.servers.len()).collect();
@@ -209,7 +209,7 @@ impl Services<'_> {
     }
 }
 
-/// The cookie of LB-side stamping holds smaller ids.
+/// Checks that ids fit the cookie of LB-side stamping, which holds smaller ids.
 fn check_ids_fit<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
     for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_name(*id)) {
         let message = format_args!(

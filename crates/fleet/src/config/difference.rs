@@ -12,13 +12,13 @@ pub enum Change {
     Added {
         /// "server" or "service", and its name.
         what: String,
-        /// Its other keys with their values.
+        /// The other keys of the server or service, with their values.
         values: Vec<(String, String)>,
     },
     /// Removed server or service.
     Removed { what: String },
     Changed {
-        /// As in `Added`; empty: the whole fleet.
+        /// Server or service, as in `Added`; empty for the whole fleet.
         what: String,
         key: String,
         /// `None`: absent.
@@ -29,7 +29,7 @@ pub enum Change {
 }
 
 impl Change {
-    /// Returns the reason why established connections break; `None`: they stay.
+    /// Returns the reason why established connections break; `None`: they continue.
     pub fn breaks(&self) -> Option<&'static str> {
         let (what, key) = match self {
             Self::Removed { what } if what.starts_with("service ") => {

@@ -1,4 +1,4 @@
-//! The files: their keys, and what one value must be.
+//! Keys of the fleet's document, and the valid values of each key.
 
 use coreward_config::{Field, HOUR, MILLISECOND, Name, Period, SECOND, Spanned, config_struct, string_enum};
 use coreward_model::ServerId;
@@ -14,15 +14,15 @@ use super::{DEFAULT_MAX_CONNECTION_LIFETIME, ServerState, TableTiming};
 const CONTROLLER_FILE_HINT: &str = "it in the controller's own file";
 
 config_struct! {
-    /// The fleet's.
+    /// The fleet's document.
     pub struct FleetFile {
         /// Time between two reports of an agent.
         pub report_interval: Option<Period<{ 10 * MILLISECOND }, SECOND>>,
-        /// When placement tables are made: "on-change", as soon as a report changes what they are made of, or
-        /// "interval", once per report_interval.
+        /// Trigger of placement tables: "on-change", as soon as a report changes an input of a table, or "interval",
+        /// once per report_interval.
         pub table_updates: TableTiming = TableTiming::OnChange,
-        /// Time for which load balancers use a table that depends on loads while no controller leads; then they place
-        /// new connections by their own counts.
+        /// Time for which load balancers use a table that depends on loads while no controller leads; afterwards they
+        /// place new connections by their own counts.
         pub table_lifetime: Period<SECOND, HOUR> = Period(DEFAULT_TABLE_LIFETIME),
         /// Weight of the newest report in a core's load.
         pub load_ewma_alpha: Alpha = Alpha::PUBLISHED,
@@ -32,13 +32,13 @@ config_struct! {
         pub max_connection_lifetime: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_MAX_CONNECTION_LIFETIME),
         /// Interval of key rotations, at least max_connection_lifetime.
         pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
-        /// Names of the racks that may connect; without it any may.
+        /// Names of the racks that may connect; by default any rack may.
         pub racks: Option<Vec<Spanned<Name>>>,
-        /// Names of the load balancers that may connect; without it any may.
+        /// Names of the load balancers that may connect; by default any load balancer may.
         pub load_balancers: Option<Vec<Spanned<Name>>>,
-        /// One server each.
+        /// Servers of the fleet.
         pub servers as "server": Vec<Spanned<Server>>,
-        /// One service each.
+        /// Services of the fleet.
         pub services as "service": Vec<Spanned<Service>>,
     }
     elsewhere {
@@ -56,7 +56,7 @@ config_struct! {
         pub name: Field<Name>,
         /// Unique address, in the load balancers' network or behind routers.
         pub address: Field<ServerAddress>,
-        /// VLAN of frames from load balancers to it; without it they are untagged.
+        /// VLAN of frames from load balancers to the server; by default frames are untagged.
         pub vlan: Option<Vlan>,
         /// Id in cookies; drawn at random by default.
         pub id: Option<Spanned<ServerId>>,
@@ -64,9 +64,9 @@ config_struct! {
         pub state: ServerState = ServerState::Active,
         /// Relative share of new connections; 0: none, as when draining.
         pub weight: Weight = Weight::ONE,
-        /// Capacity in cores of the usual speed; without it the number of its cores.
+        /// Capacity in cores of normal speed; by default the number of the server's cores.
         pub capacity: Option<Capacity>,
-        /// Names of the racks that its agent may use; without it the fleet's; []: none.
+        /// Names of the racks that the server's agent may use; by default the fleet's racks; []: none.
         pub racks: Option<Vec<Spanned<Name>>>,
     }
 }

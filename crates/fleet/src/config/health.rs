@@ -1,4 +1,4 @@
-//! Health checks of a service's servers: its table `[service.health]`.
+//! Health checks of a service's servers: the table `[service.health]`.
 
 use std::net::Ipv6Addr;
 
@@ -19,9 +19,9 @@ config_struct! {
     pub struct Health {
         /// Kind of check.
         pub check: CheckKind = CheckKind::Tcp,
-        /// Address of the check: "vip", or "server", the server's own.
+        /// Address of the check: "vip", or "server" for the server's own address.
         pub at: Option<Spanned<ProbeAddress>>,
-        /// Port of the check; without it the service's.
+        /// Port of the check; by default the service's port.
         pub port: Option<Spanned<Number<1, 65535>>>,
         /// Longest time between two checks.
         pub interval: Period<{ 100 * MILLISECOND }, HOUR> = Period(DEFAULT_INTERVAL),
@@ -31,16 +31,16 @@ config_struct! {
         pub rise: Number<1, 100> = Number(2),
         /// Failures in a row that make a server down.
         pub fall: Number<1, 100> = Number(3),
-        /// Part of the interval by which a check may be early, so that checks spread.
+        /// Fraction of the interval by which a check may be early, so that checks spread.
         pub jitter: Jitter = Jitter::new(0.1).expect("from 0 to 1"),
-        /// http, https: path and query; without it "/".
+        /// http, https: path and query; by default "/".
         pub path: Option<Spanned<HttpPath>>,
         /// http, https: `Host`, and the name that the certificate must have; default: the address.
         pub host: Option<Spanned<Host>>,
-        /// http, https: status codes of a healthy server; without it "200-399".
+        /// http, https: status codes of a healthy server; by default "200-399".
         pub expect: Option<Spanned<StatusRange>>,
-        /// https: authorities of the server's certificate (PEM); without it those that the load balancer's system
-        /// trusts.
+        /// https: certificates of the authorities that may sign the server's certificate (PEM); by default the
+        /// authorities that the load balancer's system trusts.
         pub ca: Option<Spanned<Authorities>>,
         /// https: false accepts any certificate.
         pub verify: Option<Spanned<bool>>,
@@ -53,15 +53,15 @@ const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
 /// Kind of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckKind {
-    /// Whether a TCP connection opens.
+    /// The server is healthy if a TCP connection opens.
     Tcp,
-    /// Whether a request is answered.
+    /// The server is healthy if it answers a request.
     Http,
     /// As `Http`, over TLS.
     Https,
-    /// Whether the server's agent reports.
+    /// The server is healthy if its agent reports.
     Agent,
-    /// Nothing.
+    /// No check.
     None,
 }
 
@@ -85,7 +85,7 @@ impl CheckKind {
 
 string_enum!(CheckKind, "check", CheckKind::ALL.map(|(name, kind)| (name.to_owned(), kind)));
 
-/// A path and perhaps a query, as a request line has it.
+/// Path and optional query of a request line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpPath(String);
 
@@ -106,7 +106,7 @@ impl FromToml for HttpPath {
     }
 }
 
-/// Returns whether this is a host, perhaps with a port (RFC 3986, section 3.2).
+/// Returns whether the text is a host with an optional port (RFC 3986, section 3.2).
 fn is_authority(text: &str) -> bool {
     let (is_host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((address, port)) => (address.parse::<Ipv6Addr>().is_ok(), port),
@@ -120,7 +120,7 @@ fn is_authority(text: &str) -> bool {
     is_host && (port.is_empty() || port.strip_prefix(':').is_some_and(is_port))
 }
 
-/// A host's name, perhaps with a port.
+/// Name of a host, with an optional port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host(String);
 
@@ -167,8 +167,8 @@ impl FromToml for Authorities {
     }
 }
 
-/// Returns the check of the table; contradictions go to the reader's list. `None`: no check.
-/// `mixes_families`: a server's address is of another family than the VIP.
+/// Returns the check of the table, or `None` for no check; contradictions go to the reader's list. `mixes_families`: a
+/// server's address and the VIP are of different families.
 pub fn check(
     table: &Spanned<Health>,
     protocol: Protocol,
@@ -224,7 +224,7 @@ fn vip_check_error(mode: ServiceMode, mixes_families: bool) -> Option<String> {
     mixes_families.then(|| "a service with servers whose addresses are of another family".to_owned())
 }
 
-/// Returns the address of the checks: by default the VIP, if that is possible.
+/// Returns the address of the checks: by default the VIP, if checks at the VIP are possible.
 fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
     let default = if why_not_at_vip.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
     let Some(at) = &health.at else { return default };
@@ -234,7 +234,7 @@ fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut R
     *at.get_ref()
 }
 
-/// Keys without effect on this kind of check.
+/// Rejects keys that have no effect on this kind of check.
 fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
     use CheckKind::{Http, Https, Tcp};
     let keys: [(&str, Option<Span>, &[CheckKind]); 7] = [

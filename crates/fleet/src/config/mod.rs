@@ -1,7 +1,7 @@
 //! Fleet's document, parsed and checked; docs/config.md is the reference.
 //!
 //! [`file`], [`service`] and [`address`] describe single values, [`service`] and [`check`] check combinations. Every
-//! mistake has the place of its value. [`difference`] compares two documents.
+//! mistake has the location of the invalid value. [`difference`] compares two documents.
 
 mod address;
 mod check;
@@ -38,7 +38,7 @@ use file::FleetFile;
 /// 10 Hz, as published (CrossRSS, CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A cookie lives as long as its connection; a day covers all but the rarest.
+/// A cookie lives as long as its connection; a day covers nearly all connections.
 pub const DEFAULT_MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone)]
@@ -48,7 +48,7 @@ pub struct FleetConfig {
     /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
     pub alpha: Alpha,
-    /// Longest life of a cookie: so long the ids of former servers and the previous key are kept.
+    /// Longest life of a cookie: the ids of former servers and the previous key are kept for this time.
     pub max_connection_lifetime: Duration,
     /// Interval of key rotations; `None`: by command only.
     pub key_rotation: Option<Duration>,
@@ -69,22 +69,22 @@ pub struct ServerConfig {
     pub name: String,
     /// Address for load balancers.
     pub address: IpAddr,
-    /// Id chosen by the operator, with its place.
+    /// Id chosen by the operator, with its location.
     pub id: Option<(ServerId, Span)>,
     pub state: ServerState,
     /// Share of new connections.
     pub weight: Weight,
-    /// Capacity; `None`: its cores.
+    /// Capacity; `None`: the number of the server's cores.
     pub capacity: Option<Capacity>,
-    /// VLAN of its frames at load balancers.
+    /// VLAN of frames from load balancers to the server.
     pub vlan: Vlan,
-    /// Racks that may report for it; `None`: those of the fleet.
+    /// Racks that may report for it; `None`: the fleet's racks.
     pub racks: Option<BTreeSet<String>>,
-    /// Place in the document.
+    /// Location in the document.
     pub span: Span,
 }
 
-/// Time at which a service's table is made.
+/// Trigger of a service's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TableTiming {
     /// After a change of a report, or of another input.
@@ -101,11 +101,12 @@ pub enum ServerState {
     Draining,
 }
 
-/// Load balancer that has some of a service's connections.
+/// Load balancer that serves a part of a service's connections during a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OtherBalancer {
     pub address: IpAddr,
-    /// True: it gets new connections from now on. False: it had the service before.
+    /// Whether new connections go to the other load balancer (`migrate_to`), or the service came from it
+    /// (`migrate_from`).
     pub is_handed_over: bool,
 }
 
@@ -113,7 +114,7 @@ pub struct OtherBalancer {
 pub struct ServiceConfig {
     pub name: String,
     pub address: ServiceAddress,
-    /// Consistency mode, without a transfer's id, which the document does not have.
+    /// Consistency mode. The transfer in it has no id yet, because the document has none.
     pub mode: ServiceMode,
     /// Load balancer that the service is adopted from or handed over to.
     pub other_balancer: Option<OtherBalancer>,
@@ -121,13 +122,13 @@ pub struct ServiceConfig {
     pub policy: &'static str,
     pub slow_start: Duration,
     pub buckets: BucketCount,
-    /// Health check; `None`: none.
+    /// Health check of the service's servers, if any.
     pub check: Option<Check>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     /// Positions in [`FleetConfig::servers`].
     pub servers: Vec<usize>,
-    /// Place in the document.
+    /// Location in the document.
     pub span: Span,
 }
 
@@ -153,12 +154,12 @@ impl FleetConfig {
         source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
     }
 
-    /// Returns the text.
+    /// Returns the document's text.
     pub fn source(&self) -> &Source {
         &self.source
     }
 
-    /// Returns mistakes found together with the records, by place and message.
+    /// Returns mistakes found by comparison with the records, sorted by location and message.
     pub fn diagnostics(&self, wrong: Vec<(Span, String)>) -> Diagnostics {
         Diagnostics::at(&self.source, wrong)
     }

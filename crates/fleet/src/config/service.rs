@@ -24,23 +24,23 @@ config_struct! {
         pub consistency: Option<Spanned<Consistency>>,
         /// Party that stamps the cookie into TCP timestamps.
         pub timestamps: Option<Spanned<Timestamps>>,
-        /// Forwarding to its servers: by MAC address, or with an outer header across routers.
+        /// Forwarding of packets to servers: by MAC address, or with an outer header across routers.
         pub forwarding: Option<Spanned<Forwarding>>,
         /// UDP: unit of a decision.
         pub udp: Option<Spanned<UdpMode>>,
         /// Address of the load balancer that had the service before and gets unknown packets.
         pub migrate_from: Option<Spanned<BalancerAddress>>,
-        /// Address of the load balancer that gets new connections; older ones continue here.
+        /// Address of the load balancer that gets new connections; established connections continue here.
         pub migrate_to: Option<Spanned<BalancerAddress>>,
         /// Placement policy for new connections.
         pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
         /// Time in which the share of a joining server grows linearly.
         pub slow_start: Option<Period<0, HOUR>>,
-        /// A power of two; without it the fleet's.
+        /// Number of buckets, a power of two; by default the fleet's.
         pub buckets: Option<BucketCount>,
-        /// Names of its servers; without it all.
+        /// Names of its servers; by default all servers.
         pub servers: Option<Vec<Spanned<String>>>,
-        /// Health check of its servers; without it none.
+        /// Health check of its servers; by default none.
         pub health: Option<Spanned<Health>>,
         /// Treatment of new connections when all servers are down.
         pub when_all_down: WhenAllDown = WhenAllDown::default(),
@@ -62,13 +62,13 @@ string_enum!(
     [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
 );
 
-/// The name of a policy that exists.
+/// Name of an existing policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PolicyName(pub &'static str);
 
 string_enum!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
 
-/// Returns the service's mode; mistakes are on the reader's list.
+/// Returns the service's mode; mistakes go to the reader's list.
 pub fn mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
     let mode = match protocol {
         Protocol::Tcp => tcp_mode(service, reader),
@@ -132,7 +132,7 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     ServiceMode { consistency, timestamps, ..default }
 }
 
-/// Returns the reason why the service cannot have these timestamps.
+/// Returns the reason why the service cannot have the requested timestamps, if any.
 fn cannot_stamp(consistency: Consistency, uses_cookies: bool, requested: Timestamps) -> Option<String> {
     let name = consistency.name();
     if !uses_cookies && requested != Timestamps::Off {
@@ -151,7 +151,7 @@ fn cannot_stamp(consistency: Consistency, uses_cookies: bool, requested: Timesta
     })
 }
 
-/// Without a consistency mode a connection stays with its server only while the policy's choice does.
+/// Rejects policies that move established connections: without a consistency mode a connection follows its bucket.
 fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
     let Some(PolicyName(chosen)) = service.policy.value else { return };
     let fixed = policy::fixed_names();

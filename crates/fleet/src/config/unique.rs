@@ -1,12 +1,10 @@
-//! Values that must be unique.
-
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::hash::Hash;
 
 use coreward_config::{Reader, Span};
 
-/// Values that must be unique in the document.
+/// Set of values that must be unique in the document.
 pub struct UniqueValues<T> {
     what: &'static str,
     seen: HashMap<T, Span>,
@@ -17,7 +15,7 @@ impl<T: Hash + Eq + Display> UniqueValues<T> {
         Self { what, seen: HashMap::new() }
     }
 
-    /// `None`: a value with a mistake of its own.
+    /// Inserts a value, or stores a mistake if it is a duplicate. `None`: an invalid value, which is ignored.
     pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
         if let Some(first) = self.seen.get(&value) {
