@@ -22,7 +22,7 @@ metrics! {
     );
 }
 
-/// Others are counted, not named.
+/// Limit of peers and rejections that are listed; further ones are only counted.
 const NAMED: usize = 100;
 const LB: &str = "lb";
 const AGENT: &str = "agent";

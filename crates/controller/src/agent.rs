@@ -1,4 +1,4 @@
-//! A server by its agent's reports.
+//! State of a server, from its agent's reports.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use super::traffic::Totals;
 pub struct Agent {
     pub session: Option<LiveSession>,
     pub newest_report: Option<LatestReport>,
-    /// Newest configuration that an agent has confirmed. The server's programs keep their state when the agent ends.
+    /// Newest configuration that an agent has confirmed. The server's programs keep their state after the agent's end.
     pub confirmed_generation: u64,
-    /// Load balancers' traffic to it when the newest report was accepted.
+    /// Load balancers' traffic to the server when the newest report was accepted.
     pub sent_at_report: Totals,
     pub rss: KnownRss,
     /// Time by which the newest report is ahead of the controller's wall clock, if above the tolerance.
@@ -34,12 +34,12 @@ pub struct Agent {
 pub struct LiveSession {
     /// Different for every session.
     pub number: u64,
-    /// Time of its last message (since the controller's start).
+    /// Time of the agent's last message (since the controller's start).
     pub last_message: Duration,
     /// Silence after which another agent may take over.
     pub time_to_live: Duration,
     pub version: String,
-    /// Its rack; `None`: it is connected directly.
+    /// Rack that relays the agent's messages; `None`: the agent is connected directly.
     pub rack: Option<Arc<str>>,
 }
 
@@ -56,10 +56,10 @@ pub struct LatestReport {
     pub details: AgentDetails,
 }
 
-/// Fields that are not in every report.
+/// Fields of a report that agents send less often than loads.
 #[derive(Debug, Default)]
 pub struct AgentDetails {
-    /// As reported.
+    /// Counters of the server's programs, as reported.
     pub counters: Vec<(String, u64)>,
     pub warnings: Vec<String>,
     pub dispatch: Vec<v1::DispatchedService>,
@@ -77,9 +77,9 @@ impl AgentDetails {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionCount {
-    /// Start (since the controller's start).
+    /// Start of the count (since the controller's start).
     pub at: Duration,
-    /// Agent's configuration in force at that time.
+    /// Generation of the agent's configuration at that time.
     pub configuration_generation: u64,
     pub services: BTreeMap<String, u32>,
 }
@@ -99,12 +99,12 @@ impl ConnectionCount {
     }
 }
 
-/// A server's RSS by its reports.
+/// RSS of a server, as its agent reported it.
 #[derive(Debug, Default)]
 pub struct KnownRss {
     generation: Option<u64>,
     pub reported: Option<ReportedRss>,
-    /// Reason why it is unknown, if that is the agent's fault.
+    /// Reason why the RSS is unknown, if the agent caused it.
     pub problem: Option<String>,
 }
 
@@ -114,7 +114,7 @@ impl Agent {
         if self.is_fresh(now) { self.tracker.loads() } else { None }
     }
 
-    /// Returns whether its loads come from a rack, and its reports here are for display.
+    /// Returns whether the server's loads come from a rack. The agent's reports are then for display.
     pub fn is_behind_rack(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.rack.is_some())
     }
@@ -123,18 +123,18 @@ impl Agent {
         self.tracker.loads().map(|loads| loads.len())
     }
 
-    /// Whether its newest report is valid.
+    /// Returns whether the newest report is valid.
     pub fn is_fresh(&self, now: Now) -> bool {
         self.newest_report.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
     }
 
-    /// Returns its newest count of connections; `None`: unknown or expired.
+    /// Returns the newest count of connections; `None`: unknown or expired.
     pub fn connections(&self, now: Now) -> Option<&ConnectionCount> {
         self.newest_report.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
     }
 
-    /// Returns the services' connections by the last count. An older agent reports the kernel's number of sockets,
-    /// listening ones included.
+    /// Returns the services' connections by the last count. An agent of an older version reports the kernel's number of
+    /// sockets, listening ones included.
     pub fn open_connections(&self) -> u32 {
         let Some(newest) = &self.newest_report else { return 0 };
         let counted = newest.details.connections.as_ref().map(ConnectionCount::sum);
@@ -145,7 +145,7 @@ impl Agent {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
     }
 
-    /// Returns whether it reports, as the API shows it.
+    /// Returns the state of the agent's reports.
     pub fn report_state(&self, now: Now) -> ReportState {
         match &self.newest_report {
             None => ReportState::None,
@@ -154,7 +154,7 @@ impl Agent {
         }
     }
 
-    /// Returns whether one more registration for this server is within the limit.
+    /// Returns whether one more registration for this server is within the limit, and counts it.
     pub fn allow_register(&mut self, now: Now) -> bool {
         self.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic)
     }
@@ -164,18 +164,18 @@ impl Agent {
         self.reports.get_or_insert(quota.from(now.monotonic)).take(quota, now.monotonic)
     }
 
-    /// Returns the time until it may report again. Its stream is not read before.
+    /// Returns the time until the agent may report again. The controller does not read its stream before then.
     pub fn report_wait(&self, interval: Duration, now: Now) -> Duration {
         self.reports.map_or(Duration::ZERO, |reports| reports.wait(reports_allowed(interval), now.monotonic))
     }
 
-    /// Starts the session of a new agent, whose reports are numbered from the start.
+    /// Starts the session of a new agent, whose numbering of reports begins again.
     pub fn begin(&mut self, session: LiveSession) {
         self.session = Some(session);
         self.tracker.new_stream();
     }
 
-    /// Records a report. `generation`: of the configuration in force, the highest that can be confirmed.
+    /// Records a report. `generation`: generation of the configuration in force, the highest that can be confirmed.
     pub fn report(
         &mut self,
         report: Result<Report, ReportError>,
@@ -214,13 +214,14 @@ impl Agent {
     }
 }
 
-/// Twice the configured rate: intervals change, and clocks differ.
+/// Limit of reports: twice the configured rate, because intervals change and clocks differ.
 fn reports_allowed(interval: Duration) -> Quota {
     Quota { interval: interval / 2, burst: REPORTS_AT_ONCE }
 }
 
 impl KnownRss {
-    /// A wrong table is worse than none: when the NIC's changed and the new one did not come, it is unknown.
+    /// Replaces the RSS. A wrong one is worse than none: it becomes unknown if the NIC's RSS changed and the report
+    /// lacks it.
     fn update(&mut self, generation: u64, reported: Option<ReportedRss>) {
         if reported.is_some() {
             *self = Self { generation: Some(generation), reported, problem: None };

@@ -11,7 +11,8 @@ use coreward_fleet::fleet::Fleet;
 pub struct Agents {
     agents: Vec<Agent>,
     by_name: HashMap<String, usize>,
-    /// Positions by id, for every table of every service. An id that the operator changed has no agent.
+    /// Positions of agents by server id, because every table looks up all servers. An id that the operator changed has
+    /// no agent.
     by_id: Vec<Option<usize>>,
 }
 

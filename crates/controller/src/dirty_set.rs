@@ -1,13 +1,13 @@
-//! Dirty tracking of a service's servers since a table: by id, because ten thousand are scanned for every table.
+//! Servers of a service that have changed since a table. Indexed by id, because every table scans all servers.
 
 use coreward_model::ServerId;
 
 /// Changes of a server since the newest table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Server {
-    /// Its load: reported here, counted, or from its rack.
+    /// Whether the server's load has changed: reported by its agent or rack, or counted by load balancers.
     load: bool,
-    /// More than its rack's summary: the server must be read.
+    /// Whether more than the rack's summary has changed, so that the server must be read again.
     is_detailed: bool,
     /// Generation of the first table with its newest load; 0: none.
     generation: u64,
@@ -16,7 +16,7 @@ struct Server {
 #[derive(Debug, Default)]
 pub struct DirtySet {
     servers: Vec<Server>,
-    /// Changed servers: few, because a table follows a few reports.
+    /// Changed servers: few, because a table follows after a few reports.
     marked: Vec<ServerId>,
     /// Servers that had changed when the newest table was made.
     previously_marked: Vec<ServerId>,
@@ -51,12 +51,12 @@ impl DirtySet {
         self.previously_marked.iter().chain(&self.marked).copied()
     }
 
-    /// Whether its load is newer than the newest table.
+    /// Returns whether the server's load is newer than the newest table.
     pub fn is_fresh(&self, id: ServerId) -> bool {
         self.get(id).load
     }
 
-    /// Whether more than its rack's summary may have changed.
+    /// Returns whether more than the rack's summary of the server may have changed.
     pub fn needs_refresh(&self, id: ServerId) -> bool {
         self.get(id).is_detailed
     }
@@ -69,7 +69,7 @@ impl DirtySet {
         }
     }
 
-    /// Returns the generation of the first table with its newest load.
+    /// Returns the generation of the first table with the server's newest load.
     pub fn generation(&self, id: ServerId) -> Option<u64> {
         Some(self.get(id).generation).filter(|generation| *generation > 0)
     }

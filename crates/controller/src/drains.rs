@@ -1,5 +1,5 @@
-//! Remaining connections of servers that take no new ones. A count is valid when it began after the last load balancer
-//! stopped sending new connections there: an older 0 might be followed by 1.
+//! Remaining connections of servers that take no new ones. A count is valid if it began after the last load balancer
+//! stopped sending new connections to the server: before that, the number can still grow.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,16 +14,17 @@ use super::{Controller, Now};
 use coreward_fleet::drains::{DrainError, DrainRequest};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// Longest delay of a report. A count's start is derived from the report's arrival, so a delayed one seems newer.
+/// Longest delay of a report. A count's start is derived from the report's arrival, so the count of a delayed report
+/// seems newer than it is.
 const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
-    /// Checks that the others' health allows a drain of the server.
+    /// Checks that other healthy servers remain in the services of the drain.
     pub fn can_drain(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
         request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
-    /// Returns the server's drain and its remaining connections; `None`: there is no such server.
+    /// Returns the server's drain and its remaining connections; `None`: no server has this name.
     pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
         let id = self.fleet.id(server)?;
         let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
@@ -72,13 +73,13 @@ impl Controller {
         by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
     }
 
-    /// Returns the server's present and past services in which it takes no new connections.
+    /// Returns the server's present and past services in which it takes no new connections now.
     fn drained_services(&self, id: ServerId) -> impl Iterator<Item = &FleetService> {
         let services = self.fleet.services.iter().filter(move |service| service.members.contains_key(&id));
         services.filter(move |service| !self.fleet.eligible(service, id))
     }
 
-    /// Returns the remaining connections of these services, or the reason why they are not known yet.
+    /// Returns the remaining connections of these services, or the reason why the number is not known yet.
     fn remaining(
         &self,
         server: &FleetServer,

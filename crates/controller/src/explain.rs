@@ -1,4 +1,4 @@
-//! `coreward explain`: server and reason for a new connection.
+//! Explanation of a packet's destination, for `coreward explain`.
 
 mod established;
 
@@ -22,7 +22,7 @@ use super::{Controller, Now};
 use coreward_fleet::fleet::{FleetServer, FleetService};
 use coreward_fleet::records::LoadBalancerRecord;
 
-/// Reason why there is no explanation.
+/// Reason for which a packet cannot be explained.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ExplainError {
     #[error("no service at {address}: expected one of {known_services}")]
@@ -31,18 +31,17 @@ pub enum ExplainError {
     MixedFamilies(#[from] MixedFamilies),
 }
 
-/// Snapshot of a service, apart from the controller: explaining many packets to thousands of servers must not delay
-/// reports and tables.
+/// Copy of a service's state. Explanations with thousands of servers use a copy, so that they do not delay reports.
 pub struct ServiceView {
     service: FleetService,
     table: Option<Arc<PlacementTable>>,
     pool: Pool,
-    /// All servers, because a table may name one that has left the pool.
+    /// Names of all servers, because a table may name a server that has left the pool.
     names: HashMap<ServerId, (String, Vlan)>,
     cookie_keys: FleetKeys,
-    /// With LB-side stamping, by all load balancers.
+    /// Share of packets that load balancers decide by the cookie, with LB-side stamping.
     cookie_share: Option<f64>,
-    /// By connection table.
+    /// Names of load balancers by the number of their connection table.
     owners: Vec<(OwnerNumber, String)>,
 }
 
@@ -52,13 +51,13 @@ pub struct ViewedServer {
     id: ServerId,
     name: String,
     vlan: Vlan,
-    /// Its policy input, if it is in the service.
+    /// Input of the policy, if the server is in the service.
     input: Option<PoolServer>,
 }
 
 impl Controller {
-    /// Returns a view of the service without servers, which follow step by step ([`Controller::viewed_server`]). Fails
-    /// when there is no such service.
+    /// Returns a view of the service without servers, which callers add one by one ([`Controller::viewed_server`]).
+    /// Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
         let service = self.services.iter().find(|service| service.fleet().address == address);
         let service =
@@ -82,7 +81,7 @@ impl Controller {
         ViewedServer { id, name: server.name.clone(), vlan: server.vlan, input }
     }
 
-    /// Explains with all servers at once.
+    /// Returns the explanation, with all servers read at once.
     #[cfg(test)]
     pub fn explain(
         &self,
@@ -114,8 +113,9 @@ impl ServiceView {
         self
     }
 
-    /// Explains a packet from `client` to the service: a first one by the table of the last tick, another one as far as
-    /// the controller can know. Fails when client and VIP are of different address families.
+    /// Explains a packet from `client` to the service. A first packet follows the newest table; for other packets the
+    /// explanation contains all that the controller can know. Fails if client and VIP are of different address
+    /// families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
         Ok(self.case(client)?.explanation(packet))
     }
@@ -130,7 +130,7 @@ struct Case<'a> {
     tuple: FourTuple,
 }
 
-/// The choice, if the controller can know it, and the reason in one sentence.
+/// Server that the packet goes to, if the controller can know it, and the reason in one sentence.
 type Verdict = (Option<ServerId>, String);
 
 impl Case<'_> {
@@ -170,7 +170,7 @@ impl Case<'_> {
         self.view.names.get(&id).map_or("(a server that left)", |(name, _)| name)
     }
 
-    /// Returns the connection's load and candidates on one server.
+    /// Returns the load and the candidates of one server for the connection.
     fn server(&self, server: &PoolServer) -> ExplainedServer {
         let hash = server.rss.as_ref().map(|rss| rss.key.toeplitz(&self.tuple.bytes()));
         let core = server.rss.as_ref().zip(hash).map(|(rss, hash)| rss.indirection_table.queue(hash));
@@ -225,7 +225,7 @@ impl Case<'_> {
 
     fn by_assignments(&self, table: &PlacementTable) -> Verdict {
         let mut candidates = self.candidates(table);
-        // Stable: of equal loads the first, as in the data plane.
+        // A stable sort, so that the first of equal loads wins, as in the data plane.
         candidates.sort_by_key(|candidate| candidate.load);
         candidates.dedup_by_key(|candidate| candidate.core_slot);
         let Some(first) = candidates.first().copied() else {
@@ -241,7 +241,7 @@ impl Case<'_> {
         if let Some(second) = candidates.get(1) {
             let next = format!("{} ({})", self.name(second.server), self.describe_core(table, *second));
             reason += &match (second.load - first.load).checked_div(table.assignment_cost) {
-                // Strictly more than the distance: of equals the first is taken.
+                // Strictly more than the distance: the first of equal candidates wins.
                 Some(more) => format!(
                     ", unless a load balancer has given it more than {more} connections since the last table, each \
                      counted as {:.4}; then {next}",
@@ -297,7 +297,7 @@ impl Case<'_> {
         (chosen, reason)
     }
 
-    /// Returns the candidates of its bucket in every group.
+    /// Returns the candidates of the connection's bucket in every RSS group.
     fn candidates(&self, table: &PlacementTable) -> Vec<Candidate> {
         let bytes = self.tuple.bytes();
         let per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
@@ -323,7 +323,7 @@ impl Case<'_> {
         server.rss.as_ref().map(|rss| &rss.key)
     }
 
-    /// Whether the candidate is one core, and not a whole server.
+    /// Returns whether the candidate is one core, and not a whole server.
     fn names_core(&self, table: &PlacementTable, candidate: Candidate) -> bool {
         self.rss_key(candidate.server).is_some_and(|key| table.groups.contains(key))
     }
@@ -338,13 +338,13 @@ impl Case<'_> {
     }
 }
 
-/// Whether the table gives each bucket to one server whatever the loads: by `hash`, `consistent-hash` and `maglev`, and
-/// by `crossrss` until the first report.
+/// Returns whether the table gives each bucket to one server, whatever the loads: with `hash`, `consistent-hash` and
+/// `maglev`, and with `crossrss` before the first report.
 fn is_load_independent(table: &PlacementTable) -> bool {
     table.core_slots.len() == table.members.len() && table.candidates.iter().all(|candidate| candidate.load == 0)
 }
 
-/// Returns a load of the data plane in fractions of a core's capacity.
+/// Converts a load of the data plane to a fraction of a core's capacity.
 fn load_fraction(fixed_point: u32) -> f64 {
     f64::from(fixed_point) / f64::from(load::fixed_point(1.0))
 }

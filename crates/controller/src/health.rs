@@ -14,10 +14,11 @@ use coreward_fleet::records::Membership;
 
 #[derive(Debug, Default)]
 pub struct Health {
-    /// Verdict on every checked target; one without verdict is up.
+    /// Verdicts by target; a target without a verdict is up.
     verdicts: BTreeMap<Target, Verdict>,
     agents: BTreeMap<Target, AgentCheck>,
-    /// Inputs of the last verdicts: the configuration, and the versions of the load balancers' results.
+    /// Inputs of the newest verdicts: the generation of the configuration, and the versions of the load balancers'
+    /// results.
     made_of: Option<(u64, Vec<(String, u64)>)>,
 }
 
@@ -29,7 +30,7 @@ struct AgentCheck {
 }
 
 impl Health {
-    /// Updates the verdicts. `reports`: whether the server's agent reports.
+    /// Updates the verdicts. `reports` returns whether a server's agent reports.
     pub fn update(
         &mut self,
         fleet: &Fleet,
@@ -54,8 +55,8 @@ impl Health {
         }
     }
 
-    /// Performs the checks whose probe is the agent, each at its own interval. Agents have some time to return after
-    /// the controller's start.
+    /// Performs checks by agents' reports, each at its own interval. After the controller's start, agents have time to
+    /// return.
     fn check_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
         let mut required: BTreeMap<Target, &Arc<Check>> = BTreeMap::new();
         for service in &fleet.services {

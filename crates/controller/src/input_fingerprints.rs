@@ -1,13 +1,13 @@
-//! Fingerprints of the inputs of a service's tables, apart from loads, at the last poll. Servers are polled in shards,
-//! because reports wait meanwhile and a service may have ten thousand.
+//! Fingerprints of the inputs of a service's tables, apart from loads, at the last poll. Servers are polled in shards:
+//! reports wait during a poll, and a service may have ten thousand servers.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use coreward_model::ServerId;
 
-/// Ids of a shard, which takes about a millisecond. Changes with time in a service of ten thousand are found after five
-/// report intervals.
+/// Number of ids in a shard, which is polled in about a millisecond. A service of ten thousand servers has five shards,
+/// one per report interval.
 const SHARD_SIZE: u64 = 2048;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,7 +29,7 @@ impl Shard {
     }
 }
 
-/// One number for each shard and one for the service.
+/// One fingerprint for each shard, and one for the service.
 #[derive(Debug, Default)]
 pub struct InputFingerprints {
     service: Option<u64>,
@@ -38,7 +38,7 @@ pub struct InputFingerprints {
 }
 
 impl InputFingerprints {
-    /// Returns the shard after the last one; all of them with `all`, and the first time.
+    /// Returns the next shard to poll; all shards if `all` is set or in the first call.
     pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, all: bool) -> Vec<Shard> {
         let from = |first: u64| {
             let first = ServerId::try_from(first).ok()?;
@@ -51,7 +51,7 @@ impl InputFingerprints {
         self.last.into_iter().collect()
     }
 
-    /// Stores new fingerprints and returns whether any differs.
+    /// Stores new fingerprints and returns whether any has changed.
     pub fn update(&mut self, service: u64, shards: &[(Shard, u64)]) -> bool {
         let mut is_new = self.service.replace(service) != Some(service);
         for (shard, found) in shards {

@@ -1,6 +1,6 @@
-//! State and decisions of the controller. No I/O, no clock: time is an argument, so that tests run it in virtual time.
+//! State and decisions of the controller, without I/O. Time is an argument, so that tests run in virtual time.
 //!
-//! * [`agent`]: a server by its agent's reports
+//! * [`agent`]: state of a server, from its agent's reports
 //! * [`rejection`]: rejections of reports and registrations
 //! * [`service`]: a service, its policy and its newest table
 //! * [`pool`]: a service's servers as its policy sees them
@@ -107,13 +107,13 @@ impl Session {
         &self.server
     }
 
-    /// Different for every session.
+    /// Returns the session's number, which is unique.
     pub fn number(&self) -> u64 {
         self.number
     }
 }
 
-/// A table for the load balancers.
+/// Table to be sent to the load balancers.
 #[derive(Debug, Clone)]
 pub struct NewTable {
     pub service: ServiceIndex,
@@ -146,7 +146,7 @@ pub struct RetiredConfiguration {
     _replaced: Vec<PreviousService>,
 }
 
-/// The controller: reports in, tables out.
+/// Controller: receives reports and computes tables.
 pub struct Controller {
     fleet: Fleet,
     agents: Agents,
@@ -157,7 +157,7 @@ pub struct Controller {
     racks: Racks,
     accepted_reports: u64,
     refused: BTreeMap<&'static str, u64>,
-    /// Accepted reports that were ahead of this host's wall clock.
+    /// Number of accepted reports that were sent ahead of this host's wall clock.
     pub reports_ahead: u64,
     sessions: u64,
     positions: HashMap<ServiceIndex, usize>,
@@ -195,13 +195,13 @@ impl Controller {
         &self.fleet
     }
 
-    /// Puts another configuration in force, with the state of servers that are in both.
+    /// Puts another configuration in force. Servers in both configurations keep their state.
     pub fn configure(&mut self, fleet: Fleet) {
         let indexed = ServiceIndexes::of(&fleet);
         drop(self.configure_indexed(fleet, indexed));
     }
 
-    /// [`Controller::configure`] with an index of the fleet; returns the previous configuration for a later drop.
+    /// Like [`Controller::configure`], with an index of the fleet; returns the previous configuration for a later drop.
     pub fn configure_indexed(&mut self, fleet: Fleet, indexed: ServiceIndexes) -> RetiredConfiguration {
         self.agents.retain(&fleet);
         self.load_balancers.set_known_names(fleet.load_balancers.keys());
@@ -232,12 +232,12 @@ impl Controller {
         RetiredConfiguration { _fleet: fleet, _services: by_index, _services_of: services_of, _replaced: replaced }
     }
 
-    /// Registers an agent for its server. Fails when the server is unknown, or has a live agent.
+    /// Registers an agent for its server. Fails if the server is unknown or has a live agent.
     pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
         self.connect_via_rack(server, version, None, now)
     }
 
-    /// [`Controller::register`] for an agent that may be behind a rack.
+    /// Like [`Controller::register`], for an agent that may be connected through a rack.
     pub fn connect_via_rack(
         &mut self,
         server: &str,
@@ -269,7 +269,7 @@ impl Controller {
             }
         }
         self.sessions += 1;
-        // Until its first report sets its time to live: three report intervals.
+        // The agent's first report sets its time to live. Until then it is three report intervals.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
         if let Some(rack) = agent.session.as_ref().and_then(|replaced| replaced.rack.as_deref()) {
@@ -285,8 +285,8 @@ impl Controller {
         Ok(session)
     }
 
-    /// Returns the configuration of the session's agent. Fails when its server has left the fleet, or may not use its
-    /// rack any more.
+    /// Returns the configuration of the session's agent. Fails if the server has left the fleet, or the agent may no
+    /// longer use its rack.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
         let unknown = || Rejection::UnknownServer(session.server().to_owned());
         let id = self.fleet.id(session.server()).ok_or_else(unknown)?;
@@ -295,7 +295,7 @@ impl Controller {
         Ok(self.fleet.for_agent(id, &before.flatten().copied().filter(|before| *before != id).collect()))
     }
 
-    /// Returns the configuration of every load balancer.
+    /// Returns the configuration that every load balancer receives.
     pub fn fleet_configuration(&self, now: Now) -> FleetConfiguration {
         self.fleet.for_load_balancers(|name| self.load_balancers.is_alive(name, now))
     }
@@ -305,7 +305,7 @@ impl Controller {
         alive.map(|(name, _)| name.clone()).collect()
     }
 
-    /// Registers a load balancer and returns its session. Fails when one of that name is alive.
+    /// Registers a load balancer and returns its session. Fails if a load balancer of this name is alive.
     pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
         let outcome = match is_allowed {
@@ -336,17 +336,17 @@ impl Controller {
         Some(self.agent(id)?.session.as_ref()?.number)
     }
 
-    /// Returns the histories of buckets that have changed since the last call, for the records.
+    /// Returns the histories of buckets that changed since the last call, for the records.
     pub fn changed_histories(&mut self) -> Vec<(String, BucketHistory)> {
         self.services.iter_mut().filter_map(Service::changed_history).collect()
     }
 
-    /// Returns the number of changes of [`AgentConfiguration::previous_servers`] of any agent.
+    /// Returns a number that grows with every change of any agent's [`AgentConfiguration::previous_servers`].
     pub fn predecessor_changes(&self) -> u64 {
         self.services.iter().map(Service::predecessor_changes).sum()
     }
 
-    /// Records a report, or its parse error. A rejected report is counted, and changes nothing.
+    /// Records a report, or its parse error. A rejected report is counted and has no other effect.
     pub fn report(
         &mut self,
         session: &Session,
@@ -387,7 +387,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Returns the time until the session's next message may be read; zero: now. An agent behind a rack waits there.
+    /// Returns the time until the session's next message may be read; zero: now. The rack delays its own agents.
     pub fn message_wait(&mut self, session: &Session, now: Now) -> Duration {
         if session.relay.is_some() {
             return Duration::ZERO;
@@ -397,12 +397,12 @@ impl Controller {
         agent.map_or(Duration::ZERO, |agent| agent.report_wait(interval, now))
     }
 
-    /// Counts that the session's stream is paused: its agent is over its limit.
+    /// Counts a pause of the session's stream, because the agent exceeded its limit.
     pub fn message_delayed(&mut self, session: &Session) {
         let _ = self.count::<()>(Err(Rejection::TooOften(session.server().to_owned())));
     }
 
-    /// Counts an unsolicited message like a report.
+    /// Counts an unsolicited message as a report.
     pub fn unsolicited_message(&mut self, session: &Session, now: Now) {
         let interval = self.fleet.report_interval;
         if let Some(agent) = self.agents.find_mut(session.server()) {
@@ -429,7 +429,7 @@ impl Controller {
         }
     }
 
-    /// Whether the loads of all servers that take new connections are known.
+    /// Returns whether the loads of all servers that take new connections are known.
     pub fn all_report(&self, now: Now) -> bool {
         let relayed = self.racks.servers(now);
         let known =
@@ -441,14 +441,14 @@ impl Controller {
             .all(|service| service.members.keys().all(|id| !eligible(service, *id) || known(*id)))
     }
 
-    /// Whether every load balancer that may return has reported check results, if anything is checked: a server that
-    /// was down before this controller led remains down.
+    /// Returns whether all expected load balancers have reported check results, if there are checks. A server that was
+    /// down under the previous leader thus remains down.
     pub fn all_have_checked(&self, now: Now) -> bool {
         let checks = self.fleet.services.iter().any(|service| service.check.is_some());
         !checks || self.load_balancers.all_have_checked(now)
     }
 
-    /// Computes every service's table at the end of a report interval. Counts of assigned connections restart.
+    /// Computes every service's table at the end of a report interval. Resets the counts of assigned connections.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
         self.due.clear();
         self.racks.changes += 1;
@@ -475,7 +475,7 @@ impl Controller {
         self.services[position].begin_interval(opened);
     }
 
-    /// Returns the arrival of the newest reports after `since` (monotonic clock).
+    /// Returns the arrival times of the servers' newest reports that came after `since` (monotonic clock).
     pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
         let newest = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
         newest.map(|newest| newest.received).filter(move |received| *received > since)

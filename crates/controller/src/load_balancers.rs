@@ -1,4 +1,4 @@
-//! The load balancers of the fleet, and their last messages.
+//! Load balancers of the fleet, and their last messages.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -19,15 +19,15 @@ use coreward_fleet::fleet::Fleet;
 
 pub type Target = (ServiceIndex, ServerId);
 
-/// Time after which a server that no load balancer reaches gets no new connections. The data plane handles shorter
-/// gaps: a first packet then goes to another member.
+/// Time after which a server that no load balancer reaches gets no new connections. During shorter interruptions the
+/// data plane sends first packets to other servers.
 pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(3);
 
-/// Time for load balancers and agents to return after the controller's start, before one counts as gone: they retry
-/// every two seconds at the latest.
+/// Time for load balancers and agents to return after the controller's start, before they count as gone: daemons retry
+/// at least every two seconds.
 pub const START_GRACE: Duration = Duration::from_secs(5);
 
-/// By name: those on record, and connected ones.
+/// Load balancers by name: those on record, and connected ones.
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
     by_name: BTreeMap<String, LoadBalancer>,
@@ -36,31 +36,32 @@ pub struct LoadBalancers {
 
 #[derive(Debug, Default)]
 pub struct LoadBalancer {
-    /// Its stream, while it is connected.
+    /// Stream of the load balancer while it is connected.
     session: Option<LiveSession>,
-    /// End of its newest stream (since the controller's start).
+    /// End of the newest stream (since the controller's start).
     ended_at: Duration,
-    /// Its last state, and its time (since the controller's start).
+    /// Last reported state, and the time of its arrival (since the controller's start).
     pub state: Option<(v1::LoadBalancerState, Duration)>,
-    /// Newest configuration that it has confirmed. Its data plane keeps the state when the stream ends.
+    /// Newest configuration that the load balancer has confirmed. Its data plane keeps the state after the stream's
+    /// end.
     pub confirmed_generation: u64,
-    /// Time of the first confirmation (since the controller's start).
+    /// Time of the first confirmation of that configuration (since the controller's start).
     pub confirmed_at: Duration,
-    /// Configuration in force when its stream began, if the store had an older one.
+    /// Configuration in force when the stream began, if the store had an older one.
     ahead: Option<NewerConfiguration>,
-    /// Start of an unknown MAC address, by server name.
+    /// Times since which servers have had an unknown MAC address, by server name.
     unresolved_since: HashMap<String, Duration>,
     traffic: Traffic,
-    /// Results of its checks.
+    /// Results of health checks.
     health: ReportedHealth,
     registrations: Option<TokenBucket>,
 }
 
-/// A configuration that is newer than the store's.
+/// Configuration that is newer than the store's.
 #[derive(Debug, Clone, Copy)]
 struct NewerConfiguration {
     generation: u64,
-    /// The generation of the store's document then.
+    /// Generation of the document in the store when the stream began.
     document: u64,
 }
 
@@ -83,7 +84,7 @@ struct LiveSession {
 }
 
 impl LoadBalancers {
-    /// Adds these, and removes others that are not connected.
+    /// Adds load balancers of these names, and removes others that are not connected.
     pub fn set_known_names<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
         let names: BTreeSet<&String> = names.collect();
         self.by_name.retain(|name, balancer| names.contains(name) || balancer.session.is_some());
@@ -92,7 +93,7 @@ impl LoadBalancers {
         }
     }
 
-    /// Registers a load balancer and returns its session. Fails when one of that name is alive.
+    /// Registers a load balancer and returns its session. Fails if a load balancer of this name is alive.
     pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         if self.by_name.len() >= MAX_LOAD_BALANCERS && !self.by_name.contains_key(name) {
             return Err(Rejection::TooManyLoadBalancers(readable(name)));
@@ -115,7 +116,8 @@ impl LoadBalancers {
         Ok(self.sessions)
     }
 
-    /// Records the configuration in force when its stream began. Returns its name if the store has an older one.
+    /// Records the load balancer's configuration in force when its stream began. Returns the name if the store has an
+    /// older configuration.
     pub fn record_configuration_in_force(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
         let (name, balancer) = self.by_name.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead = generation > fleet.generation;
@@ -124,7 +126,7 @@ impl LoadBalancers {
     }
 
     /// Returns load balancers that had a newer configuration than the store, and its generation. A document that an
-    /// operator applies later settles it.
+    /// operator applies later ends this state.
     pub fn ahead(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
             let ahead = balancer.ahead.filter(|ahead| ahead.document == document)?;
@@ -139,7 +141,8 @@ impl LoadBalancers {
         Some(balancer)
     }
 
-    /// Records its state. `newest`: generation of the configuration in force, the highest that can be confirmed.
+    /// Records the load balancer's state. `newest`: generation of the configuration in force, the highest that can be
+    /// confirmed.
     pub fn state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
         if let Some(balancer) = self.record_message(session, now) {
             let state = readable_state(state);
@@ -154,7 +157,7 @@ impl LoadBalancers {
         }
     }
 
-    /// Records a table in force, which is newer than its last state.
+    /// Records a table that a load balancer has in force since its last state.
     pub fn table_in_force(&mut self, session: u64, service: &str, generation: u64) {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let tables =
@@ -171,12 +174,12 @@ impl LoadBalancers {
         }
     }
 
-    /// Whether all live ones have reported check results since this controller leads.
+    /// Returns whether all live load balancers have reported check results to this leader.
     pub fn all_have_checked(&self, now: Now) -> bool {
         self.alive(now).all(|(_, balancer)| balancer.health.printed)
     }
 
-    /// Returns the number of changes of each live one's verdicts: while it is equal, so are the verdicts.
+    /// Returns the version of each live load balancer's verdicts, which changes with them.
     pub fn verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
         self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.changes)).collect()
     }
@@ -185,7 +188,7 @@ impl LoadBalancers {
         self.alive(now).map(|(_, balancer)| &balancer.health.verdicts).collect()
     }
 
-    /// Returns the verdict of each live one about one server, and its age.
+    /// Returns the verdict of each live load balancer on one server, and its age.
     pub fn checked(&self, target: Target, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
         let mut printed = Vec::new();
         for (name, LoadBalancer { health, .. }) in self.alive(now) {
@@ -195,8 +198,8 @@ impl LoadBalancers {
         printed
     }
 
-    /// Returns since when all live ones have had this configuration, or a newer one, in force (since the controller's
-    /// start). The error lists those that have not confirmed; none: there is no live one.
+    /// Returns the time since which all live load balancers have had this or a newer configuration in force (since the
+    /// controller's start). The error lists those without confirmation; an empty list: no load balancer is live.
     pub fn all_confirmed(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
         let lacking = self.alive(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
         let lacking: Vec<&str> = lacking.map(|(name, _)| name.as_str()).collect();
@@ -208,7 +211,8 @@ impl LoadBalancers {
         self.by_name.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
-    /// Records a count of traffic. `alpha`: weight of the newest rate. Returns the increase.
+    /// Records a count of traffic. `alpha`: weight of the newest rate in the mean. Returns the increase since the
+    /// previous count.
     pub fn traffic(&mut self, session: u64, message: &TrafficMessage, alpha: Alpha, now: Now) -> OpenedConnections {
         let Some(balancer) = self.record_message(session, now) else { return OpenedConnections::default() };
         let newly = balancer.traffic.opened_connections(message);
@@ -221,7 +225,7 @@ impl LoadBalancers {
         Totals(self.by_name.iter().filter_map(of).collect())
     }
 
-    /// Returns the total traffic to the server; `None`: fewer than two messages.
+    /// Returns the rates of all load balancers' traffic to the server; `None`: fewer than two messages.
     pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
         let rates = self.by_name.values().filter_map(|balancer| balancer.traffic.rates(server));
         rates.reduce(|a, b| TrafficRates { packets: a.packets + b.packets, bytes: a.bytes + b.bytes })
@@ -245,7 +249,7 @@ impl LoadBalancers {
         })
     }
 
-    /// Ends a session. True when no newer session of that name is connected.
+    /// Ends a session. Returns whether the load balancer is disconnected: no newer session of its name is connected.
     pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let ended = balancer.map(|balancer| {
@@ -260,12 +264,12 @@ impl LoadBalancers {
         self.by_name.get(name).is_some_and(LoadBalancer::is_connected)
     }
 
-    /// Whether its stream is open, or ended a short time ago.
+    /// Returns whether the load balancer's stream is open, or ended recently.
     pub fn is_alive(&self, name: &str, now: Now) -> bool {
         self.by_name.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
 
-    /// Whether no load balancer with a state has reached the server for [`UNREACHABLE_AFTER`].
+    /// Returns whether no load balancer has reached the server for [`UNREACHABLE_AFTER`].
     pub fn is_unreachable(&self, server: &str, now: Now) -> bool {
         let for_long = |balancer: &LoadBalancer| {
             let since = balancer.unresolved_since.get(server);
@@ -275,7 +279,7 @@ impl LoadBalancers {
         reporting.peek().is_some() && reporting.all(|(_, balancer)| for_long(balancer))
     }
 
-    /// Returns the number of connected ones, which share the new connections.
+    /// Returns the number of connected load balancers, which share the new connections.
     pub fn count(&self) -> usize {
         self.connected().count()
     }
@@ -309,8 +313,8 @@ impl LoadBalancer {
         self.session.is_some()
     }
 
-    /// Whether it sent a message recently. After a power failure its stream stays open until the keep-alive fails, and
-    /// clients do not wait so long.
+    /// Returns whether the load balancer sent a message recently. After a power failure its stream stays open until the
+    /// keep-alive fails, and clients cannot wait so long.
     pub fn is_alive(&self, now: Now) -> bool {
         let last = self.session.as_ref().map_or(self.ended_at, |live| live.last_message);
         now.monotonic < START_GRACE.max(last + LOST_AFTER)

@@ -116,7 +116,7 @@ pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
 }
 
 impl Controller {
-    /// Adds the metrics of messages that have no other use.
+    /// Adds the metrics that are not in the status.
     pub fn add_metrics(&self, page: &mut Snapshot, now: Now) {
         self.add_acknowledgements(page, now);
         page.add(&STORE_BEHIND, [], self.store_is_behind().into());

@@ -1,7 +1,7 @@
 //! Due tables: services whose inputs have changed since their newest table (`table_updates = "on-change"`).
 //!
-//! Reports and counts mark their services. Other inputs change with time: a server is unreachable for long enough, a
-//! report expires, a slow start advances. Those are polled once per report interval.
+//! Reports and counts mark their services. Other inputs change with time: a server becomes unreachable, a report
+//! expires, a slow start advances. These inputs are polled once per report interval.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher as _, Hash as _, Hasher as _};
@@ -18,21 +18,21 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
-/// Servers and services that are read before other work, and at most one shard more: a few milliseconds.
+/// Number of servers and services that are polled before other work, plus at most one shard: a few milliseconds.
 const MEMBERS_AT_ONCE: usize = 512;
 
-/// Position at which [`Controller::poll_inputs_from`] continues; by default the beginning.
+/// Position at which [`Controller::poll_inputs_from`] continues; by default the first service.
 #[derive(Debug, Default)]
 pub struct InputCursor {
     position: usize,
-    /// Shards of its servers that are still to be read.
+    /// Shards of the service that are still to be polled.
     shards: VecDeque<Shard>,
 }
 
 #[derive(Debug, Clone)]
 pub struct DueTable {
     pub new: NewTable,
-    /// Oldest change in it.
+    /// Oldest change in the table.
     pub trigger: TableTrigger,
 }
 
@@ -56,7 +56,7 @@ impl Controller {
         }
     }
 
-    /// Marks a server whose agent came or went.
+    /// Marks a server whose agent connected or disconnected.
     pub(super) fn on_load_source_changed(&mut self, id: ServerId) {
         for position in self.services_of.get(&id).into_iter().flatten() {
             self.services[*position].forget_servers();
@@ -82,8 +82,8 @@ impl Controller {
         }
     }
 
-    /// Polls the inputs that change with time; to be called once per report interval, and after a change of
-    /// configuration or check results. `interval_ended`: whether a report interval has ended.
+    /// Polls the inputs that change with time; once per report interval, and after a change of configuration or check
+    /// results. `interval_ended`: whether a report interval has ended.
     pub fn poll_inputs(&mut self, now: Now, interval_ended: bool) {
         let mut next = Some(InputCursor::default());
         while let Some(from) = next {
@@ -91,14 +91,14 @@ impl Controller {
         }
     }
 
-    /// Reads the next [`MEMBERS_AT_ONCE`] servers, and returns the position to continue at.
+    /// Polls the next [`MEMBERS_AT_ONCE`] servers, and returns the position at which to continue.
     pub fn poll_inputs_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
         let InputCursor { mut position, mut shards } = from;
         if position == 0 && shards.is_empty() {
             self.update_health(now);
             self.update_share_limiter(now);
         }
-        // A service counts as one, because there may be thousands without servers.
+        // Each service counts as one more server, because thousands of services may have no servers.
         let mut read = 0;
         while position < self.services.len() && read < MEMBERS_AT_ONCE {
             if shards.is_empty() {
@@ -117,7 +117,7 @@ impl Controller {
         (position < self.services.len()).then_some(InputCursor { position, shards })
     }
 
-    /// Returns the shards of the service's servers that are to be read.
+    /// Returns the shards of the service's servers that are to be polled.
     fn due_shards(&mut self, position: usize, now: Now, interval_ended: bool) -> VecDeque<Shard> {
         if interval_ended {
             self.begin_interval(position);
@@ -130,7 +130,7 @@ impl Controller {
         shards.into()
     }
 
-    /// `shard`: none of a service without servers.
+    /// Polls a shard of the service; `None` for a service without servers.
     fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
         let found = shard.map(|shard| (shard, self.server_inputs(position, shard, now)));
         let inputs = self.inputs(position, now);
@@ -144,7 +144,8 @@ impl Controller {
         make_due(&mut self.due, service, trigger, self.fleet.tables);
     }
 
-    /// Restarts the counts of servers that do not report at the end of the interval, because no load will show them.
+    /// Restarts the counts of servers that do not report at the end of the interval, because no report of their load
+    /// will do it.
     fn renew_unreported(&mut self, position: usize, now: Now) {
         let relayed = self.racks.relayed(self.services[position].fleet().index, now);
         let members = self.services[position].fleet().members.keys().copied();
@@ -156,7 +157,7 @@ impl Controller {
         silent.into_iter().for_each(|id| self.services[position].load_is_new(id));
     }
 
-    /// Returns the service's inputs, apart from loads, counts and the servers' own, as one number.
+    /// Returns the service's inputs, apart from loads, counts and the inputs of its servers, as one number.
     fn inputs(&self, position: usize, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet = service.fleet();
@@ -190,7 +191,7 @@ impl Controller {
         hasher.finish()
     }
 
-    /// Makes the table that has been due longest; `None`: none is.
+    /// Makes the table that has been due longest; `None`: no table is due.
     pub fn next_due(&mut self, now: Now) -> Option<DueTable> {
         loop {
             let position = *self.positions.get(&self.due.pop_front()?)?;
@@ -207,7 +208,7 @@ impl Controller {
     }
 }
 
-/// The first trigger counts. With tables at the interval none is due.
+/// Queues a service's table. The first trigger counts. Tables at the interval are never queued.
 fn make_due(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
     if tables == TableTiming::OnChange && service.due.is_none() {
         service.due = Some(trigger);

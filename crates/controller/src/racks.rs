@@ -1,7 +1,7 @@
 //! Rack controllers: their agents and their summaries.
 //!
-//! An agent behind a rack is an agent like any other: it registers, has its configuration, answers questions, and
-//! reports, if less often. Only the loads for tables come in the rack's summaries.
+//! An agent behind a rack is an agent like any other: it registers, has its configuration, answers queries, and
+//! reports, but less often. Only the loads for tables come in the rack's summaries.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use super::rejection::Rejection;
 use super::service::Service;
 use super::{Controller, Now, Session};
 
-/// Limit of full reports from agents behind racks, in all: a tenth of a controller's capacity without racks.
+/// Limit of full reports from agents behind racks, in total: a tenth of a controller's capacity without racks.
 const WHOLE_REPORTS_PER_SECOND: usize = 2_000;
 
-/// Report intervals for which a rack's summaries are valid, like an agent's report by default.
+/// Number of report intervals for which a rack's summaries are valid, the default for agents' reports.
 const VALID_INTERVALS: u32 = 3;
 
 /// Connected racks, and valid summaries of disconnected ones.
@@ -29,7 +29,7 @@ const VALID_INTERVALS: u32 = 3;
 pub struct Racks {
     by_name: BTreeMap<String, Rack>,
     sessions: u64,
-    /// Grows when the configuration of all racks may have changed.
+    /// Number that grows when the configuration of all racks may have changed.
     pub changes: u64,
 }
 
@@ -43,14 +43,14 @@ pub struct RackChanges {
 
 #[derive(Debug)]
 struct Rack {
-    /// Its stream, while it is connected.
+    /// Stream of the rack while it is connected.
     session: Option<u64>,
     version: String,
-    /// Time of its last message (since the controller's start).
+    /// Time of the rack's last message (since the controller's start).
     last_message: Duration,
     agents: BTreeMap<u64, Session>,
-    /// Number of the last change of its agents. With hundreds of racks it would cost a quarter of a CPU to send each
-    /// agent to all.
+    /// Number of the last change of the rack's agents. One number for all racks would send every change to all racks:
+    /// with hundreds of racks, a quarter of a CPU.
     changes: u64,
     summaries: BTreeMap<ServiceIndex, RelayedAgent>,
 }
@@ -58,7 +58,7 @@ struct Rack {
 #[derive(Debug)]
 struct RelayedAgent {
     summary: Arc<RackSummary>,
-    /// End of validity (since the controller's start).
+    /// End of the summary's validity (since the controller's start).
     fresh_until: Duration,
 }
 
@@ -78,7 +78,7 @@ impl Rack {
 pub struct RackRelay {
     pub rack: u64,
     pub name: Arc<str>,
-    /// The agent's stream there.
+    /// Number of the agent's stream at the rack.
     pub stream: u64,
 }
 
@@ -145,7 +145,7 @@ impl Racks {
         }
     }
 
-    /// Returns the interval of each agent's full report, so that all together stay within the limit.
+    /// Returns the interval of each agent's full report, so that the sum of their rates stays within the limit.
     fn detail_interval(&self) -> Duration {
         let agents: usize = self.by_name.values().map(|rack| rack.agents.len()).sum();
         Duration::from_secs((agents / WHOLE_REPORTS_PER_SECOND) as u64)
@@ -161,7 +161,7 @@ impl Controller {
         let permitted_servers = self.fleet.servers_by_rack();
         let of_rack = |(name, rack): (&String, &Rack)| {
             let mut servers: Vec<String> = rack.agents.values().map(|session| session.server().to_owned()).collect();
-            // Sorted, because agents come in any order.
+            // Sorted, because agents connect in any order.
             servers.sort_unstable();
             RackStatus {
                 name: name.clone(),
@@ -181,7 +181,7 @@ impl Controller {
     }
 
     /// Rejects an agent that may not report for the server from its rack. A direct agent proves its identity by its
-    /// certificate; the rack vouches for one behind it, within the fleet's document.
+    /// certificate; a rack vouches for its agents, within the limits of the fleet's document.
     pub(super) fn check_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
         let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_connect_through(id, &relay.name))
         else {
@@ -191,8 +191,8 @@ impl Controller {
         Err(Rejection::ForeignRack { server: self.fleet.servers[&id].name.clone(), rack: name.to_string(), racks })
     }
 
-    /// Registers a rack and returns its session. Fails when a rack of that name is connected and has reported lately,
-    /// or the fleet's document lists other racks only.
+    /// Registers a rack and returns its session. Fails if a rack of this name is connected and has reported lately, or
+    /// the fleet's document does not list the rack.
     pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
         let known = self.check_rack(name);
         self.count(known)?;
@@ -220,7 +220,7 @@ impl Controller {
         Ok(racks.sessions)
     }
 
-    /// Ends a rack's session. Its summaries remain valid for their time.
+    /// Ends a rack's session. Its summaries remain valid until they expire.
     pub fn rack_disconnected(&mut self, session: u64) {
         if let Some(rack) = self.racks.by_session(session) {
             rack.session = None;
@@ -235,8 +235,8 @@ impl Controller {
         }
     }
 
-    /// Replaces a rack's summaries of each service in it; with many services they come in several messages. Fails when
-    /// a summary is invalid; the previous ones remain then.
+    /// Replaces the summaries of each service in a message; a rack with many services sends several messages. If a
+    /// summary is invalid, fails and keeps the previous summaries.
     pub fn rack_summaries(
         &mut self,
         session: u64,
@@ -249,7 +249,7 @@ impl Controller {
         let mut summaries = BTreeMap::new();
         for message in messages {
             let (service, mut summary) = parse_summary(message)?;
-            // An agent whose end the rack has not noticed.
+            // The rack has not noticed yet that this agent disconnected.
             if !self.positions.contains_key(&service) {
                 continue;
             }
@@ -280,7 +280,8 @@ impl Controller {
         RackChanges { of_all: self.racks.changes, own, detail_interval: self.racks.detail_interval() }
     }
 
-    /// Returns a rack's configuration; `None`: it is gone. Fails when the fleet's document lists other racks only.
+    /// Returns a rack's configuration; `None`: the rack is disconnected. Fails if the fleet's document lists only other
+    /// racks.
     pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
         let Some((name, rack)) = self.racks.connected(session) else { return Ok(None) };
         self.check_rack(name)?;
@@ -299,7 +300,7 @@ impl Controller {
         }))
     }
 
-    /// Returns the streams of a rack's agents, and their servers; without those whose server has a newer agent.
+    /// Returns the streams of a rack's agents, and their servers, without servers that have a newer agent.
     fn agent_streams<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
         rack.agents.iter().filter_map(|(stream, session)| {
             let id = self.fleet.id(session.server())?;

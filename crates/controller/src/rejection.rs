@@ -7,16 +7,16 @@ use coreward_wire::ReportError;
 
 use super::token_bucket::Quota;
 
-/// Time by which a report may be ahead of the controller's wall clock without a warning: NTP's worst case.
+/// Time by which a report may be ahead of the controller's wall clock without a warning: the worst case of NTP.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
-/// Limit for one name: a daemon that restarts again and again must wait.
+/// Limit of registrations under one name, for a daemon that restarts again and again.
 pub const REGISTRATIONS: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
-/// Burst of reports: after a pause of the network they arrive together.
+/// Burst of reports: after an interruption of the network they arrive together.
 pub const REPORTS_AT_ONCE: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;
 
-/// Reason for which a report or a registration was rejected. Running components continue.
+/// Reason for rejecting a report or a registration. Running components continue.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Rejection {
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
@@ -27,10 +27,10 @@ pub enum Rejection {
     )]
     DuplicateSession {
         server: String,
-        /// Time since the other one's last message.
+        /// Time since the last message from the connected agent.
         silence: Duration,
     },
-    /// Two load balancers with one name, and so one owner number.
+    /// Two load balancers have one name, and thus one owner number.
     #[error(
         "load balancer {name:?} is connected already, last message {} ms ago: expected a unique name",
         silence.as_millis()
@@ -49,7 +49,7 @@ pub enum Rejection {
         /// Time since the other one's last message.
         silence: Duration,
     },
-    /// The fleet's document does not list it.
+    /// The fleet's document does not list this rack.
     #[error("rack {0:?} is not one of the fleet's: expected one that `racks` names in the fleet's document")]
     UnknownRack(String),
     #[error("load balancer {0:?} is not in the fleet's `load_balancers`: expected one that is, or no such list")]
@@ -64,18 +64,18 @@ pub enum Rejection {
     ForeignRack {
         server: String,
         rack: String,
-        /// Racks that its agent may use.
+        /// Racks that the server's agent may use.
         racks: Vec<String>,
     },
     /// A newer agent has taken the server over.
     #[error("server {0:?} was taken over by a newer agent")]
     Superseded(String),
-    /// Twice the rate of the report interval.
+    /// The agent exceeded twice the rate of the report interval.
     #[error("server {0:?} reports more often than twice per report interval: expected its configuration's interval")]
     TooOften(String),
     #[error("{0:?} registered too often: expected once per second")]
     TooManyRegistrations(String),
-    /// Each new name stays on record.
+    /// The limit of names on record is reached.
     #[error("load balancer {0:?} is one more than {MAX_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten")]
     TooManyLoadBalancers(String),
     #[error(transparent)]
@@ -85,7 +85,7 @@ pub enum Rejection {
 }
 
 impl Rejection {
-    /// All results of [`Rejection::reason`]: counters in `coreward status`.
+    /// Results of [`Rejection::reason`], which name counters in `coreward status`.
     pub const REASONS: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",
@@ -107,7 +107,7 @@ impl Rejection {
         "too_many_load_balancers",
     ];
 
-    /// Returns the counter's name.
+    /// Returns the name of the reason's counter.
     pub fn reason(&self) -> &'static str {
         match self {
             Rejection::UnknownServer(_) => "unknown_server",
@@ -131,7 +131,7 @@ impl Rejection {
         }
     }
 
-    /// Whether the agent cannot continue: the stream ends.
+    /// Returns whether the agent cannot continue, so that its stream ends.
     pub fn ends_session(&self) -> bool {
         matches!(
             self,

@@ -1,11 +1,10 @@
-//! One shared copy of each reported RSS key: a table compares the keys of all its servers, and shared copies compare
-//! without reading their bytes.
+//! One shared copy of each reported RSS key, so that tables compare keys by address and not by their bytes.
 
 use std::collections::HashSet;
 
 use coreward_model::rss::RssKey;
 
-/// A fleet has a few. An agent that reports a new one each time must not fill the memory.
+/// Limit of keys: a fleet has a few. An agent that always reports new keys must not exhaust the memory.
 const MAX_KEYS: usize = 256;
 
 /// Recently reported keys.

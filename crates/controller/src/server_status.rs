@@ -15,9 +15,9 @@ const BY_COMMAND: &str = "by `coreward drain`";
 
 pub(super) struct StateReason {
     pub state: ServerState,
-    /// Empty: none.
+    /// Reason of the state; empty: none.
     pub reason: String,
-    /// `None`: since before this process.
+    /// Duration of the state; `None`: since before this process.
     pub duration: Option<Duration>,
 }
 
@@ -32,8 +32,8 @@ impl StateReason {
 }
 
 impl Controller {
-    /// Returns the members whose ids follow `after`, at most `count`, in order of their ids.
-    /// None when the service at this position has another address by now.
+    /// Returns the members whose ids follow `after`, at most `count`, by id. Returns none if another service has this
+    /// position.
     pub fn members_after(
         &self,
         (position, address): (usize, ServiceAddress),
@@ -69,7 +69,7 @@ impl Controller {
         }
     }
 
-    /// Returns the best of the server's states in its services, and the services in which it is down.
+    /// Returns the server's best state among its services, and the services in which it is down.
     pub(super) fn state_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
         let statuses = self.services_of.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
         let statuses: Vec<(&str, StateReason)> =
@@ -138,7 +138,7 @@ impl Controller {
         self.found_down_by(service, id, now).unwrap_or_else(|| "no load balancer has checked it since".to_owned())
     }
 
-    /// Returns the origin and reason of a server's down state; `None`: it is not down.
+    /// Returns the origin and reason of a server's down state; `None`: the server is not down.
     fn found_down_by(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
         let checked = self.load_balancers.checked((service.index, id), now);
         let down: Vec<_> = checked.iter().filter(|(_, checked, _)| checked.verdict == Some(Verdict::Down)).collect();

@@ -18,23 +18,23 @@ use super::input_fingerprints::{InputFingerprints, Shard};
 use super::{NewTable, Now, policy_of};
 use coreward_fleet::fleet::FleetService;
 
-/// Initial ramp of a slow start. Above 0, or a pool of new servers would have no share at all.
+/// Share at the begin of a slow start. With 0, a pool of only new servers would have no share at all.
 const MIN_RAMP: f64 = 1.0 / 64.0;
 
 /// Eligibility of a server for a service's new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Eligibility {
     Eligible,
-    /// Down by checks.
+    /// Down by health checks.
     Unhealthy,
-    /// No load balancer reaches it on the network.
+    /// Not reachable on the network from any load balancer.
     Unreachable,
     Drained,
     Left,
 }
 
 impl Eligibility {
-    /// Returns the state that follows, apart from the slow start.
+    /// Returns the server's state that follows from the eligibility, without slow start.
     pub fn state(self) -> ServerState {
         match self {
             Eligibility::Left => ServerState::Gone,
@@ -48,10 +48,10 @@ impl Eligibility {
 #[derive(Debug, Clone, Copy)]
 pub struct ServerStatus {
     pub state: ServerState,
-    /// Start (since the controller's start); `None`: since before this process.
+    /// Time of the last change (since the controller's start); `None`: since before this process.
     pub since: Option<Duration>,
     pub eligibility: Eligibility,
-    /// Start of eligibility, as `since`.
+    /// Time since which the server has been eligible, in the form of `since`.
     eligible_since: Option<Duration>,
 }
 
@@ -61,30 +61,30 @@ pub struct Service {
     generation: u64,
     newest_table: Option<(Arc<PlacementTable>, Duration)>,
     statuses: BTreeMap<ServerId, ServerStatus>,
-    /// Whether servers that are down take new connections, because no other one does.
+    /// Whether servers that are down take new connections, because no server is up.
     failing_open: bool,
-    /// Whether a table has been made: servers of the first one have not just joined.
+    /// Whether a table has been made. Servers of the first table have no slow start.
     begun: bool,
     history: BucketHistory,
-    /// Whether the history has changed since the last call.
+    /// Whether the history has changed since it was last stored.
     history_changed: bool,
-    /// For each server its predecessors in any bucket, during this process: the load balancers' flow tables keep them
-    /// for connections of that time.
+    /// Earlier servers of each server's buckets, during this process. Flow tables of load balancers keep connections of
+    /// earlier servers.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_changes: u64,
     pub due: Option<TableTrigger>,
     /// Servers with changes since the newest table.
     dirty: DirtySet,
-    /// Pool of the newest table; `None`: another input than loads may have changed since.
+    /// Pool of the newest table; `None`: all servers must be read again.
     pool: Option<Pool>,
-    /// Connections opened in the last whole report interval, and whether a table has been made since it ended.
+    /// Connections opened in the last full report interval, and whether a table has been made since the interval ended.
     opened: Option<u64>,
     new_interval: bool,
     /// Inputs of the newest table, apart from loads.
     fingerprints: InputFingerprints,
 }
 
-/// Parts of a service before another configuration.
+/// State of a service that a new configuration has replaced.
 pub struct PreviousService {
     _fleet: FleetService,
     _pool: Option<Pool>,
@@ -95,9 +95,9 @@ pub struct PreviousService {
 pub struct TableTrigger {
     /// Time of arrival (since the controller's start).
     pub received: Duration,
-    /// Whether a server's or a rack's loads have changed, and not a polled input.
+    /// Whether loads of a server or a rack have changed; false: a polled input has changed.
     pub is_load: bool,
-    /// Time of sending by the reporter's wall clock (since 1970); `None`: not reported.
+    /// Time of sending by the sender's wall clock (since 1970); `None`: unknown.
     pub sent_at: Option<Duration>,
 }
 
@@ -124,13 +124,13 @@ impl Service {
         }
     }
 
-    /// Whether `new` is the same service in another configuration.
+    /// Returns whether `new` is another configuration of the same service.
     pub fn is_same_service(&self, new: &FleetService) -> bool {
         self.fleet.name == new.name && self.fleet.index == new.index
     }
 
-    /// Returns the service with another configuration: generations continue. Also returns what it replaces, because
-    /// dropping thousands of servers takes milliseconds.
+    /// Returns the service with another configuration, and the replaced state, whose drop takes milliseconds for
+    /// thousands of servers. Generations continue.
     pub fn reconfigured(mut self, new: FleetService) -> (Self, PreviousService) {
         if self.fleet.policy != new.policy || self.fleet.seed != new.seed {
             self.policy = policy_of(&new);
@@ -149,7 +149,8 @@ impl Service {
         &self.fleet
     }
 
-    /// Updates the eligibility of its servers. Servers that were eligible at the first table have not just joined.
+    /// Updates the eligibility of the service's servers. Servers that were eligible for the first table have no slow
+    /// start.
     pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
         let moment = self.begun.then_some(now.monotonic);
         let mut before = std::mem::take(&mut self.statuses);
@@ -190,7 +191,7 @@ impl Service {
         self.failing_open
     }
 
-    /// Whether the server takes new connections; `None` until the next table is made.
+    /// Returns whether the server takes new connections; `None` until the next table is made.
     pub fn takes_connections(&self, server: ServerId) -> Option<bool> {
         self.statuses.get(&server).map(|status| self.admits(status.eligibility))
     }
@@ -203,12 +204,12 @@ impl Service {
         }
     }
 
-    /// Returns the part of its share that the server gets so far: from nearly 0 to 1 during the slow start.
+    /// Returns the server's fraction of its full share: nearly 0 to 1 during the slow start, then 1.
     pub fn ramp(&self, server: ServerId, now: Now) -> f64 {
         self.statuses.get(&server).map_or(1.0, |status| self.next_ramp(server, status.eligibility, now))
     }
 
-    /// Returns [`Service::ramp`] in a table that is made now, when the server has this eligibility.
+    /// Returns [`Service::ramp`] for a table made now, if the server has this eligibility.
     pub fn next_ramp(&self, server: ServerId, eligibility: Eligibility, now: Now) -> f64 {
         if eligibility != Eligibility::Eligible {
             return 1.0;
@@ -223,17 +224,17 @@ impl Service {
         passed.clamp(MIN_RAMP, 1.0)
     }
 
-    /// Whether its tables depend on servers' reports.
+    /// Returns whether the service's tables depend on servers' reports.
     pub fn reads_loads(&self) -> bool {
         self.policy.reads_loads()
     }
 
-    /// Returns each server's fair part of its new connections, by capacity if its policy uses that.
+    /// Returns each server's fair fraction of the service's new connections, by capacity if the policy uses it.
     pub fn fair_shares(&self, pool: &Pool) -> Vec<(ServerId, f64)> {
         pool.fair_shares(self.policy.depends_on_capacity())
     }
 
-    /// Whether its tables depend on load balancers' counts.
+    /// Returns whether the service's tables depend on load balancers' counts.
     pub fn reads_traffic(&self) -> bool {
         self.policy.reads_traffic()
     }
@@ -250,12 +251,12 @@ impl Service {
         self.fleet.members.keys().for_each(|server| self.dirty.mark(*server));
     }
 
-    /// Takes the pool of the newest table; `None`: all servers must be read.
+    /// Takes the pool of the newest table; `None`: all servers must be read again.
     pub fn take_cached_pool(&mut self) -> Option<Pool> {
         self.pool.take()
     }
 
-    /// Returns the cached pool, read-only.
+    /// Returns the cached pool of the newest table.
     pub fn cached_pool(&self) -> Option<&Pool> {
         self.pool.as_ref()
     }
@@ -264,27 +265,27 @@ impl Service {
         self.pool = Some(pool);
     }
 
-    /// Drops cached state after a change of other inputs than loads.
+    /// Drops the cached pool after a change of an input other than loads.
     pub fn forget_servers(&mut self) {
         self.pool = None;
     }
 
-    /// Returns the servers with changes since the newest table or at it. (Some occur twice.)
+    /// Returns servers that changed since the newest table, or in it. Servers may occur twice.
     pub fn dirty_servers(&self) -> impl Iterator<Item = ServerId> {
         self.dirty.changed()
     }
 
-    /// Whether the server's load is newer than the newest table.
+    /// Returns whether the server's load is newer than the newest table.
     pub fn is_fresh(&self, server: ServerId) -> bool {
         self.dirty.is_fresh(server)
     }
 
-    /// Whether more than its rack's summary may have changed.
+    /// Returns whether more than the rack's summary of the server may have changed.
     pub fn needs_refresh(&self, server: ServerId) -> bool {
         self.dirty.needs_refresh(server)
     }
 
-    /// Begins a report interval after one with this number of opened connections, if known.
+    /// Begins a report interval. `opened`: connections opened in the previous interval, if known.
     pub fn begin_interval(&mut self, opened: Option<u64>) {
         self.opened = opened;
         self.new_interval = true;
@@ -298,12 +299,12 @@ impl Service {
         if self.new_interval { pool } else { pool.for_same_interval() }
     }
 
-    /// Stores the inputs of the next table, apart from loads; returns whether they have changed.
+    /// Stores the fingerprints of the next table's inputs, apart from loads; returns whether they have changed.
     pub fn update_fingerprints(&mut self, inputs: u64, servers: &[(Shard, u64)]) -> bool {
         self.fingerprints.update(inputs, servers)
     }
 
-    /// Returns the servers to poll next for changes with time.
+    /// Returns the shards of servers to poll next.
     pub fn next_shards(&mut self, all: bool) -> Vec<Shard> {
         self.fingerprints.next(&self.fleet.members, all)
     }
@@ -332,7 +333,7 @@ impl Service {
         down.map(|(id, _)| *id)
     }
 
-    /// [`PlacementTable::core_slot_ages`] of a table just made.
+    /// Returns [`PlacementTable::core_slot_ages`] for a new table.
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
         self.dirty.is_in_table(table.generation);
         if table.rule != Rule::LeastAssigned {
@@ -352,7 +353,7 @@ impl Service {
         }
     }
 
-    /// Returns the server's predecessors in buckets, if any.
+    /// Returns the servers that owned buckets of this server before, if any.
     pub fn predecessors(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
         self.predecessors.get(&server).filter(|_| self.forwards_unknown_packets())
     }
@@ -361,7 +362,7 @@ impl Service {
         if self.forwards_unknown_packets() { self.predecessor_changes } else { 0 }
     }
 
-    /// Whether servers forward unknown packets: those that go by the bucket.
+    /// Returns whether servers forward unknown packets, which they do if the bucket selects the server.
     fn forwards_unknown_packets(&self) -> bool {
         self.fleet.address.protocol == Protocol::Tcp
             && !matches!(self.fleet.mode.consistency, Consistency::None | Consistency::HashTable)

@@ -2,7 +2,7 @@
 //!
 //! Policies send connections where the reported load is lowest. An agent with false reports attracts connections, which
 //! load balancers count. So each server has an [`Allowance`], and gets no new connections while it is spent. A limit on
-//! buckets would not help: a server chooses its RSS key, and so the buckets in which connections come.
+//! buckets would not help: a server chooses its RSS key, and thereby the buckets of its connections.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -15,9 +15,9 @@ use super::service::Service;
 use super::traffic::OpenedConnections;
 use super::{Controller, Now};
 
-/// Interval between two updates of the allowances: within it a server can exceed its own.
+/// Interval of updates of the allowances. Within an interval a server can exceed its allowance.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(250);
-/// A longer pause counts as this.
+/// Limit of the time between two updates that counts.
 const MAX_ELAPSED: Duration = Duration::from_secs(1);
 
 /// Shares of servers in new connections.
@@ -27,7 +27,7 @@ pub struct ShareLimiter {
     servers: HashMap<ServerId, u64>,
     updated: Duration,
     allowances: HashMap<ServerId, Allowance>,
-    /// Servers that get no new connections of a service at present.
+    /// Servers that get no new connections of a service now.
     excluded: HashSet<(ServiceIndex, ServerId)>,
 }
 
@@ -51,7 +51,7 @@ impl ShareLimiter {
         self.allowances.iter().filter(|(_, allowance)| allowance.is_limited()).map(|(id, _)| *id)
     }
 
-    /// Returns whether the server took too many: it may be excluded at any time.
+    /// Returns whether the server has spent its allowance, so that services may exclude it.
     pub fn is_limited(&self, id: ServerId) -> bool {
         self.allowances.get(&id).is_some_and(Allowance::is_limited)
     }
@@ -60,7 +60,7 @@ impl ShareLimiter {
         self.allowances.get(&id).is_some_and(Allowance::is_spent)
     }
 
-    /// Updates the allowances after `elapsed`. `expected`: each server's fair part of the opened connections.
+    /// Updates the allowances after `elapsed`. `expected`: each server's fair number of the opened connections.
     fn update(&mut self, expected: &HashMap<ServerId, f64>, elapsed: Duration) {
         let opened = std::mem::take(&mut self.servers);
         for id in expected.keys().chain(opened.keys()) {
@@ -76,8 +76,8 @@ impl ShareLimiter {
 }
 
 impl Controller {
-    /// Returns the part of its share of the service's new connections that the server gets: less than 1 in its slow
-    /// start, 0 while it is excluded.
+    /// Returns the server's fraction of its share of the service's new connections: less than 1 during the slow start,
+    /// 0 while it is excluded.
     pub(super) fn ramp(&self, service: &Service, id: ServerId, now: Now) -> f64 {
         if self.is_excluded(service, id) { 0.0 } else { service.ramp(id, now) }
     }
@@ -114,7 +114,7 @@ impl Controller {
         service.fair_shares(&self.cached_pool(service, now))
     }
 
-    /// Excludes servers whose allowance is spent from services whose policy reads loads, if another server is left.
+    /// Excludes servers whose allowance is spent from services whose policy reads loads, if other servers remain.
     fn exclude_spent(&mut self, limited: &HashSet<ServerId>, now: Now) {
         let mut excluded = HashSet::new();
         let of_server = |id: &ServerId| self.services_of.get(id).into_iter().flatten().copied();
@@ -143,9 +143,9 @@ impl Controller {
                     event = "share-limited",
                     server = name,
                     times_fair = MAX_SHARE_MULTIPLE,
-                    "a server exceeded its fair share of new connections: it is limited"
+                    "a server exceeds its fair share of new connections: its share is limited"
                 ),
-                false => tracing::info!(event = "share-unlimited", server = name, "a server is no longer limited"),
+                false => tracing::info!(event = "share-unlimited", server = name, "a server's share limit ended"),
             }
             self.racks.changes += 1;
         }

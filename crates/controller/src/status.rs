@@ -21,14 +21,14 @@ use super::{Controller, Now};
 use coreward_fleet::fleet::FleetServer;
 
 impl Controller {
-    /// Servers whose ids follow `after`, in the order of the ids.
+    /// Returns servers in the order of their ids, from the first one after `after`.
     pub fn servers_after(&self, after: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
         let first = after.map_or(Bound::Unbounded, Bound::Excluded);
         self.fleet.servers.range((first, Bound::Unbounded)).map(|(id, server)| (*id, server))
     }
 
-    /// Returns the status without services and servers, which follow step by step: there may be thousands, and reports
-    /// must not wait.
+    /// Returns the status without services and servers, which callers add in steps: reports must not wait for thousands
+    /// of servers.
     pub fn status_summary(&self, now: Now) -> Status {
         Status {
             configuration_generation: self.fleet.generation,
@@ -105,10 +105,8 @@ impl Controller {
         }
     }
 
-    /// Returns the service at this position for the overview; `None`: there is none. `pool`: as for
-    /// [`Controller::service_status`].
-    /// Returns the service at this position with the ids of its servers: looking up thousands of names takes
-    /// milliseconds.
+    /// Returns the overview of the service at this position, with ids of servers, as looking up thousands of names
+    /// takes milliseconds. `None`: no service has this position. `pool`: as for [`Controller::service_status`].
     pub fn overview_service(
         &self,
         position: usize,
@@ -163,9 +161,9 @@ impl Controller {
             .collect()
     }
 
-    /// Returns the service at this position without its members ([`Controller::members_after`]), with whole RSS keys
-    /// where `rss_keys`. `None`: there is no such service.
-    /// `pool`: the service's, where the controller has none ([`Controller::needs_pool`]).
+    /// Returns the service at this position without its members ([`Controller::members_after`]); `None`: no service has
+    /// this position. `rss_keys`: includes full RSS keys. `pool`: the service's pool, if none is cached
+    /// ([`Controller::needs_pool`]).
     pub fn service_status(
         &self,
         position: usize,
@@ -267,7 +265,7 @@ impl Controller {
         warnings
     }
 
-    /// Returns a server's status; with its whole RSS key where `rss_keys`.
+    /// Returns a server's status. `rss_keys`: includes its full RSS key.
     pub fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
@@ -313,7 +311,7 @@ impl Controller {
         }
     }
 
-    /// Returns the operator's value, or the number of its cores.
+    /// Returns the configured capacity of the server, or the number of its cores.
     pub(super) fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
         let cores = || agent.core_count().map(|cores| cores as f64);
         server.capacity.map(Capacity::get).or_else(cores)
@@ -339,7 +337,7 @@ impl Controller {
     }
 }
 
-/// Loads are by receive queue: a queue beyond them counts as neutral.
+/// Returns a warning if there are more receive queues than cores, whose loads would count as average.
 fn queues_without_cores(rss: &Rss, cores: usize) -> Option<String> {
     let highest = usize::from(*rss.indirection_table.queues().iter().max()?);
     (highest >= cores).then(|| format!("its indirection table names receive queue {highest}, but {cores} cores report"))

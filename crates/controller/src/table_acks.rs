@@ -1,4 +1,4 @@
-//! Tables in force at load balancers, and their latency from the report that triggered them.
+//! Tables in force at load balancers, and their latency since the report that triggered them.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,18 +8,19 @@ use coreward_wire::ServiceIndex;
 use super::Now;
 use super::service::TableTrigger;
 
-/// Tables of a service that are kept until load balancers confirm them. A slower one is not measured.
+/// Tables of a service that are kept until load balancers confirm them. Latencies of slower confirmations are not
+/// measured.
 const MAX_UNCONFIRMED: usize = 1024;
 
 /// Triggers of the newest tables, and latencies.
 #[derive(Debug, Default)]
 pub struct TableAcks {
     unconfirmed_builds: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
-    /// Newest confirmed generation, by load balancer's session and service.
+    /// Newest confirmed generation, by session of a load balancer and service.
     confirmed_generations: HashMap<(u64, ServiceIndex), u64>,
-    /// From the receipt of a report to the confirmation of its table by each load balancer.
+    /// Durations from the receipt of a report to the confirmation of its table by each load balancer.
     pub since_receipt: LatencyHistogram,
-    /// From the sending of a report, by the agent's wall clock.
+    /// Durations from the sending of a report, by the agent's wall clock, to the confirmation of its table.
     pub since_sent: LatencyHistogram,
 }
 
@@ -32,12 +33,12 @@ impl TableAcks {
         made.push_back((generation, trigger));
     }
 
-    /// Records that a load balancer has the table in force. Tables that it never had were overtaken: their triggers are
-    /// in this one.
+    /// Records that a load balancer has the table in force. Its latency also counts for earlier tables that it replaced
+    /// unconfirmed.
     pub fn confirm(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
         let Some(made) = self.unconfirmed_builds.get(&service) else { return };
         let before = self.confirmed_generations.insert((session, service), generation);
-        // Tables from before its session prove nothing.
+        // A first confirmation after the session's begin may be of an earlier table.
         let Some(before) = before else { return };
         let first = made.partition_point(|(made, _)| *made <= before);
         for (_, trigger) in made.range(first..).take_while(|(made, _)| *made <= generation) {

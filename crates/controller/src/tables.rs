@@ -36,7 +36,7 @@ impl Controller {
         self.services.iter().position(|known| known.fleet().name == name)
     }
 
-    /// Returns the newest table of this service, and its age; `None`: no such service, or no table.
+    /// Returns the newest table of this service, and its age; `None`: unknown service, or no table yet.
     pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
         let service = &self.services[self.service_position(service)?];
         let (_, age) = service.table(now)?;
@@ -44,7 +44,7 @@ impl Controller {
     }
 }
 
-/// Returns the table in the form of the API; `names`: of all servers.
+/// Returns the table in the form of the API; `names`: names of all servers.
 pub fn shown(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
     let name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
     let member =
@@ -61,7 +61,7 @@ pub fn shown(service: &str, table: &PlacementTable, age: Duration, names: &HashM
     }
 }
 
-/// For each group, by bucket.
+/// Returns the candidates by group and bucket.
 fn candidates(table: &PlacementTable, name: impl Fn(ServerId) -> String) -> Vec<Vec<Vec<Candidate>>> {
     let (buckets, per_bucket) = (table.bucket_count.get() as usize, table.candidates_per_bucket as usize);
     let candidate = |candidate: &coreward_model::placement::Candidate| Candidate {

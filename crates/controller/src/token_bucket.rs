@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Remaining tokens of one subject.
+/// Token bucket of one subject.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenBucket {
     left: f64,
@@ -11,9 +11,9 @@ pub struct TokenBucket {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quota {
-    /// Long-term interval.
+    /// Mean interval between two tokens.
     pub interval: Duration,
-    /// Burst after a pause.
+    /// Capacity of the bucket, the burst after a pause.
     pub burst: u32,
 }
 
@@ -24,7 +24,7 @@ impl Quota {
 }
 
 impl TokenBucket {
-    /// Takes a token, if there is one (`now`: since the controller's start).
+    /// Takes a token, and returns whether one was left (`now`: since the controller's start).
     pub fn take(&mut self, quota: Quota, now: Duration) -> bool {
         let elapsed = now.saturating_sub(self.at).as_secs_f64();
         self.at = now;
@@ -36,11 +36,11 @@ impl TokenBucket {
 }
 
 impl TokenBucket {
-    /// Returns the time until the next token; zero: there is one. Takes none.
+    /// Returns the time until the next token, without taking it; zero: a token is left.
     pub fn wait(&self, quota: Quota, now: Duration) -> Duration {
         let every = quota.interval.as_secs_f64();
         let left = self.left + now.saturating_sub(self.at).as_secs_f64() / every;
-        // A nanosecond more: rounded down it would be waited for again.
+        // One nanosecond more, because a rounded-down time would end before the token exists.
         if left >= 1.0 {
             Duration::ZERO
         } else {

@@ -1,5 +1,5 @@
-//! Counts of load balancers by server: connections opened and closed since its agent's newest report, and rates of
-//! packets and bytes.
+//! Counts of load balancers by server: connections opened and closed since the newest report of the server's agent, and
+//! rates of packets and bytes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -13,13 +13,13 @@ use super::Now;
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Opened {
-    /// Since its maps were created.
+    /// Connections since the load balancer's maps were created.
     total: u64,
-    /// Since the last query; `None`: only one message so far.
+    /// Connections since the last query; `None`: only one message so far.
     new: Option<u64>,
 }
 
-/// Ids are the controller's own: no peer can choose them to collide.
+/// Map by server id. The controller draws the ids, so no peer can choose them to collide.
 type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 
 /// Traffic from one load balancer to servers.
@@ -27,7 +27,7 @@ type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 pub struct Traffic {
     /// Time of the last message (since the controller's start).
     printed: Option<Duration>,
-    /// Sums over all services, since its maps were created.
+    /// Sums over all services, since the load balancer's maps were created.
     totals: ByServer<ServerTraffic>,
     opened: HashMap<ServiceIndex, Opened>,
     rates: ByServer<TrafficRates>,
@@ -37,12 +37,12 @@ pub struct Traffic {
 #[derive(Debug, Default)]
 pub struct OpenedConnections {
     pub services: Vec<(ServiceIndex, u64)>,
-    /// By server, of all services together.
+    /// Connections by server, of all services together.
     pub servers: Vec<(ServerId, u64)>,
 }
 
 impl Traffic {
-    /// Returns the increase since the previous message. New or restarted counts add nothing.
+    /// Returns the increase since the previous message. Counts that are new or restarted add nothing.
     pub fn opened_connections(&self, message: &TrafficMessage) -> OpenedConnections {
         let services = message
             .opened
@@ -58,7 +58,7 @@ impl Traffic {
         }
     }
 
-    /// Records a message. A count that went back is of new maps: its rate restarts.
+    /// Records a message. A lower count than before comes from new maps: its rate restarts.
     pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
         let totals: ByServer<ServerTraffic> = message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.record_opened(message);
@@ -74,7 +74,7 @@ impl Traffic {
     fn record_opened(&mut self, message: &TrafficMessage) {
         let follow = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
-            // A count that went back is of new maps, or a server has left.
+            // A lower count than before comes from new maps, or a server has left.
             let more = |before: &Opened| before.new.unwrap_or(0).saturating_add(total.saturating_sub(before.total));
             let newly = self.opened.get(&service).map(more);
             (service, Opened { total, new: newly })
@@ -100,7 +100,7 @@ impl Traffic {
         }))
     }
 
-    /// Ends the rates after a disconnect. (The data plane may continue.)
+    /// Ends the rates after a disconnect. The data plane may continue without the daemon.
     pub fn stop(&mut self) {
         self.rates.clear();
         self.opened.clear();
@@ -120,8 +120,8 @@ impl Traffic {
 pub struct Totals(pub BTreeMap<String, ServerTraffic>);
 
 impl Totals {
-    /// Returns the increase of open connections since `then`, by load balancers' counts. A load balancer that is new or
-    /// restarted its counts adds nothing: the report may include its connections already.
+    /// Returns the increase of open connections since `then`, by load balancers' counts. A load balancer with new or
+    /// restarted counts adds nothing, because the report may already include its connections.
     pub fn opened_since(&self, then: &Totals) -> i64 {
         let of = |(name, now): (&String, &ServerTraffic)| {
             let then = then.0.get(name)?;

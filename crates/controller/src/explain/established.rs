@@ -1,4 +1,4 @@
-//! Packets that open no connection: the load balancer's decision, as far as the controller can know.
+//! Explanation of packets that do not open a connection, as far as the controller can know the decision.
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::owner_and_slot;
@@ -24,7 +24,7 @@ const LB_STAMPED_RESET: &str = "a reset without timestamps follows the load bala
                                 without an entry it is dropped, as these servers accept no broadcast";
 
 impl Case<'_> {
-    /// Returns the verdict on a packet that opens no connection.
+    /// Returns the verdict on a packet that does not open a connection.
     pub(super) fn established(&self, table: Option<&PlacementTable>, cookie: Option<u32>, reset: bool) -> Verdict {
         let mode = self.view.service.mode;
         match mode.consistency {
