@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Role of a caller; each includes those before.
+/// Role of a caller; each role includes the rights of the roles above it in this list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -21,7 +21,7 @@ impl Role {
     /// All roles.
     pub const ALL: [Role; 2] = [Role::Viewer, Role::Operator];
 
-    /// Its name.
+    /// Returns the role's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Viewer => "viewer",
@@ -39,11 +39,10 @@ impl fmt::Display for Role {
 /// An authenticated caller.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Caller {
-    /// Its role.
     pub role: Role,
     /// Its address.
     pub address: IpAddr,
-    /// Its proof: the name in a certificate, a token's role and id, or a session.
+    /// Proof of the role: the name in a certificate, a token's role and id, or a session.
     pub principal: Arc<str>,
 }
 

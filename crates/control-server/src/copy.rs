@@ -14,9 +14,9 @@ use coreward_store::etcd::EtcdStore;
 use crate::config::{ControllerConfig, StoreLocation};
 use crate::server::leader_election;
 
-/// Copies the records from the store of the controller's file `from` to that of `to`. No controller may use either of
-/// them meanwhile. Returns a summary. Fails when a file is invalid, a store is in use, the first one is empty, or the
-/// second one is not and `replace` is false.
+/// Copies the records from the store of the controller's file `from` to that of `to`. No controller may use either
+/// store meanwhile. Returns a summary. Fails if a file is invalid, a store is in use, the source is empty, or the
+/// destination is not empty and `replace` is false.
 pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
@@ -31,7 +31,7 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
             before.generation,
             to.display()
         );
-        // Peers of the replaced fleet take this one for a newer one.
+        // Peers of the replaced fleet must take this configuration for a newer one.
         records.generation = records.generation.max(before.generation + 1);
     }
     target.store.save(&records)?;
@@ -39,7 +39,7 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     Ok(format!("copied: {servers} servers, {services} services, generation {}", records.generation))
 }
 
-/// A store that is not in use.
+/// Store that is open for the copy only.
 struct Opened {
     store: Store,
     leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,
@@ -69,7 +69,11 @@ impl Drop for Opened {
         if let Some((cluster, leadership)) = &self.leadership
             && let Err(error) = cluster.block_on(leadership.resign())
         {
-            tracing::warn!(event = "lease-not-revoked", %error, "controllers wait until the lease of this copy ends");
+            tracing::warn!(
+                event = "lease-not-revoked",
+                %error,
+                "cannot revoke this copy's lease: controllers wait for its end"
+            );
         }
     }
 }

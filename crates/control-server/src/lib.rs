@@ -1,4 +1,4 @@
-//! The controller: reports in, tables out.
+//! The controller's daemon: receives reports and sends tables.
 //!
 //! * [`config`]: the controller's own file
 //! * [`copy`]: `coreward store copy`

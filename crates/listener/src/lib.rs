@@ -14,11 +14,11 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit of a stream's registration, here and at racks.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Limit of concurrent streams of one connection: a daemon has one, a command some.
+/// Limit of concurrent streams of one connection: a daemon opens one, a command several.
 const STREAMS: u32 = 32;
 /// HTTP/2 frame size: the minimum.
 const FRAME_BYTES: u32 = 16 << 10;
-/// HTTP/2 window: a rack's summaries of one interval.
+/// HTTP/2 window, with room for a rack's summaries of one interval.
 const WINDOW_BYTES: u32 = 256 << 10;
 
 /// Returns a server for agents, here and at racks, that detects broken connections.

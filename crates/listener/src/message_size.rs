@@ -1,4 +1,4 @@
-//! Largest message of each kind of caller: tonic has one limit for a service, and agents are many.
+//! Largest message of each kind of caller: tonic has one limit per service, too large for thousands of agents.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use tower_service::Service;
 const MESSAGE_BYTES: usize = 4 << 20;
 const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
 
-/// A [`ControlServer`] with smaller messages from agents than from others. A larger message ends the stream before its
-/// body is read.
+/// [`ControlServer`] that accepts smaller messages from agents than from other peers. A larger message ends the stream
+/// before its body is read.
 pub struct SizedControl<T> {
     agents: ControlServer<T>,
     other_calls: ControlServer<T>,
@@ -48,7 +48,7 @@ where
     type Future = <ControlServer<T> as Service<Request<B>>>::Future;
 
     fn poll_ready(&mut self, _context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        // Both are always ready: they have no state but their methods.
+        // Both services are always ready, because they have no state.
         Poll::Ready(Ok(()))
     }
 

@@ -31,13 +31,13 @@ pub struct ListenerConfig<'a> {
     pub listen: SocketAddr,
     pub tls: Option<&'a CredentialFiles>,
     pub revoked_certificates: &'a [Fingerprint],
-    /// Whether a missing `tls` needs no warning.
+    /// Whether plain connections are intended, so that a missing `tls` needs no warning.
     pub allow_plaintext: bool,
 }
 
 /// Security of this controller or rack.
 pub struct Security {
-    /// Its certificates; `None`: connections are neither encrypted nor authenticated.
+    /// Own certificates; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
     /// Counters of rejected peers.
     pub failures: Arc<Failures>,
@@ -147,7 +147,7 @@ pub struct AuthenticatedPeer {
 }
 
 impl AuthenticatedPeer {
-    /// Returns the peer of a request. Fails when it did not come through the acceptor.
+    /// Returns the peer of a request. Fails if the connection did not come through the acceptor.
     pub fn of<T>(request: &Request<T>, security: &Arc<Security>) -> Result<Self, Status> {
         Ok(Self { caller: Caller::of(request)?, security: security.clone() })
     }

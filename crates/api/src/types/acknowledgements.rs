@@ -10,13 +10,13 @@ use utoipa::ToSchema;
 pub struct Acknowledgements {
     /// Generation of the newest configuration.
     pub configuration_generation: u64,
-    /// Number of peers that have it in force, except for rejected parts.
+    /// Number of peers that have that generation in force, except for rejected parts.
     pub acknowledged_count: u64,
-    /// Number of peers that have not confirmed it.
+    /// Number of peers that have not confirmed that generation.
     pub waiting_count: u64,
-    /// The first 100 of them.
+    /// The first 100 peers that have not confirmed it.
     pub waiting: Vec<Waiting>,
-    /// Number of rejected parts; the previous ones remain in force there.
+    /// Number of rejected parts; peers keep the previous parts in force.
     pub refused_count: u64,
     /// The first 100 rejections.
     pub refused: Vec<RefusedUpdate>,
@@ -32,7 +32,7 @@ pub struct Waiting {
     pub part: String,
     /// Name of the load balancer or server.
     pub name: String,
-    /// The newest generation that it has confirmed; 0: none.
+    /// The newest generation that the peer has confirmed; 0: none.
     pub configuration_generation: u64,
 }
 
@@ -53,7 +53,7 @@ pub struct RefusedUpdate {
     pub reason: String,
 }
 
-/// Services in a line; others are counted.
+/// Limit of services that a line names; further services are counted.
 const NAMED_SERVICES: usize = 3;
 
 impl RefusedUpdate {

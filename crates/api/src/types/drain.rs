@@ -12,11 +12,11 @@ use super::{ReportState, ServerState};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DrainServer {
-    /// Names of the services in which it takes no new connections; empty: all of them, later ones included.
+    /// Names of the services in which the server takes no new connections; empty: all services, including later ones.
     #[serde(default)]
     #[schema(required = false)]
     pub services: Vec<String>,
-    /// Drain it even if no other server of a service takes new connections: the service then gets none.
+    /// Drain the server even if no other server of a service takes new connections, so that the service gets none.
     #[serde(default)]
     #[schema(required = false)]
     pub force: bool,
@@ -51,11 +51,11 @@ impl fmt::Display for DrainedBy {
 /// A drain in force.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Drained {
-    /// Its origin.
+    /// Origin of the drain.
     pub by: DrainedBy,
     /// Start (ms since 1970, by the controller's wall clock); null: unknown, by the document.
     pub since_unix_ms: Option<u64>,
-    /// In these services only; empty: in all of them.
+    /// Names of the drained services; empty: all services.
     pub services: Vec<String>,
 }
 
@@ -64,14 +64,14 @@ pub struct Drained {
 pub struct CountedConnections {
     /// Time since the start of the count.
     pub age_ms: u64,
-    /// By service name: TCP services that the server is, or was, in.
+    /// By service name: the server's present and former TCP services.
     pub services: BTreeMap<String, u32>,
 }
 
 /// Drain of a server, and its remaining connections.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DrainStatus {
-    /// Its name.
+    /// Name of the server.
     pub server: String,
     /// State: the best of its states in its services.
     pub state: ServerState,
@@ -79,7 +79,7 @@ pub struct DrainStatus {
     pub state_reason: String,
     /// State of its agent's reports.
     pub reports: ReportState,
-    /// Its drain; null: it is not drained.
+    /// Drain of the server; null: not drained.
     pub drained: Option<Drained>,
     /// Remaining connections of the drained services, by a count that began after the last new one; null: unknown
     /// (`waits_for`), or not drained.

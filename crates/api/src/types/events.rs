@@ -14,7 +14,7 @@ pub struct EventsQuery {
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// Limit; the newest are returned.
+    /// Limit of the number of events; the newest are returned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,
@@ -23,26 +23,25 @@ pub struct EventsQuery {
 /// The newest events.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Events {
-    /// Different for every start of the controller, which restarts the ids.
+    /// Identifier of the controller's process, whose start restarts the ids.
     pub run: String,
-    /// The oldest first. The controller keeps 1,000.
+    /// Events, the oldest first. The controller keeps 1,000.
     pub events: Vec<Event>,
 }
 
 /// An event.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
-    /// Grows by one with every event since the controller's start.
+    /// Id, which grows by one with every event since the controller's start.
     pub id: u64,
     /// Time (ms since 1970).
     pub at_unix_ms: u64,
-    /// Severity.
     pub severity: Severity,
-    /// Kind of the event: the same in all versions.
+    /// Kind of the event, with the same name in all versions.
     pub event: EventId,
     /// Kind of the subject.
     pub kind: EventKind,
-    /// Name of the subject; empty: all.
+    /// Name of the subject; empty: all of this kind.
     pub name: String,
     /// Description.
     pub message: String,
@@ -54,7 +53,7 @@ pub struct Event {
 pub enum Severity {
     /// Information.
     Info,
-    /// To be checked.
+    /// A condition that an operator should check.
     Warning,
 }
 
@@ -66,7 +65,7 @@ pub enum EventId {
     ControllerStarted,
     /// An operator has applied another document.
     FleetApplied,
-    /// A document of another generation is in force, by any way.
+    /// A document of another generation is in force, whatever the cause.
     FleetInForce,
     /// A service is new in the document.
     ServiceNew,
@@ -88,7 +87,7 @@ pub enum EventId {
     LoadBalancerState,
     /// A load balancer was forgotten, by time or by command.
     LoadBalancerForgotten,
-    /// The next cookie key is being announced.
+    /// The next cookie key is being distributed.
     KeysAnnounced,
     /// Another cookie key stamps from now on.
     KeysSwitched,

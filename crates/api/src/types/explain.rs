@@ -50,7 +50,7 @@ fn tcp() -> Protocol {
     Protocol::Tcp
 }
 
-/// For the schema: an IPv4 address, or an IPv6 address in brackets, and a port from 1 on.
+/// Schema of a socket address: an IPv4 address, or an IPv6 address in brackets, and a port from 1 on.
 pub struct Socket;
 
 impl PartialSchema for Socket {
@@ -77,7 +77,7 @@ impl ToSchema for Socket {
     }
 }
 
-/// For the schema: the names of [`Protocol`].
+/// Schema of the names of [`Protocol`].
 pub struct ProtocolName;
 
 impl PartialSchema for ProtocolName {
@@ -98,13 +98,14 @@ impl ToSchema for ProtocolName {
 pub struct Explanation {
     /// Name of the service.
     pub service: String,
-    /// Its policy.
+    /// Policy of the service.
     pub policy: String,
-    /// The newest table.
+    /// Generation of the newest table.
     pub table_generation: u64,
-    /// Input of each server of the pool.
+    /// Inputs of the policy for each server of the pool.
     pub servers: Vec<ExplainedServer>,
-    /// Null: no server is eligible, or a load balancer decides by its own state (see `reason`).
+    /// Name of the chosen server. Null: no server is eligible, or a load balancer decides by its own state (see
+    /// `reason`).
     pub chosen_server: Option<String>,
     /// Reason, in one sentence.
     pub reason: String,
@@ -121,16 +122,16 @@ pub struct Explanation {
 /// Input of one server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ExplainedServer {
-    /// Its name.
+    /// Name of the server.
     pub name: String,
-    /// Its id.
+    /// Id of the server.
     pub id: u32,
-    /// VLAN of its frames; null: untagged.
+    /// VLAN of frames to the server; null: untagged.
     #[serde(default)]
     pub vlan: Option<u16>,
     /// Toeplitz hash under this server's RSS key; null when its RSS is not known.
     pub hash: Option<u32>,
-    /// The hash's bucket.
+    /// Bucket of the hash.
     pub bucket: Option<u32>,
     /// The core that the server's NIC selects.
     pub core: Option<u32>,

@@ -9,9 +9,9 @@ use coreward_config::Diagnostic;
 /// The document in force.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Fleet {
-    /// Grows with every change of the text; 0: there never was one.
+    /// Grows with every change of the text; 0: no document was ever applied.
     pub generation: u64,
-    /// The fleet's file; null: the document was applied by a command.
+    /// Path of the fleet's file; null: a command applied the document.
     pub file: Option<String>,
     /// TOML, with comments.
     pub text: String,
@@ -21,12 +21,12 @@ pub struct Fleet {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NewFleet {
-    /// Name of the document in mistakes.
+    /// Name of the document, shown in its mistakes.
     #[serde(default = "unnamed")]
     pub name: String,
     /// TOML (docs/config.md).
     pub text: String,
-    /// Generation of the document that it replaces: another one in force is a conflict.
+    /// Generation of the document to replace; if another generation is in force, the request is a conflict.
     #[serde(deserialize_with = "serde_whole::whole_number")]
     #[schema(maximum = 9007199254740991_u64)]
     pub generation: u64,
@@ -48,9 +48,9 @@ pub struct FleetApplied {
     pub generation: u64,
     /// Generation of the document with which it was compared.
     pub replaced_generation: u64,
-    /// Whether it is in force: not after a dry run, unless its text was in force before.
+    /// Whether the new text is in force: true after a dry run only if the text was in force before.
     pub in_force: bool,
-    /// Server by server, service by service, key by key.
+    /// Changes by server, service and key.
     pub changes: Vec<FleetChange>,
 }
 
@@ -76,7 +76,7 @@ pub struct FleetChange {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Check {
-    /// Name of the document in mistakes.
+    /// Name of the document, shown in its mistakes.
     #[serde(default = "unnamed")]
     pub name: String,
     /// TOML (docs/config.md).
@@ -86,9 +86,9 @@ pub struct Check {
 /// Mistakes of a document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Checked {
-    /// In the order of its lines; empty: none.
+    /// Mistakes in the order of lines; empty: none.
     pub mistakes: Vec<DocumentMistake>,
-    /// Number of further mistakes, at least.
+    /// Minimum number of further mistakes.
     pub more: u64,
 }
 
@@ -97,13 +97,13 @@ pub struct Checked {
 pub struct DocumentMistake {
     /// Name of the document in the request.
     pub file: String,
-    /// Line from 1; null: the whole document.
+    /// Line, counted from 1; null: the whole document.
     pub line: Option<u32>,
-    /// Column from 1, in characters.
+    /// Column in characters, counted from 1.
     pub column: Option<u32>,
-    /// Full name of the key, as `service.vip`; null where there is none (a syntax error).
+    /// Full name of the key, such as `service.vip`; null for a syntax error.
     pub key: Option<String>,
-    /// Found value.
+    /// Value that was found, or another description of the mistake.
     pub problem: String,
     /// Expected value, if it can be named.
     pub expected: Option<String>,

@@ -1,4 +1,4 @@
-//! The cookie keys, without the secrets: those never leave the controller but to those who need them.
+//! State of the cookie keys, without the secrets.
 
 use std::fmt;
 
@@ -11,17 +11,17 @@ pub struct Keys {
     /// The stamping key: 0 or 1.
     #[schema(maximum = 1)]
     pub current: u32,
-    /// Time from which it stamps (seconds since 1970).
+    /// Time since which this key stamps (seconds since 1970).
     pub current_since_unix_s: u64,
     /// Phase of the rotation.
     pub phase: KeyPhase,
     /// Generation of the configuration with the present keys.
     pub generation: u64,
-    /// Peers that have not confirmed it: "load balancer lb2", "the agent of s3".
+    /// Peers that have not confirmed that generation: "load balancer lb2", "the agent of s3".
     pub waiting_for: Vec<String>,
     /// Age of the present key (s) from which a rotation needs no force.
     pub shortest_life_s: u64,
-    /// The fleet's schedule (s); 0: none.
+    /// Interval of scheduled rotations (s); 0: no schedule.
     pub rotation_interval_s: u64,
 }
 
@@ -48,7 +48,8 @@ impl fmt::Display for KeyPhase {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RotateKeys {
-    /// Rotate without peers that have not confirmed the keys, and at any age of the present key: connections may break.
+    /// Do not wait for peers that have not confirmed the keys, nor for the present key's minimum age: connections may
+    /// break.
     #[serde(default)]
     pub force: bool,
 }

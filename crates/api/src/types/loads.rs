@@ -16,32 +16,33 @@ pub struct Loads {
     pub at_unix_ms: u64,
     /// Time since the controller's start (ms): never goes back.
     pub uptime_ms: u64,
-    /// By id, as in `status`.
+    /// Loads of servers, by id as in `status`.
     pub servers: Vec<ServerLoads>,
-    /// By name, as in `status`.
+    /// Counters of load balancers, by name as in `status`.
     pub load_balancers: Vec<LoadBalancerCounts>,
 }
 
 /// The load of a server's cores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ServerLoads {
-    /// Its name.
+    /// Name of the server.
     pub name: String,
     /// Load of each core in fractions of its capacity, to three decimals; empty: not known.
     pub cores: Vec<f64>,
-    /// TCP connections of its services by its agent's last count.
+    /// TCP connections of the server's services, by the agent's last count.
     pub open_connections: u32,
-    /// Connections of its services by its agent's last count (up to 5 s old, 1 s while it drains); null: unknown.
+    /// Connections of the server's services, by the agent's last count (up to 5 s old, 1 s during a drain); null:
+    /// unknown.
     #[serde(default)]
     pub service_connections: Option<u64>,
-    /// SYNs that have arrived there (absolute).
+    /// SYNs that have arrived at the server (absolute).
     pub new_connections: u64,
 }
 
 /// Counters of a load balancer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancerCounts {
-    /// Its name.
+    /// Name of the load balancer.
     pub name: String,
     /// Outcomes of packets (enum lb_counter; absolute).
     pub counters: BTreeMap<String, u64>,
@@ -56,11 +57,11 @@ pub struct Overview {
     pub fleet_generation: u64,
     /// Time between two reports of an agent, and between two tables.
     pub report_interval_ms: u32,
-    /// In the order of the fleet's document.
+    /// Services in the order of the fleet's document.
     pub services: Vec<OverviewService>,
-    /// By id.
+    /// Servers by id.
     pub servers: Vec<OverviewServer>,
-    /// By name.
+    /// Load balancers by name.
     pub load_balancers: Vec<OverviewLoadBalancer>,
     /// The cookie keys, without the secrets.
     pub keys: Keys,
@@ -69,7 +70,7 @@ pub struct Overview {
 /// A service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct OverviewService {
-    /// Its name.
+    /// Name of the service.
     pub name: String,
     /// VIP, port and protocol.
     #[serde(with = "serde_text")]
@@ -79,7 +80,7 @@ pub struct OverviewService {
     pub policy: String,
     /// Consistency mode.
     pub consistency: String,
-    /// Names of its servers, and of those that left it.
+    /// Names of the service's present and former servers.
     pub servers: Vec<String>,
     /// Warnings for the operator.
     pub warnings: Vec<String>,
@@ -88,7 +89,7 @@ pub struct OverviewService {
 /// A server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OverviewServer {
-    /// Its name.
+    /// Name of the server.
     pub name: String,
     /// Id in cookies.
     pub id: u32,
@@ -101,9 +102,9 @@ pub struct OverviewServer {
     pub state_reason: String,
     /// State of its agent's reports.
     pub reports: ReportState,
-    /// Its weight.
+    /// Weight of the server.
     pub weight: u32,
-    /// Its drain; null: it is not drained.
+    /// Drain of the server; null: not drained.
     #[serde(default)]
     pub drained: Option<Drained>,
     /// Warnings for the operator.
@@ -113,7 +114,7 @@ pub struct OverviewServer {
 /// A load balancer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct OverviewLoadBalancer {
-    /// Its name.
+    /// Name of the load balancer.
     pub name: String,
     /// Whether its stream is open.
     pub connected: bool,
@@ -121,6 +122,6 @@ pub struct OverviewLoadBalancer {
     pub alive: bool,
     /// "native" or "generic"; null: not reported.
     pub xdp_mode: Option<String>,
-    /// Faults of its machine.
+    /// Faults of the load balancer's machine.
     pub warnings: Vec<String>,
 }

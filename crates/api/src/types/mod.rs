@@ -34,7 +34,7 @@ pub use tables::{Candidate, Member, Table, TableSummary, Tables};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Largest whole number in requests: JSON programs agree on numbers up to it (RFC 8259, Sect. 6).
+/// Largest whole number in requests: programs agree on JSON numbers up to this limit (RFC 8259, Sect. 6).
 pub const MAX_INTEGER: u64 = (1 << 53) - 1;
 
 /// Version of the controller.
@@ -51,9 +51,9 @@ pub struct Version {
 pub struct Health {
     /// State of the controller.
     pub state: HealthState,
-    /// Address of another leading controller for daemons; null: this one leads, or none does.
+    /// Address of another leading controller for daemons; null: this controller leads, or none.
     pub leader: Option<String>,
-    /// `https://HOST:PORT` of the leader's API; null: it listens on its own host only.
+    /// `https://HOST:PORT` of the leader's API; null: the API listens on its own host only.
     #[serde(default)]
     #[schema(format = "uri")]
     pub leader_api: Option<String>,
@@ -63,10 +63,10 @@ pub struct Health {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum HealthState {
-    /// After a restart it waits for the agents; load balancers keep their tables.
+    /// After a restart the controller waits for agents; load balancers keep their tables.
     Settling,
-    /// It makes tables.
+    /// The controller makes tables.
     Ready,
-    /// Another controller leads, or none.
+    /// This controller does not lead: another one does, or none.
     Following,
 }

@@ -15,7 +15,7 @@ enum Number {
 fn to_integer<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Number) -> Result<T, E> {
     let whole = match number {
         Number::Integer(whole) => whole,
-        // Exact below 2^53, the limit in requests.
+        // The conversion is exact below 2^53, the limit in requests.
         Number::Float(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_INTEGER as f64 => {
             other as u64
         }

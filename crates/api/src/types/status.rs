@@ -15,8 +15,8 @@ use super::{CountedConnections, Drained, Keys, serde_text};
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct StatusQuery {
-    /// With whole RSS keys, for operators only, because a key allows aiming at a core. Otherwise only their
-    /// fingerprints.
+    /// Include full RSS keys and not only their fingerprints. For operators only, because a client that has the key can
+    /// select a core.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     pub rss_keys: bool,
@@ -52,15 +52,15 @@ pub struct Status {
 /// A rack controller.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Rack {
-    /// Its name.
+    /// Name of the rack.
     pub name: String,
-    /// Its version.
+    /// Version of the rack controller.
     pub version: String,
-    /// Time since its last message.
+    /// Time since its last message (ms).
     pub age_ms: u32,
-    /// Servers whose agents are connected through it.
+    /// Servers whose agents are connected through the rack.
     pub servers: Vec<String>,
-    /// Number of servers for which the fleet's document permits it.
+    /// Number of servers that may use the rack by the fleet's document.
     #[serde(default)]
     pub permitted_servers: u32,
 }
@@ -89,7 +89,7 @@ pub struct LoadBalancers {
 /// A service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Service {
-    /// Its name.
+    /// Name of the service.
     pub name: String,
     /// VIP, port and protocol.
     #[serde(with = "serde_text")]
@@ -101,21 +101,21 @@ pub struct Service {
     pub consistency: String,
     /// Origin of cookies: "server", "lb" or "off".
     pub timestamps: String,
-    /// Number of its buckets.
+    /// Number of buckets.
     pub bucket_count: u32,
     /// Generation of the newest table; 0: none yet.
     pub table_generation: u64,
-    /// Its age.
+    /// Age of the newest table (ms).
     pub table_age_ms: u32,
-    /// Names of its servers, and of those that left it.
+    /// Names of the service's present and former servers.
     pub servers: Vec<String>,
-    /// States of these servers in the service.
+    /// States of the servers in the service.
     pub members: Vec<ServiceMember>,
     /// Kind of health check: "tcp", "http", "https" or "agent"; null: none.
     pub check: Option<String>,
     /// Treatment of new connections when all servers are down: "fail-open" or "drop".
     pub when_all_down: String,
-    /// Whether all are down and still get new connections.
+    /// Whether all servers are down and get new connections nevertheless.
     pub failing_open: bool,
     /// Servers whose NICs hash alike.
     pub rss_groups: Vec<RssGroup>,
@@ -134,7 +134,7 @@ impl Service {
 /// A server as a member of a service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ServiceMember {
-    /// Its name.
+    /// Name of the server.
     pub server: String,
     /// State in this service.
     pub state: ServerState,
@@ -149,44 +149,44 @@ pub struct ServiceMember {
 /// Result of one load balancer's checks of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CheckedBy {
-    /// The load balancer.
+    /// Name of the load balancer.
     pub load_balancer: String,
-    /// Whether it finds the server up; null: not enough checks so far.
+    /// Whether the load balancer finds the server up; null: not enough checks so far.
     pub up: Option<bool>,
     /// Duration of the result.
     pub since_ms: u64,
     /// Error of the newest check; null: it passed.
     pub error: Option<String>,
-    /// Duration of the newest answer; 0: there was none.
+    /// Latency of the newest answer (us); 0: no answer.
     pub latency_us: u32,
-    /// Checks of this server so far.
+    /// Number of checks of this server.
     pub checks: u64,
-    /// Failed checks.
+    /// Number of failed checks.
     pub failures: u64,
 }
 
 /// Servers whose NICs hash alike.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RssGroup {
-    /// In the form of `ethtool -x`; null: not requested.
+    /// RSS key in the form of `ethtool -x`; null: not requested.
     pub key: Option<String>,
-    /// Identifies the key without revealing it.
+    /// Fingerprint that identifies the key without revealing it.
     pub key_fingerprint: String,
-    /// Their names.
+    /// Names of the servers.
     pub servers: Vec<String>,
 }
 
 /// A server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Server {
-    /// Its name.
+    /// Name of the server.
     pub name: String,
     /// Id in cookies.
     pub id: u32,
     /// Address for load balancers.
     #[schema(value_type = String)]
     pub address: IpAddr,
-    /// VLAN of its frames; null: untagged.
+    /// VLAN of frames to the server; null: untagged.
     #[serde(default)]
     pub vlan: Option<u16>,
     /// State: the best of its states in its services.
@@ -199,35 +199,35 @@ pub struct Server {
     pub reports: ReportState,
     /// Smoothed load of each core, in fractions of its capacity; empty: unknown.
     pub core_load: Vec<f64>,
-    /// Age of its newest report.
+    /// Age of the newest report (ms).
     pub report_age_ms: u32,
-    /// TCP connections of its services by its agent's last count.
+    /// TCP connections of the server's services, by the agent's last count.
     pub open_connections: u32,
     /// RSS of its NIC; null: unknown.
     pub rss: Option<ServerRss>,
     /// SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
-    /// SYNs that arrived on another one.
+    /// SYNs that arrived on another receive queue.
     pub rss_mismatched: u64,
     /// Warnings for the operator.
     pub warnings: Vec<String>,
-    /// Its weight.
+    /// Weight of the server.
     pub weight: u32,
     /// Configured capacity, or number of cores; 0: unknown.
     pub capacity: f64,
     /// Generation of the newest configuration that its agent has confirmed; 0: none.
     pub configuration_generation: u64,
-    /// Counters of its programs, by name.
+    /// Counters of the server's programs, by name.
     pub counters: BTreeMap<String, u64>,
-    /// UDP services whose requests are dispatched there.
+    /// UDP services whose requests are dispatched at the server.
     pub dispatch: Vec<DispatchedService>,
-    /// Its drain; null: it is not drained.
+    /// Drain of the server; null: not drained.
     #[serde(default)]
     pub drained: Option<Drained>,
-    /// Its connections by service, by its agent's last count; null: unknown.
+    /// Connections of the server by service, by the agent's last count; null: unknown.
     #[serde(default)]
     pub connections: Option<CountedConnections>,
-    /// Rack of its agent; null: connected directly, or no agent.
+    /// Rack of the server's agent; null: connected directly, or no agent.
     #[serde(default)]
     pub rack: Option<String>,
     /// Racks that its agent may use; null: any.
@@ -258,9 +258,9 @@ pub enum ServerState {
 pub enum ReportState {
     /// Valid reports.
     Fresh,
-    /// Its newest report has expired: it counts as average.
+    /// The newest report has expired: the server's load counts as average.
     Stale,
-    /// No agent so far: it counts as average.
+    /// No agent has reported yet: the server's load counts as average.
     None,
 }
 
@@ -302,9 +302,9 @@ impl fmt::Display for ServerState {
 pub struct ServerRss {
     /// "ethtool" or "testbed emulation".
     pub source: String,
-    /// In the form of `ethtool -x`; null: unknown, or not requested.
+    /// RSS key in the form of `ethtool -x`; null: unknown, or not requested.
     pub key: Option<String>,
-    /// Identifies the key without revealing it; empty: unknown.
+    /// Fingerprint that identifies the key without revealing it; empty: unknown.
     pub key_fingerprint: String,
     /// Transformation of addresses and ports before the NIC hashes them: "none", "symmetric-xor" or "symmetric-or-xor".
     #[serde(default)]
@@ -318,9 +318,9 @@ pub struct ServerRss {
 pub struct DispatchedService {
     /// Address and port.
     pub listen: String,
-    /// Its policy.
+    /// Policy of the service.
     pub policy: String,
-    /// Its workers.
+    /// Workers of the service.
     pub workers: Vec<DispatchedWorker>,
     /// Counters of the service, by name.
     pub counters: BTreeMap<String, u64>,
@@ -329,36 +329,36 @@ pub struct DispatchedService {
 /// A worker of a dispatched service.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DispatchedWorker {
-    /// Its slot.
+    /// Slot of the worker.
     pub worker: u32,
-    /// Its process.
+    /// Process id of the worker.
     pub pid: u32,
-    /// Requests without a response so far.
+    /// Requests without a response.
     pub outstanding: u32,
-    /// Expected work of these (us).
+    /// Expected work of the outstanding requests (us).
     pub outstanding_work_us: f64,
-    /// Datagrams in its queue at the last poll.
+    /// Datagrams in the worker's queue at the last poll.
     pub queued: u32,
-    /// Requests sent to it.
+    /// Requests sent to the worker.
     pub dispatched: u64,
     /// Requests with a response.
     pub completed: u64,
-    /// Requests written off: without a response, dropped, or their worker died.
+    /// Requests that were written off: dropped, never answered, or their worker died.
     pub abandoned: u64,
-    /// Datagrams that its full receive buffer dropped.
+    /// Datagrams that the worker's full receive buffer dropped.
     pub dropped: u64,
-    /// Whether it gets requests.
+    /// Whether the worker gets requests.
     pub eligible: bool,
 }
 
 /// A load balancer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancer {
-    /// Its name.
+    /// Name of the load balancer.
     pub name: String,
-    /// Its last state; null: none since it connected.
+    /// Last reported state; null: none since the load balancer connected.
     pub state: Option<LoadBalancerState>,
-    /// Age of that state.
+    /// Age of the last reported state (ms).
     pub state_age_ms: u32,
     /// Whether its stream is open.
     pub connected: bool,
@@ -366,7 +366,7 @@ pub struct LoadBalancer {
     pub alive: bool,
     /// Number of its connection table in cookies; null: it has none.
     pub owner: Option<u32>,
-    /// Address for other load balancers; null: none.
+    /// Address for other load balancers; null: unknown.
     #[schema(value_type = Option<String>)]
     pub address: Option<IpAddr>,
 }
@@ -389,7 +389,7 @@ pub struct LoadBalancerState {
     pub configuration_generation: u64,
     /// Packets by event (enum lb_event).
     pub events: BTreeMap<String, u64>,
-    /// Connections in its connection table.
+    /// Connections in the load balancer's connection table.
     pub connections: u64,
     /// Load balancers with an unknown MAC address.
     pub unresolved_load_balancers: Vec<String>,
@@ -421,7 +421,7 @@ impl StampedService {
     }
 }
 
-/// A server's clock by the SYN-ACKs at a load balancer, since it knows the server's address.
+/// Clock of a server as a load balancer measures it from SYN-ACKs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ServerClock {
     /// Name of the service.
@@ -430,12 +430,13 @@ pub struct ServerClock {
     pub server: String,
     /// "known", "per-connection", "learning", "unseen", "no-timestamps" or "differs".
     pub state: String,
-    /// SYN-ACKs seen.
+    /// SYN-ACKs of the server.
     pub syn_acks: u64,
-    /// Those with timestamps.
+    /// SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// Answers whose clock differed from that of another connection.
+    /// SYN-ACKs whose clock differed from that of another connection.
     pub disagreed: u64,
-    /// Reason for which its connections are not stamped, with the expectation; null: they are, or it is too early.
+    /// Reason for which the server's connections are not stamped, with the expectation; null: they are stamped, or it
+    /// is not decided yet.
     pub problem: Option<String>,
 }

@@ -6,18 +6,18 @@ use utoipa::ToSchema;
 /// The newest table of every service.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Tables {
-    /// In the order of the fleet's document.
+    /// Tables in the order of the fleet's document.
     pub tables: Vec<TableSummary>,
 }
 
 /// A table without contents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TableSummary {
-    /// Its service.
+    /// Name of the service.
     pub service: String,
-    /// Grows with every table of the service; 0: none yet.
+    /// Generation, which grows with every table of the service; 0: none yet.
     pub generation: u64,
-    /// Age.
+    /// Age (ms).
     pub age_ms: u32,
     /// Placement rule (enum placement_rule); null: no table yet.
     pub rule: Option<String>,
@@ -28,21 +28,21 @@ pub struct TableSummary {
 /// A table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Table {
-    /// Its service.
+    /// Name of the service.
     pub service: String,
-    /// Grows with every table of the service.
+    /// Generation, which grows with every table of the service.
     pub generation: u64,
-    /// Age.
+    /// Age (ms).
     pub age_ms: u32,
     /// Placement rule (enum placement_rule).
     pub rule: String,
     /// Number of buckets.
     pub bucket_count: u32,
-    /// For each RSS group, by bucket: candidates for new connections, the best first.
+    /// Candidates for new connections by RSS group and bucket, the best first.
     pub groups: Vec<Vec<Vec<Candidate>>>,
-    /// The servers that take new connections.
+    /// Servers that take new connections.
     pub members: Vec<Member>,
-    /// By bucket: the server of connections without a cookie.
+    /// Server of connections without a cookie, by bucket.
     pub consistent: Vec<String>,
 }
 
@@ -51,7 +51,7 @@ pub struct Table {
 pub struct Candidate {
     /// Name of the server.
     pub server: String,
-    /// Its receive queue; null: the bucket reaches several cores.
+    /// Receive queue of the core; null: the bucket reaches several cores.
     pub core: Option<u32>,
     /// Load when the table was made, in fractions of capacity.
     pub load: f64,
@@ -60,8 +60,8 @@ pub struct Candidate {
 /// A server that takes new connections.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Member {
-    /// Its name.
+    /// Name of the server.
     pub server: String,
-    /// Its mean load when the table was made, in fractions of capacity.
+    /// Mean load of the server when the table was made, in fractions of capacity.
     pub load: f64,
 }

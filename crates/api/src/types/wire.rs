@@ -59,7 +59,7 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
     }
 }
 
-/// Returns the faults of a load balancer's machine, then its refusals.
+/// Returns the faults of a load balancer's machine, then rejected updates.
 fn warnings_of(state: &v1::LoadBalancerState) -> Vec<String> {
     let refused: Vec<RefusedUpdate> =
         state.refused.iter().map(|refused| RefusedUpdate::new("it", "", refused)).collect();
@@ -67,7 +67,7 @@ fn warnings_of(state: &v1::LoadBalancerState) -> Vec<String> {
 }
 
 impl RefusedUpdate {
-    /// Returns a rejection by the part of that name.
+    /// Returns the rejection of an update by the load balancer or agent (`part`) with this name.
     pub fn new(part: &str, name: &str, refused: &v1::RefusedUpdate) -> Self {
         Self {
             part: part.to_owned(),

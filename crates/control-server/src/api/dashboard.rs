@@ -11,7 +11,7 @@ use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 
-/// Only content from the controller itself, and no frames.
+/// Content security policy: only content from the controller itself, and no frames.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
                       base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
@@ -44,7 +44,7 @@ pub async fn log_in(
     Extension(peer): Extension<Peer>,
     headers: HeaderMap,
 ) -> Result<impl IntoResponse, Problem> {
-    // The caller has used one of the three. A session alone cannot be renewed, or it would never end.
+    // Callers with a token or a certificate may begin a session. A session cannot renew itself, or it would never end.
     let shown = if headers.contains_key(header::AUTHORIZATION) {
         SessionProof::Token
     } else if let Some(CertificateIdentity { fingerprint, not_after, .. }) = peer.certificate {

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 pub const MAX_EVENTS: usize = 1000;
 
 pub struct EventLog {
-    /// Identifier of this start of the controller.
+    /// Identifier of this run of the controller.
     run: String,
     events: Mutex<VecDeque<Event>>,
     newest: watch::Sender<u64>,
@@ -49,12 +49,12 @@ impl EventLog {
         self.newest.subscribe()
     }
 
-    /// Adds an event that is not visible in the status. `wall`: since 1970.
+    /// Adds an event that the status does not show. `wall`: time since 1970.
     pub fn add(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall: Duration) {
         self.push([NewEvent { severity: Severity::Info, event, kind, name: name.to_owned(), message }], wall);
     }
 
-    /// Records the present fleet. `wall`: since 1970.
+    /// Records the changes of the fleet since the last call. `wall`: time since 1970.
     pub fn record_changes(&self, overview: &Overview, wall: Duration) {
         let mut seen = self.last_overview.lock();
         let happened = match &*seen {
@@ -134,7 +134,7 @@ impl NewEvents {
         self.0.push(NewEvent { severity, event, kind, name: name.to_owned(), message: message.into() });
     }
 
-    /// Records new and ended warnings. (Numbers in them change often: that is no event.)
+    /// Records new and ended warnings. A change of a number in a warning is no event.
     fn warnings(&mut self, kind: EventKind, name: &str, before: &[String], after: &[String]) {
         let [old, new] = [before, after].map(|warnings| -> BTreeMap<String, &String> {
             warnings.iter().map(|warning| (without_numbers(warning), warning)).collect()

@@ -1,4 +1,4 @@
-//! Updates for watchers, encoded once for all of them. A slow watcher skips to the newest, so nothing queues up.
+//! Updates for watchers, encoded once for all of them. A slow watcher skips to the newest update, so nothing queues up.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,7 +69,7 @@ fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
 }
 
 pub struct Watcher {
-    /// Every [`MIN_INTERVAL`].
+    /// Newest loads, at most every [`MIN_INTERVAL`].
     pub loads: watch::Receiver<Text>,
     pub overview: watch::Receiver<Text>,
     _slot: OwnedSemaphorePermit,

@@ -78,7 +78,7 @@ pub async fn put_fleet(
     let shared = api.shared()?;
     let (old, _) = in_force(&shared);
     let was_in_force = *old.text == *text && old.generation > 0;
-    // Other requests and changes do not wait for that.
+    // Other requests and changes do not wait for this work.
     let (fleet, changes) = work::run(Size::Large, move || {
         let source = Source::from_text(&name, &text);
         let changes = difference(&Source::from_text("the fleet in force", &old.text), &source);
@@ -94,7 +94,7 @@ pub async fn put_fleet(
         tracing::info!(event = "document-applied", generation = now_in_force, %caller, "document applied");
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
-    // No turn is needed: a rejected caller would take the document for not applied.
+    // Answers regardless of other requests: a rejected caller would assume that the document was not applied.
     answer(Size::Small, move || {
         Ok(FleetApplied {
             generation: now_in_force,

@@ -163,7 +163,11 @@ pub fn serve(
 async fn follow_signal(guard: &Guard, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = guard.reload() {
-            tracing::warn!(event = "tokens-not-reloaded", error = format!("{error:#}"), "the old tokens stay valid");
+            tracing::warn!(
+                event = "tokens-not-reloaded",
+                error = format!("{error:#}"),
+                "the previous tokens stay valid"
+            );
         }
     }
 }

@@ -106,7 +106,7 @@ pub async fn watch(
 struct Changes {
     api: Api,
     shared: Arc<ControllerState>,
-    /// Changes when permissions may have changed.
+    /// Receiver of changes after which permissions must be checked again.
     permission_changes: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
     newest: tokio::sync::watch::Receiver<u64>,
@@ -118,7 +118,7 @@ struct Changes {
 }
 
 impl Changes {
-    /// `None`: the controller ends or was deposed, or the watcher must authenticate again.
+    /// Returns the next message; `None`: the controller ends or was deposed, or the watcher must authenticate again.
     async fn next(&mut self) -> Option<sse::Event> {
         loop {
             if !self.shared.leads() {

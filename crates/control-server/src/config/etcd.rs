@@ -24,7 +24,7 @@ pub struct EtcdConfig {
     pub lease: Duration,
     /// Address of this controller for daemons.
     pub advertise: SocketAddr,
-    /// `https://HOST:PORT` of this controller's API, for others; `None`: it listens on its own host only.
+    /// `https://HOST:PORT` of this controller's API, for other hosts; `None`: the API listens on its own host only.
     pub api: Option<String>,
     pub tls: Option<EtcdTlsConfig>,
 }
@@ -34,7 +34,7 @@ pub struct EtcdConfig {
 pub struct EtcdTlsConfig {
     /// Certificates of the authorities of etcd's certificate (PEM).
     pub ca: PathBuf,
-    /// Our own certificate and the key to it (PEM).
+    /// Own certificate and its key (PEM).
     pub own: Option<(PathBuf, PathBuf)>,
 }
 
@@ -45,7 +45,8 @@ config_struct! {
         pub endpoints: Vec<Spanned<Endpoint>>,
         /// Prefix of all keys, unique for the fleet.
         pub prefix: Prefix = Prefix("/coreward".to_owned()),
-        /// Time without a leader after the leader died, and for which the leader continues without etcd; whole seconds.
+        /// Time for which the leader continues without etcd, and for which no controller leads after the leader's
+        /// failure; whole seconds.
         pub lease: Spanned<Period<{ 2 * SECOND }, MINUTE>> = Spanned::new(0..0, Period(DEFAULT_LEASE)),
         /// This controller's address and port in the daemons' files; default: `listen`.
         pub advertise: Option<SocketAddr>,
@@ -61,9 +62,9 @@ config_struct! {
     pub struct EtcdTlsFile {
         /// File with the trusted authorities of etcd's certificate (PEM).
         pub ca: PathBuf,
-        /// File with our own certificate (PEM), if etcd requires one.
+        /// File with the controller's own certificate (PEM), if etcd requires one.
         pub certificate: Option<PathBuf>,
-        /// File with the key to it (PEM), readable by its owner only.
+        /// File with the key of the certificate (PEM), readable by its owner only.
         pub key: Option<PathBuf>,
     }
 }
@@ -146,13 +147,13 @@ impl FromToml for Prefix {
 
 #[derive(Debug, Clone, Copy)]
 pub struct ListenAddresses {
-    /// For daemons.
+    /// Address for daemons.
     pub parts: Option<SocketAddr>,
-    /// For the API.
+    /// Address for the API.
     pub api: SocketAddr,
 }
 
-/// Returns the location of the store in the file; exactly one. `fleet`: position of the fleet's document in the file.
+/// Returns the store that the file configures; it must configure exactly one. `fleet`: location of the `fleet` key.
 pub fn store_place(
     store: Option<PathBuf>,
     etcd: Option<Spanned<EtcdFile>>,
@@ -235,7 +236,7 @@ fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<
     Some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, api, tls })
 }
 
-/// Returns the URL of an API that listens at `api`, on the machine at `advertise`. Beyond its own host it uses TLS
+/// Returns the URL of an API that listens at `api`, on the machine at `advertise`. Other hosts reach the API with TLS
 /// only.
 fn api_place(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
     let ip = if api.ip().is_unspecified() { advertise.ip() } else { api.ip() };

@@ -1,4 +1,4 @@
-//! The controller's file: its keys, and what one value must be.
+//! Keys of the controller's file, and the valid values of each key.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,29 +13,30 @@ use super::etcd::EtcdFile;
 const FLEET_FILE_HINT: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
 
 config_struct! {
-    /// The controller's own.
+    /// The controller's file.
     pub struct ControllerFile {
         /// Address and port for agents and load balancers.
         pub listen: Field<SocketAddr>,
-        /// Address and port for the commands that ask, the dashboard and your own programs (HTTP); beyond this host
-        /// with `[tls]` only, as HTTPS then.
+        /// Address and port for commands, the dashboard and other programs (HTTP). Beyond this host the API requires
+        /// `[tls]` and uses HTTPS.
         pub api: Spanned<SocketAddr> = Spanned::new(0..0, DEFAULT_API),
-        /// Folder of the API's tokens; without it that of the store, with [etcd] that of this file.
+        /// Directory of the API's tokens; by default the store's, with [etcd] that of this file.
         pub token_directory: Option<PathBuf>,
-        /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing. Either this or
-        /// [etcd].
+        /// File for persistent state: server ids, cookie keys, the fleet's RSS key. Created if missing. Required
+        /// without [etcd].
         pub store: Option<PathBuf>,
         /// Records in etcd, shared by several controllers, one of which leads.
         pub etcd: Option<Spanned<EtcdFile>>,
-        /// Address and port at which metrics are served for Prometheus; without it nowhere.
+        /// Address and port of the metrics for Prometheus; by default no metrics are served.
         pub metrics: Option<SocketAddr>,
-        /// The fleet's file, relative to this one's folder; without it `coreward apply` sets the document.
+        /// The fleet's file, relative to this file's directory; by default `coreward apply` sets the document.
         pub fleet: Option<Spanned<PathBuf>>,
-        /// File with the key that agents with manage_rss = true set; without it one is drawn once, then stored.
+        /// File with the RSS key that agents with manage_rss = true set; by default a random key, drawn once and
+        /// stored.
         pub rss_key_file: Option<Secret<RssKey>>,
-        /// This controller's certificate, and the authorities it trusts.
+        /// This controller's certificate, and its trusted authorities.
         pub tls: Option<coreward_tls::CredentialFiles>,
-        /// Certificates that are refused though they are right, as their keys were lost.
+        /// Certificates that are rejected although they are valid, because their keys were lost.
         pub revoked_certificates: Vec<Fingerprint>,
         /// Without `[tls]`: accept plain connections from other hosts without a warning at every start.
         pub allow_plaintext: bool = false,

@@ -29,13 +29,13 @@ pub struct ControllerConfig {
     pub metrics: Option<SocketAddr>,
     /// The fleet's document; `None`: the last applied one, from the store.
     pub fleet: Option<PathBuf>,
-    /// The key that agents with `manage_rss = true` set; `None`: the store's.
+    /// The key that agents with `manage_rss = true` set; `None`: the key in the store.
     pub rss_key: Option<Secret<RssKey>>,
     /// Own identity; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<coreward_tls::CredentialFiles>,
     /// Certificates that are rejected although they are valid.
     pub revoked_certificates: Vec<Fingerprint>,
-    /// Whether listening beyond this host without TLS needs no warning.
+    /// Whether listening beyond this host without TLS is intended and needs no warning.
     pub allow_plaintext: bool,
 }
 
@@ -76,12 +76,12 @@ impl ControllerConfig {
         ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }
     }
 
-    /// Fails when the file cannot be read; the error lists every mistake.
+    /// Reads and parses the file. The error lists every mistake.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// The error lists every mistake.
+    /// Parses the text of the file. The error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: ControllerFile, reader| {
             let listen = file.listen.value;

@@ -24,7 +24,7 @@ const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
-/// Messages of an agent: from a stream of its own, or through its rack.
+/// Stream of an agent's messages, direct or relayed by its rack.
 pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 
 impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S {}
@@ -36,7 +36,7 @@ pub enum ReportSource {
 }
 
 impl ReportSource {
-    /// Rejects an agent that may not report for the server.
+    /// Returns the relay of the agent, if any. Rejects an agent that may not report for the server.
     fn require_name(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
             Self::Agent(peer) => peer.require_name(Role::Agent, server).map(|()| None),
@@ -99,7 +99,7 @@ pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messa
 }
 
 /// Ends the stream with this error. A connection has a limited number of streams, so a delay limits the rate of
-/// rejections. An agent that takes over from another, or searches the leader, is not delayed.
+/// rejections. An agent that replaces another one, or looks for the leader, is not delayed.
 async fn refuse(status: Status, answers: &Answers) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
@@ -176,8 +176,8 @@ async fn serve_stream(
     }
 }
 
-/// Returns the next message. While the agent is over its limit nothing is read or decoded: its messages wait in its own
-/// connection, where HTTP/2's flow control stops it.
+/// Returns the next message. While the agent exceeds its limit nothing is read or decoded: its messages wait in its
+/// connection, where HTTP/2's flow control stops the agent.
 async fn next_message(
     shared: &ControllerState,
     session: &Session,

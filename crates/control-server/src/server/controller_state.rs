@@ -55,23 +55,23 @@ pub struct ControllerState {
     pub publisher: UpdatePublisher,
     due: Notify,
     table_budget: TableBudget,
-    /// Counts configurations of agents; their streams wait for it.
+    /// Number of changes of agents' configurations; their streams wait for it.
     agent_configurations: watch::Sender<u64>,
     pub sockets: Sockets,
     deposed: watch::Sender<bool>,
     changes: mpsc::Sender<ChangeRequest>,
-    /// Whether tables are made: after a restart not at once.
+    /// Whether tables may be made: after a restart they must wait for reports.
     has_settled: AtomicBool,
     /// Inputs of the newest configurations, apart from the fleet.
     last_published: Mutex<LastPublished>,
-    /// From servers' newest reports to their tables.
+    /// Durations from servers' newest reports to their tables.
     report_to_table: Mutex<LatencyHistogram>,
     started: Instant,
     clock: RecordClock,
     counts: Arc<Counts>,
 }
 
-/// A change of the records, and its waiting caller.
+/// Requested change of the records, with its author and the waiting caller.
 pub struct ChangeRequest {
     pub change: Change,
     pub author: Author,
@@ -85,16 +85,16 @@ impl ChangeRequest {
     }
 }
 
-/// Result of a change, whatever others change after it.
+/// Result of one change, independent of later changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChangeOutcome {
-    /// Whether it makes another configuration.
+    /// Whether the change made another configuration.
     pub is_new: bool,
     /// Generation of the fleet's document after the change.
     pub document_generation: u64,
 }
 
-/// Servers read without a pause: some hundred microseconds.
+/// Number of servers that are read without a pause: some hundred microseconds.
 const SERVERS_PER_STEP: usize = 32;
 
 const CHANGES: usize = 64;
@@ -137,7 +137,7 @@ impl ControllerState {
         (shared, receiver)
     }
 
-    /// Changes the records, and returns when that is in force. Fails when it cannot be written.
+    /// Changes the records, and returns after the change is in force. Fails if the change cannot be written.
     pub async fn change(&self, change: Change) -> anyhow::Result<ChangeOutcome> {
         self.request_change(Author::controller(), change).await
     }
@@ -153,14 +153,13 @@ impl ControllerState {
         self.leadership.as_ref()
     }
 
-    /// Whether this controller leads now. To be checked before every answer, because a process may have been stopped
+    /// Returns whether this controller leads now. Checked before every answer, because a process may have been stopped
     /// for any time.
     pub fn leads(&self) -> bool {
         self.leadership.as_ref().is_none_or(|leadership| leadership.is_valid())
     }
 
-    /// Returns when this controller is deposed ([`ControllerState::depose`]). Every stream waits here, and nothing
-    /// wakes it before.
+    /// Waits until this controller is deposed ([`ControllerState::depose`]). Every stream waits here without a timer.
     pub async fn deposed(&self) {
         let _ = self.deposed.subscribe().wait_for(|deposed| *deposed).await;
     }
@@ -174,13 +173,13 @@ impl ControllerState {
         Now { monotonic: self.started.elapsed(), wall: wall_clock(), record: self.clock.now() }
     }
 
-    /// Locks the controller. Held for microseconds; never across an await.
+    /// Locks the controller. Callers hold the lock for microseconds, and never across an await.
     pub fn controller(&self) -> MutexGuard<'_, Controller> {
-        // Every call leaves the state whole, so other callers can continue after a panic.
+        // Every call leaves a consistent state, so other callers can continue after a panic.
         self.controller.lock()
     }
 
-    /// Runs one of many steps. Other callers get the lock before the next step.
+    /// Runs one step of an operation. Other callers get the lock before the next step.
     fn with_lock<T>(&self, step: impl FnOnce(&mut Controller) -> T) -> T {
         let mut controller = self.controller();
         let result = step(&mut controller);
@@ -188,7 +187,7 @@ impl ControllerState {
         result
     }
 
-    /// Returns the full status, with `rss_keys` whole RSS keys; takes tens of ms for thousands of servers.
+    /// Returns the full status; takes tens of ms for thousands of servers. `rss_keys`: includes full RSS keys.
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
         let mut status = self.controller().status_summary(now);
@@ -199,30 +198,30 @@ impl ControllerState {
         status
     }
 
-    /// Returns all services; with whole RSS keys where `rss_keys`.
+    /// Returns all services. `rss_keys`: includes full RSS keys.
     pub fn services(&self, rss_keys: bool, now: Now) -> Vec<Service> {
         (0..).map_while(|position| self.service_at(position, rss_keys, now)).collect()
     }
 
-    /// Returns the service of that name, as [`ControllerState::services`] does.
+    /// Returns the service of that name, like [`ControllerState::services`].
     pub fn service(&self, name: &str, rss_keys: bool, now: Now) -> Option<Service> {
         loop {
             let position = self.controller().service_position(name)?;
             let service = self.service_at(position, rss_keys, now);
-            // Otherwise the document has changed since, and the position with it.
+            // Another document may have changed the position meanwhile.
             if service.as_ref().is_some_and(|service| service.name == name) {
                 return service;
             }
         }
     }
 
-    /// Returns all servers; with whole RSS keys where `rss_keys`.
+    /// Returns all servers. `rss_keys`: includes full RSS keys.
     pub fn servers(&self, rss_keys: bool, now: Now) -> Vec<Server> {
         self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now))
     }
 
-    /// Returns the server of that name, as [`ControllerState::servers`] does. Of two ids with one name (the operator
-    /// changed it) the newer one counts.
+    /// Returns the server of that name, like [`ControllerState::servers`]. If two ids have one name (the operator
+    /// changed the id), the newer one counts.
     pub fn server(&self, name: &str, rss_keys: bool, now: Now) -> Option<Server> {
         let named = |controller: &Controller, id, server: &FleetServer| {
             (server.name == name).then(|| controller.server_status(id, server, rss_keys, now))
@@ -259,7 +258,7 @@ impl ControllerState {
         loads
     }
 
-    /// Returns a snapshot of the service at this address, for explanations. Fails when there is none.
+    /// Returns a snapshot of the service at this address, for explanations. Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, ExplainError> {
         let now = self.now();
         let view = self.controller().service_view(address, now)?;
@@ -267,7 +266,7 @@ impl ControllerState {
         Ok(view.with_servers(servers))
     }
 
-    /// Returns the newest table of the service; `None`: no such service, or no table.
+    /// Returns the newest table of the service; `None`: unknown service, or no table yet.
     pub fn table(&self, service: &str) -> Option<Table> {
         let (table, age) = self.controller().newest_table(service, self.now())?;
         let names = self.each_server(|_, id, server| (id, server.name.clone())).into_iter().collect();
@@ -291,7 +290,7 @@ impl ControllerState {
         }
     }
 
-    /// Calls `read` for the service at this position, with its pool where the controller has none.
+    /// Calls `read` for the service at this position, with its pool if the controller has none cached.
     fn read_service<T>(
         &self,
         position: usize,
@@ -322,7 +321,7 @@ impl ControllerState {
         }
     }
 
-    /// Returns the service's pool if none is cached, which takes tens of ms for thousands of servers.
+    /// Returns the service's pool if none is cached, in tens of ms for thousands of servers.
     fn pool_if_unknown(&self, position: usize, now: Now) -> Option<Pool> {
         if !self.controller().needs_pool(position)? {
             return None;
@@ -391,7 +390,7 @@ impl ControllerState {
         interval
     }
 
-    /// Every service's table (`table_updates = "interval"`).
+    /// Makes every service's table (`table_updates = "interval"`).
     fn make_all_tables(&self, now: Now) {
         let since = std::mem::replace(&mut self.last_published().last_tick, now.monotonic);
         let (tables, received) = {
@@ -403,7 +402,8 @@ impl ControllerState {
         self.post(&tables, received.into_iter());
     }
 
-    /// Makes due tables, the longest due first, until none is due or `enough` time has passed. Returns the time taken.
+    /// Makes due tables, the longest due first, until none is due or the time `enough` has passed. Returns the
+    /// duration.
     pub fn make_due_tables(&self, enough: Duration) -> Duration {
         let begun = Instant::now();
         while begun.elapsed() < enough {
@@ -414,7 +414,7 @@ impl ControllerState {
         begun.elapsed()
     }
 
-    /// Makes due tables if the budget allows. Returns the time of the next turn.
+    /// Makes due tables if the budget allows. Returns the time at which tables may be made next.
     pub fn make_tables_within_budget(&self) -> Instant {
         self.table_budget.run_within(|limit| self.make_due_tables(limit))
     }
@@ -439,7 +439,7 @@ impl ControllerState {
         }
     }
 
-    /// Whether tables are due and may be made.
+    /// Returns whether tables are due and may be made.
     pub fn may_make_tables(&self) -> bool {
         self.is_settled() && self.controller().is_due()
     }
@@ -460,7 +460,7 @@ impl ControllerState {
         self.last_published.lock()
     }
 
-    /// Publishes which load balancers are alive.
+    /// Publishes the load balancers that are alive.
     fn publish_liveness(&self, now: Now) {
         let controller = self.controller();
         let alive = controller.alive(now);
@@ -474,13 +474,13 @@ impl ControllerState {
     pub fn configure(&self, fleet: Fleet) {
         let now = self.now();
         let kept: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
-        // No caller waits while it is encoded, or while the old one is dropped.
+        // No caller waits for the encoding, or for the drop of the old configuration.
         let alive = self.controller().alive(now);
         let configuration = fleet.for_load_balancers(|name| alive.contains(name));
         let indexed = ServiceIndexes::of(&fleet);
         let old = self.controller().configure_indexed(fleet, indexed);
         drop(old);
-        // Earlier tables may name servers that are gone: the data plane knows which are.
+        // Earlier tables may name servers that are gone: the data plane skips them.
         self.publisher.publish_configuration(configuration, |service| kept.contains(&service));
         self.agent_configurations.send_modify(|count| *count += 1);
         if !self.has_settled.load(Ordering::Relaxed) {
@@ -493,7 +493,7 @@ impl ControllerState {
         }
     }
 
-    /// With tables on change: makes the tables that are due by other changes than reports.
+    /// Polls inputs that change with time, and makes the tables that are due (`table_updates = "on-change"`).
     pub fn poll_inputs(&self) {
         if !self.has_settled.load(Ordering::Relaxed) {
             return;

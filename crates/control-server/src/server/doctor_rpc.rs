@@ -1,4 +1,4 @@
-//! Answers to `coreward doctor` on machines of the fleet.
+//! Answers to `coreward doctor` from machines of the fleet.
 
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1;
@@ -6,7 +6,7 @@ use coreward_wire::v1;
 use super::controller_state::ControllerState;
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// Returns the facts of the fleet that checks of a machine need.
+/// Returns the facts of the fleet that a machine's checks need.
 pub fn fleet(shared: &ControllerState) -> v1::FleetReply {
     let controller = shared.controller();
     let fleet = controller.fleet();

@@ -1,7 +1,7 @@
 //! Runtime for the connections of load balancers, in a thread of its own. Agents and racks are served in order of
 //! arrival, and a burst of them takes tens of milliseconds of a CPU; tables and load balancers' messages must not wait
-//! behind it. The kernel prefers a thread that mostly sleeps, so this holds on one CPU, too. Without TLS the role of a
-//! connection is unknown at its start, and load balancers are served with the others.
+//! behind it. The kernel prefers a thread that mostly sleeps, so they do not wait on a single CPU either. Without TLS
+//! the role of a connection is unknown at its start, and load balancers are served with the others.
 
 use std::io;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ impl LbRuntime {
         Ok(Self { runtime: Some(runtime), connections, serving })
     }
 
-    /// Takes the connections of load balancers, by their certificates, out of these.
+    /// Removes the connections of load balancers, found by their certificates, from this stream.
     pub fn split_off<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         admitted: S,
@@ -53,7 +53,7 @@ impl LbRuntime {
                     tracing::warn!(
                         event = "handover-failed",
                         error = format!("{error:#}"),
-                        "a load balancer must connect again"
+                        "cannot move a connection to its thread: the load balancer must connect again"
                     );
                 }
                 None

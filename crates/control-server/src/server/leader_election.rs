@@ -1,4 +1,5 @@
-//! Leadership. A controller with a store of its own always leads; of several on etcd one does, and the others name it.
+//! Leadership. A controller with a store of its own always leads. Of several controllers on etcd one leads, and the
+//! others refer to it.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -55,7 +56,7 @@ metrics! {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leader {
     pub address: SocketAddr,
-    /// `https://HOST:PORT` of its API; `None`: on its own host only, or unknown (older version).
+    /// `https://HOST:PORT` of its API; `None`: the API listens on its own host only, or is unknown (older version).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api: Option<String>,
 }
@@ -72,7 +73,7 @@ impl fmt::Display for Leader {
 #[derive(Clone)]
 enum Role {
     Leader(Arc<ControllerState>),
-    /// The leader, if known.
+    /// Another controller leads, if any.
     Follower(Option<Leader>),
 }
 
@@ -100,7 +101,7 @@ impl LeaderElection {
         self.set(Role::Leader(shared));
     }
 
-    /// Records another leader, or none.
+    /// Records that another controller leads, or none.
     pub fn become_follower(&self, leader: Option<Leader>) {
         self.set(Role::Follower(leader));
     }
@@ -122,7 +123,7 @@ impl LeaderElection {
         }
     }
 
-    /// Returns the leader, if that is another controller.
+    /// Returns the leader, if another controller leads.
     pub fn leader(&self) -> Option<Leader> {
         match self.role() {
             Role::Leader(_) => None,
@@ -151,19 +152,21 @@ impl LeaderElection {
         page
     }
 
-    /// Resigns, also while it becomes the leader, if there are other controllers.
+    /// Resigns, even during an election. Does nothing without other controllers.
     pub async fn resign(&self) {
         let Some(cluster) = &self.cluster else { return };
         self.become_follower(None);
         match cluster.leave().await {
-            Ok(true) => tracing::info!(event = "resigned", "another controller can lead now"),
+            Ok(true) => tracing::info!(event = "resigned", "resigned: another controller can lead"),
             Ok(false) => {}
-            Err(error) => tracing::warn!(event = "lease-not-revoked", %error, "the others wait until the lease ends"),
+            Err(error) => {
+                tracing::warn!(event = "lease-not-revoked", %error, "cannot revoke the lease: others wait for its end")
+            }
         }
     }
 }
 
-/// Returns the error of a follower, with the leader.
+/// Returns the error that a follower answers with, which names the leader.
 pub fn not_leading(leader: Option<Leader>) -> Status {
     let Some(Leader { address, .. }) = leader else {
         return Status::unavailable("this controller does not lead, and no other one does at this moment");
@@ -175,7 +178,7 @@ pub fn not_leading(leader: Option<Leader>) -> Status {
     status
 }
 
-/// Whether a change failed, or may have failed, because this controller was deposed.
+/// Returns whether a change failed, or may have failed, because this controller was deposed.
 pub fn is_deposed(error: &anyhow::Error) -> bool {
     let etcd = error.chain().find_map(|cause| match cause.downcast_ref::<StoreError>() {
         Some(StoreError::Etcd(error)) => Some(error),
@@ -217,7 +220,8 @@ pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
     Ok(Candidate { prefix: config.prefix.clone(), value, lease: config.lease })
 }
 
-/// Describes the leader in etcd. Not to be called from asynchronous code. Fails when etcd does not answer.
+/// Returns the record of this controller for etcd. Must not be called from asynchronous code. Fails if etcd does not
+/// answer.
 pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
@@ -229,7 +233,8 @@ pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     })
 }
 
-/// Returns the connection to etcd; not for asynchronous code. Fails when a file of `[etcd.tls]` cannot be used.
+/// Returns the connection to etcd. Must not be called from asynchronous code. Fails if a file of `[etcd.tls]` is
+/// unusable.
 pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
     let tls = config.tls.as_ref().map(tls).transpose()?;
     Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))
@@ -253,7 +258,7 @@ pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) 
                 tracing::warn!(
                     event = "etcd-certificates-not-reloaded",
                     error = format!("{error:#}"),
-                    "the old certificates for etcd stay in use"
+                    "the previous certificates for etcd stay in use"
                 );
             }
         }

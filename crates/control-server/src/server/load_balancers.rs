@@ -67,7 +67,8 @@ async fn leave(shared: &ControllerState, name: String, session: u64) {
     }
 }
 
-/// Registers it, and returns whether it accepts changes. From then on others know its number and its address.
+/// Registers the load balancer, and returns whether it accepts changes. Other load balancers then receive its number
+/// and address.
 async fn register(
     shared: &ControllerState,
     peer: &AuthenticatedPeer,
@@ -89,7 +90,7 @@ async fn register(
 struct Registration {
     name: String,
     address: Option<IpAddr>,
-    /// Generation of its configuration in force.
+    /// Generation of the load balancer's configuration in force.
     in_force: u64,
 }
 
@@ -107,7 +108,7 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
     }
 }
 
-/// Receives its state and queries until it disconnects.
+/// Receives the load balancer's state and queries until it disconnects.
 async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming<v1::LoadBalancerMessage>) {
     use v1::load_balancer_message::Message;
     while let Ok(Some(message)) = messages.message().await {
@@ -146,7 +147,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
     }
 }
 
-/// Relays the query to the server's agent. Without one, the load balancer gets an answer at once.
+/// Relays the query to the server's agent. Without an agent, the load balancer gets an answer at once.
 fn relay_query(shared: &ControllerState, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
     let query = SocketQuery { load_balancer_session: session, ..query };

@@ -67,25 +67,24 @@ use table_scheduler::make_tables;
 
 /// Roles with a gRPC stream.
 const STREAM_ROLES: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
-/// Pause of a controller that has led before the next election: others are first.
+/// Pause before a former leader's next election, so that others are elected first.
 const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
-/// Tables sent to a load balancer before it confirms one: several, but not so many that newer ones wait behind them.
+/// Tables sent to a load balancer before it confirms one: several, but few, because newer tables wait behind them.
 const MAX_UNCONFIRMED_TABLES: usize = 4;
-/// Tasks after which tokio polls I/O and timers: a rack's message takes up to some hundred microseconds (tokio's
-/// default of 61 would be 10 ms).
+/// Number of tasks after which tokio polls I/O and timers. A rack's message takes up to some hundred microseconds, so
+/// tokio's default of 61 tasks would be 10 ms.
 const EVENT_INTERVAL: u32 = 7;
-/// Interval of checks for ids of servers that left.
+/// Interval of checks for ids of former servers that may be reused.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval of checks for moved buckets and for the next step of a rotation.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again. Fails when a file is invalid, the store
-/// cannot be used or the address cannot be bound.
+/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again. Fails if a file is invalid, the store is
+/// unusable or the address cannot be bound.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
-    // One worker receives from agents and racks, and makes tables. Such a worker runs next the task that was just woken
-    // (a current-thread runtime: the one that has waited longest). So a due table does not wait for the reports of a
-    // thousand agents.
+    // One worker receives from agents and racks, and makes tables. A multi-thread worker runs the newest woken task
+    // first, a current-thread runtime the oldest. So a due table does not wait for the reports of a thousand agents.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .event_interval(EVENT_INTERVAL)
@@ -116,14 +115,14 @@ pub struct Server {
     hangups: HangupSignals,
 }
 
-/// SIGHUP, for each task that waits for it.
+/// SIGHUP receivers, one for each task that waits for it.
 struct HangupSignals {
     files: Signal,
     tokens: Signal,
 }
 
 enum OpenedStore {
-    /// There is no other controller.
+    /// The store of the only controller.
     Own(Box<StateManager>),
     Etcd(Arc<Cluster>, EtcdConfig),
 }
@@ -135,7 +134,7 @@ impl Server {
     }
 
     async fn open(path: &Path) -> anyhow::Result<Self> {
-        // Watches before the files are read: later changes are not missed.
+        // Watches before the files are read, so that later changes are not missed.
         let hangups = HangupSignals { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
         let file = path.to_owned();
         let (config, store, security) = tokio::task::spawn_blocking(move || open(&file)).await??;
@@ -154,7 +153,7 @@ impl Server {
         Ok(Self { path: path.to_owned(), config, store, election, listener, address, api, tokens, hangups })
     }
 
-    /// Returns its address (with the port that the system chose for port 0).
+    /// Returns the listening address, with the port that the system chose for port 0.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -174,9 +173,9 @@ impl Server {
 
     async fn run(self) -> anyhow::Result<()> {
         let asked = self.election.clone();
-        // A page does not delay reports and tables on a shared CPU.
+        // Metrics have a low priority, so that they do not delay reports and tables on a shared CPU.
         metrics_endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
-        // Before the first request: the starter of the only controller may query it at once.
+        // Before the first request: a script that starts a single controller may query it at once.
         let mode = match self.store {
             OpenedStore::Own(manager) => {
                 LeadershipMode::Permanent(Box::new(Term::start(*manager, &self.election, None)))
@@ -210,15 +209,15 @@ impl Server {
     }
 }
 
-/// How a controller leads.
+/// Way in which a controller becomes the leader.
 enum LeadershipMode {
-    /// Always: it has the store of its own.
+    /// The controller always leads: it has a store of its own.
     Permanent(Box<Term>),
-    /// When elected in etcd.
+    /// The controller leads after an election in etcd.
     Elected(Arc<Cluster>, EtcdConfig),
 }
 
-/// Reads the file and opens the store. Not to be called from asynchronous code.
+/// Reads the file and opens the store. Must not be called from asynchronous code.
 fn open(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)> {
     let config = ControllerConfig::load(path)?;
     let security = Security::of(&config.listener_config())?;
@@ -286,14 +285,19 @@ async fn lead_and_follow(
     }
 }
 
-/// Handles SIGHUP at a follower: certificates are revoked there, too. The rest of the file counts when it leads.
+/// Handles SIGHUP at a follower: certificates are revoked, too. The rest of the file is read when the follower becomes
+/// the leader.
 async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &RevocationList) -> Infallible {
     loop {
         hangup.recv().await;
         match ControllerConfig::load(path) {
             Ok(config) => revoked.set(config.revoked_certificates),
             Err(mistakes) => {
-                tracing::warn!(event = "reload-failed", error = %mistakes, "the file of before stays in force");
+                tracing::warn!(
+                    event = "reload-failed",
+                    error = %mistakes,
+                    "the file is invalid: the previous one stays in force"
+                );
             }
         }
     }
@@ -315,7 +319,7 @@ impl Term {
         Self { manager, shared, changes }
     }
 
-    /// Decides and serves, forever.
+    /// Makes tables, applies changes and answers requests, forever.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
         let Self { manager, shared, changes } = self;
         tokio::select! {
@@ -326,7 +330,7 @@ impl Term {
     }
 }
 
-/// Makes changes of configuration and records in order, forever.
+/// Applies requested changes of configuration and records in order, forever.
 async fn process_changes(
     mut manager: StateManager,
     shared: &ControllerState,
@@ -350,7 +354,7 @@ async fn process_changes(
                 tracing::warn!(
                     event = "reload-failed",
                     error = format!("{error:#}"),
-                    "the old configuration stays in force"
+                    "the previous configuration stays in force"
                 );
             }
             (None, Ok(_)) => {}
@@ -365,7 +369,7 @@ pub(crate) async fn apply_change(
     change: Change,
     author: Author,
 ) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
-    // Changes are sequential, so no other one drains the last healthy server meanwhile.
+    // Changes are sequential, so no other change drains the last healthy server meanwhile.
     if let Change::Drain(drain) = &change
         && let Err(refused) = shared.controller().can_drain(drain, shared.now())
     {
@@ -416,7 +420,7 @@ async fn maintenance_loop(shared: &ControllerState) {
         match step {
             Ok(None) => not_rotated = None,
             Ok(Some(step)) => match shared.change(Change::Keys(step)).await {
-                Ok(_) => tracing::info!(event = "key-step", step = step.describe(), "cookie keys are rotated"),
+                Ok(_) => tracing::info!(event = "key-step", step = step.describe(), "cookie key rotation step"),
                 Err(error) => tracing::warn!(
                     event = "key-step-failed",
                     error = format!("{error:#}"),
@@ -425,7 +429,7 @@ async fn maintenance_loop(shared: &ControllerState) {
             },
             Err(reason) => {
                 if not_rotated.as_ref() != Some(&reason) {
-                    tracing::warn!(event = "key-step-delayed", %reason, "the due rotation of the cookie keys waits");
+                    tracing::warn!(event = "key-step-delayed", %reason, "a due rotation of the cookie keys waits");
                 }
                 not_rotated = Some(reason);
             }
@@ -450,7 +454,7 @@ fn rejection_status(refused: &Rejection) -> Status {
     }
 }
 
-/// Returns a stream with its term: a peer that knows a newer term leaves.
+/// Returns a stream with the leader's term: a peer that has seen a newer term disconnects.
 fn stream_response<T>(shared: &ControllerState, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
     let mut response = Response::new(ReceiverStream::new(stream));
     if let Some(leadership) = shared.leadership() {
@@ -468,7 +472,7 @@ fn service(service: Service) -> SizedControl<Service> {
 }
 
 impl Service {
-    /// Returns the authenticated peer, if it has one of the roles.
+    /// Returns the authenticated peer. Fails if it has none of the roles.
     fn peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
         let peer = AuthenticatedPeer::of(request, &self.election.security)?;
         peer.require(roles)?;

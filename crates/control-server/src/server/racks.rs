@@ -1,5 +1,5 @@
-//! Stream of one rack. In: its registration, then its agents' messages and its summaries. Out: its configuration and
-//! its agents' updates. Each agent behind it is served like a direct one ([`super::agents`]).
+//! Stream of one rack. In: a registration, then summaries and the messages of the rack's agents. Out: configurations of
+//! the rack and updates for its agents. Each agent behind a rack is served like a direct one ([`super::agents`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
 /// Queue of an agent's messages to its task.
 type AgentMessages = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
-/// Waiting messages of one agent. The rack's stream waits when the queue is full.
+/// Limit of waiting messages of one agent. The rack's stream waits when the queue is full.
 const QUEUED: usize = 4;
 /// Limit of agents' streams behind one rack: the number of server ids.
 const MAX_AGENTS: usize = 16_384;
@@ -74,7 +74,7 @@ async fn register(
     session.map(|session| (name, session)).map_err(|refused| rejection_status(&refused))
 }
 
-/// Receives summaries and agents' messages until it disconnects.
+/// Receives the rack's summaries and its agents' messages until the rack disconnects.
 async fn listen(
     shared: &Arc<ControllerState>,
     name: &str,
@@ -103,7 +103,7 @@ async fn listen(
                     }
                     let relay = RackRelay { rack: session, name: name.into(), stream };
                     let agent = served.entry(stream).or_insert_with(|| start(shared, relay, updates.clone()));
-                    // Its task has ended, and the rack has the reason.
+                    // If the agent's task has ended, the rack has the reason already.
                     let _ = agent.send(Ok(message)).await;
                 }
             }
@@ -146,8 +146,8 @@ fn start(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> A
     printed
 }
 
-/// Sends the rack's configuration when it has changed, checked once per report interval. Ends with the rack, or with
-/// the reason to end it.
+/// Sends the rack's configuration after changes, checked once per report interval. Ends when the rack disconnects, or
+/// returns the reason to end its stream.
 async fn send_updates(shared: &ControllerState, session: u64, updates: &Updates) -> Option<Rejection> {
     let (mut reported, mut considered) = (None, None);
     loop {

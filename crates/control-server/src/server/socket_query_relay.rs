@@ -1,6 +1,6 @@
 //! Relay of socket queries from load balancers to agents, and of the answers. Nothing waits: a message to a full queue
-//! or an absent peer is dropped, and the load balancer queries again. An agent may answer only its own queries: with a
-//! foreign answer a load balancer would free connections of other servers.
+//! or an absent peer is dropped, and the load balancer queries again. An agent may answer only queries that it
+//! received: a forged answer would free connections of other servers.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,9 +8,10 @@ use coreward_wire::{SocketAnswer, SocketQuery};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 
-/// Waiting queries of up to 256 connections for one agent, or answers for one load balancer.
+/// Limit of waiting queries for one agent, with up to 256 connections each, and of waiting answers for one load
+/// balancer.
 const QUEUED: usize = 64;
-/// Open queries of an agent: twice those of all load balancers with a connection table.
+/// Limit of an agent's open queries: twice the number that all load balancers with a connection table send.
 const MAX_OPEN_QUERIES: usize = 1024;
 
 /// Agents and load balancers by session.
@@ -23,7 +24,7 @@ pub struct Sockets {
 /// An agent that can be queried.
 struct QueriedAgent {
     queries: mpsc::Sender<SocketQuery>,
-    /// Open queries: load balancer, and the query's number there.
+    /// Open queries: the load balancer's session, and the query's number at the load balancer.
     open: VecDeque<(u64, u64)>,
 }
 
@@ -64,7 +65,7 @@ impl Sockets {
         }
     }
 
-    /// Relays an answer; `false`: the query is not open.
+    /// Relays an answer; returns false if the query is not open.
     pub fn answer(&self, agent: u64, answer: SocketAnswer) -> bool {
         let question = (answer.load_balancer_session, answer.number);
         let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {

@@ -1,4 +1,4 @@
-//! Configuration and records: read, merged, written. A change is in force as a whole or not at all.
+//! Configuration and records: reading, merging, writing. A change takes effect completely or not at all.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -70,7 +70,7 @@ pub struct Counts {
     /// Successful reloads of the files.
     pub reloads: AtomicU64,
     pub failed_reloads: AtomicU64,
-    /// Whether the configuration in force differs from the fleet's file at its last reading.
+    /// Whether the configuration in force differs from the fleet's file as last read.
     pub file_refused: AtomicBool,
 }
 
@@ -146,7 +146,7 @@ pub struct DocumentRequest {
 /// Reason for which a document is not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum ApplyError {
-    /// The operator keeps it in a file.
+    /// The operator manages the document in a file.
     #[error(
         "this controller's fleet is managed by {} (`fleet` in {}): expected changes there, then SIGHUP",
         file.display(),
@@ -165,8 +165,8 @@ fn random() -> UnwrapErr<SysRng> {
 }
 
 impl StateManager {
-    /// Reads the fleet's file, opens the store, and merges both. `config`: contents of `path`; `denied`: receives its
-    /// list of revoked certificates.
+    /// Reads the fleet's file, opens the store, and merges both. `config`: contents of `path`; `denied` receives the
+    /// file's revoked certificates.
     pub fn open(
         path: &Path,
         config: ControllerConfig,
@@ -174,7 +174,7 @@ impl StateManager {
         open: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
         let file = config.fleet.as_deref().map(FleetConfig::load).transpose();
-        // Before the store is created: an invalid fleet leaves nothing behind.
+        // Checked before the store is created: an invalid fleet leaves no files behind.
         if let (Err(mistakes), false) = (&file, config.store.may_hold_records()) {
             return Err(mistakes.clone().into());
         }
@@ -184,7 +184,7 @@ impl StateManager {
         let clock = RecordClock::from(stored.as_ref().and_then(|records| records.clock));
         let (fleet, records, refused) = match (start(file, stored.as_ref(), clock.now()), &stored) {
             (Ok((fleet, records)), _) => (fleet, records, false),
-            // A mistake that was made while the controller ran does not stop the next one.
+            // A mistake made in the file while a controller ran does not prevent the next start.
             (Err(error), Some(stored)) if !stored.document.text.is_empty() && config.fleet.is_some() => {
                 tracing::warn!(
                     event = "fleet-file-rejected",
@@ -204,9 +204,13 @@ impl StateManager {
             Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, revoked, counts };
         match (manager.save(&manager.records.clone()), stored) {
             (Ok(()), _) => {}
-            // With a full disk a controller continues from the records, and changes nothing.
+            // With a full disk a controller continues from the records, without changes.
             (Err(error), Some(stored)) if !matches!(error, StoreError::Etcd(_)) => {
-                tracing::warn!(event = "store-read-only", %error, "stored state in force: nothing can be changed");
+                tracing::warn!(
+                    event = "store-read-only",
+                    %error,
+                    "the store is read-only: the stored state is in force"
+                );
                 if stored.document.text != manager.records.document.text {
                     manager.fleet = applied(&stored.document)?;
                 }
@@ -236,7 +240,7 @@ impl StateManager {
         outcome
     }
 
-    /// Whether another process led this fleet before.
+    /// Returns whether another process led this fleet before.
     pub fn restarted(&self) -> bool {
         self.restarted
     }
@@ -255,8 +259,8 @@ impl StateManager {
         self.records.document.generation
     }
 
-    /// Makes the change and returns the new configuration, if it changes. On an error nothing has changed, except for
-    /// revoked certificates. A change that alters no configuration is made even if it cannot be written now.
+    /// Makes the change and returns the new configuration, if it changes. On an error nothing changes, except for
+    /// revoked certificates. A change without effect on the configuration succeeds even if it cannot be written now.
     pub fn apply_change(&mut self, change: Change, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
@@ -271,7 +275,7 @@ impl StateManager {
             Change::Retire => {
                 let max_connection_lifetime = self.fleet.max_connection_lifetime;
                 self.change(|records| {
-                    // So at most the time between two of these is lost by a crash.
+                    // A crash loses at most the time between two writes of the clock.
                     records.clock = Some(whole_seconds(now));
                     records.retire(max_connection_lifetime, now)
                 })
@@ -335,7 +339,7 @@ impl StateManager {
         })
     }
 
-    /// Changes the records; `change` returns whether that is a new configuration.
+    /// Changes the records. `change` returns whether the configuration changes, too.
     fn change(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
         let mut records = self.records.clone();
         let is_new = change(&mut records);
@@ -344,8 +348,8 @@ impl StateManager {
             records.clock = Some(whole_seconds(self.clock.now()));
             match self.save(&records) {
                 Ok(()) => {}
-                // Connections are no configuration: they are recorded with the next change. A load balancer that
-                // returns while the disk is full gets its tables.
+                // Connections are not part of the configuration and are written with the next change. A load balancer
+                // that returns while the disk is full gets its tables.
                 Err(error) if !is_new && !matches!(error, StoreError::Etcd(_)) => {
                     tracing::warn!(event = "change-not-stored", %error, "a change is not stored yet");
                 }
@@ -380,7 +384,7 @@ impl StateManager {
 
     fn reload(&mut self, author: &Author) -> anyhow::Result<Fleet> {
         let config = ControllerConfig::load(&self.path)?;
-        // Also when the rest cannot be in force: the revocation of a lost key does not wait for room on a disk.
+        // Revocations take effect even if the rest cannot: a lost key does not wait for room on a disk.
         self.revoked.set(config.revoked_certificates.iter().copied());
         let fleet = match &config.fleet {
             Some(file) => FleetConfig::load(file)?,
@@ -409,7 +413,7 @@ impl StateManager {
     }
 }
 
-/// Returns the first configuration: the fleet's file, or else the document on record, merged with the records.
+/// Returns the first configuration: the fleet's file, or else the stored document, merged with the records.
 fn start(
     file: Result<Option<FleetConfig>, Diagnostics>,
     stored: Option<&Records>,
@@ -421,7 +425,7 @@ fn start(
         None => applied(&records.document).context("the fleet that was applied last cannot be read any more")?,
     };
     records.apply(&fleet, now, &mut random())?;
-    // Peers that do not return are away from now on.
+    // Peers that do not return count as disconnected from now on.
     let names: Vec<String> = records.load_balancers.keys().cloned().collect();
     names.iter().for_each(|name| records.record_disconnect(name, now));
     records.clock = Some(whole_seconds(now));
@@ -444,7 +448,7 @@ fn note_document(
     records.record_change(author, note, wall_clock());
 }
 
-/// Describes the state of an action's subject.
+/// Describes the state of the object that an action changes, for the audit log.
 fn describe_subject(records: &Records, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let announced = if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };

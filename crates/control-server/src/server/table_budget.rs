@@ -1,15 +1,15 @@
-//! The part of the controller's time that tables may take.
+//! Limit of the controller's time for making tables.
 
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Time in which due tables are made before reports have their turn.
+/// Time for due tables, after which reports are processed.
 const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
 /// Pause after tables, as a multiple of their time: they take at most half of a CPU.
 const TABLES_REST: u32 = 1;
-/// Shortest pause: changes in it are in the next tables.
+/// Shortest pause between tables, which collects changes.
 const MIN_TABLE_PAUSE: Duration = Duration::from_millis(1);
 
 /// Time from which tables may be made again; `None`: at once.
@@ -17,8 +17,8 @@ const MIN_TABLE_PAUSE: Duration = Duration::from_millis(1);
 pub struct TableBudget(Mutex<Option<Instant>>);
 
 impl TableBudget {
-    /// Runs `make`, which is given a time limit and returns the time it took, if tables may be made now. Returns when
-    /// they may be made next.
+    /// Runs `make`, which is given a time limit and returns the time it took, if tables may be made now. Returns the
+    /// time at which tables may be made next.
     pub fn run_within(&self, make: impl FnOnce(Duration) -> Duration) -> Instant {
         let mut next = self.0.lock();
         if let Some(later) = next.filter(|next| *next > Instant::now()) {

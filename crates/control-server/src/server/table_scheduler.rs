@@ -1,5 +1,5 @@
-//! Scheduler of tables: at the end of each report interval, or soon after a change of their inputs, with a share of
-//! time for reports.
+//! Scheduler of tables: at the end of each report interval, or soon after a change of their inputs, with a limited
+//! share of time.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use tokio::time::{Instant, sleep_until};
 
 use super::controller_state::ControllerState;
 
-/// After a restart load balancers keep their tables until agents are back, which retry every 2 s at the latest; but no
-/// longer than this.
+/// After a restart load balancers keep their tables until agents are back, but no longer than this. Agents retry at
+/// least every 2 s.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Makes tables, forever. `restarted`: load balancers have earlier ones.
+/// Makes tables, forever. `restarted`: load balancers have tables of an earlier process.
 pub async fn make_tables(shared: &ControllerState, restarted: bool) {
     let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
     while Instant::now() < limit && !shared.have_all_reported() {

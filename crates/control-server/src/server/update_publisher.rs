@@ -1,5 +1,5 @@
 //! Publisher of the newest configuration and tables to all load balancers, encoded once. A slow session skips to the
-//! newest ones, so nothing queues up.
+//! newest updates, so nothing queues up.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::OnceLock;
@@ -19,22 +19,22 @@ struct Snapshot {
     configuration: PublishedConfiguration,
     newest: u64,
     tables: HashMap<ServiceIndex, (u64, Bytes)>,
-    /// By update number.
+    /// Newest tables by update number.
     order: BTreeMap<(u64, ServiceIndex), Bytes>,
 }
 
 struct PublishedConfiguration {
     fleet: FleetConfiguration,
     number: u64,
-    /// Encoded when a session first needs it whole.
+    /// Full configuration, encoded when a session first needs it.
     encoded: OnceLock<Bytes>,
-    /// Previous update number, and the changes since.
+    /// Number of the previous update, and the changes since that update.
     change: Option<(u64, Bytes)>,
 }
 
 /// Updates that a session has not received yet.
 pub struct PendingUpdates {
-    /// Precedes the tables.
+    /// Configuration, which must be sent before the tables.
     pub configuration: Option<ConfigUpdate>,
     /// The newest table of each service.
     pub tables: Vec<Bytes>,
@@ -77,7 +77,7 @@ impl UpdatePublisher {
     }
 
     fn snapshot(&self) -> MutexGuard<'_, Snapshot> {
-        // Every call leaves it whole.
+        // Every call leaves a consistent snapshot.
         self.snapshot.lock()
     }
 
@@ -103,7 +103,7 @@ impl UpdatePublisher {
         });
     }
 
-    /// Publishes another configuration; tables of services that it does not `keep` are removed.
+    /// Publishes another configuration; tables of services without `keep` are removed.
     pub fn publish_configuration(&self, configuration: FleetConfiguration, keep: impl Fn(ServiceIndex) -> bool) {
         self.publish(|snapshot, number| {
             let before = &snapshot.configuration;
