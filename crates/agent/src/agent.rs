@@ -1,4 +1,4 @@
-//! The agent: inputs, configuration and reports. [`crate::daemon`] schedules it.
+//! The agent: inputs, configuration and reports. [`crate::daemon`] calls it periodically.
 
 mod metrics;
 
@@ -46,23 +46,23 @@ use crate::steering::{self, Steering};
 use crate::unstamped_syn_acks::{self, UnstampedSynAcks};
 use crate::{connections, dispatch, timestamps};
 
-/// Interval until the controller sets another one.
+/// Interval of reports until the controller sets another one.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// A report expires when this many later ones are missing ...
+/// Lifetime of a report, in report intervals.
 const INTERVALS_TO_LIVE: u32 = 5;
-/// ... and not earlier: a busy machine delays a report now and then.
+/// Minimum lifetime of a report: a busy machine delays a report now and then.
 const MIN_TIME_TO_LIVE: Duration = Duration::from_millis(500);
 const HAZARDS_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
     config: Config,
-    /// Device with the receive queues: that of the file, or the one below a VLAN device.
+    /// Device with the receive queues: the configured interface, or the device below a VLAN interface.
     nic: String,
     memory: SettingsStore,
     programs: ServerPrograms,
     rss: RssManager,
     verifier: RssVerifier,
-    /// The same for established packets, which a flow director moves.
+    /// Verifier of established packets, which a flow director moves to other queues.
     established_verifier: RssVerifier,
     input_search: TransformSearch,
     load: Box<dyn LoadSource>,
@@ -75,7 +75,7 @@ pub struct Agent {
     configuration: Option<AgentConfiguration>,
     /// Parts of the newest configuration that the agent rejects.
     refused: Vec<v1::RefusedUpdate>,
-    /// Generation of the newest accepted configuration of this stream; 0: none yet.
+    /// Generation of the newest configuration that was accepted in this stream; 0: none yet.
     confirmed: u64,
     sequence: u64,
     readings: Vec<u64>,
@@ -87,7 +87,7 @@ pub struct Agent {
     connection_counter: ConnectionCounter,
 }
 
-/// Returns the index of the device, which must be able to run the programs.
+/// Returns the index of the device. Fails when this network namespace has no such device.
 fn interface_index(interface: &str) -> anyhow::Result<u32> {
     nix::net::if_::if_nametoindex(interface)
         .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
@@ -101,8 +101,8 @@ fn rss_device(config: &Config, nic: &str) -> Box<dyn RssDevice> {
 }
 
 impl Agent {
-    /// Attaches the programs, or takes over those of an earlier process, and reads the settings for the first time.
-    /// Fails when the interface does not exist or the kernel rejects a program.
+    /// Attaches the programs, or takes over the programs of an earlier process, and reads the settings for the first
+    /// time. Fails when the interface does not exist or the kernel rejects a program.
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
         let nic = vlan_device::nic(&config.interface);
@@ -162,7 +162,7 @@ impl Agent {
         &self.config.server
     }
 
-    /// Key, input and table of the NIC; `None`: unknown.
+    /// Returns key, input transform and table of the NIC; `None`: unknown.
     pub fn rss(&self) -> Option<&Rss> {
         self.rss.known()
     }
@@ -188,14 +188,14 @@ impl Agent {
         self.configuration.as_ref().map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
     }
 
-    /// Begins a stream to a controller. Its configurations are independent of an earlier stream's, which may have been
-    /// another controller's.
+    /// Begins a stream to a controller. Generations of earlier streams do not count, because they may be of another
+    /// controller.
     pub fn begin_stream(&mut self) {
         self.confirmed = 0;
         self.connection_counter.begin_stream();
     }
 
-    /// Returns the confirmed generation. A configuration is confirmed once its keys are in force: until then packets
+    /// Returns the generation to confirm. A configuration is confirmed once its keys are in force: until then packets
     /// are stamped with the other key, which the controller may overwrite after all confirmations.
     fn confirmed_generation(&self) -> u64 {
         let (_, switch_ms) = self.programs.keys();
@@ -203,7 +203,7 @@ impl Agent {
         if switched { self.confirmed } else { 0 }
     }
 
-    /// Applies a configuration. Failures are logged; the state in force then stays.
+    /// Applies a configuration. A failure is logged and leaves the previous state in force.
     pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[RefusedService]) {
         let generation = configuration.generation;
         for service in refused {
@@ -215,7 +215,7 @@ impl Agent {
                 "the configuration of a service is rejected; the one in force stays"
             );
         }
-        // Rejected parts stay as they were.
+        // Rejected services keep their previous configuration.
         let before = self.configuration.iter().flat_map(|before| &before.services);
         let is_refused = |service: &&StampedService| refused.iter().any(|refused| refused.name == service.name);
         let is_free =
@@ -269,7 +269,7 @@ impl Agent {
             new.address.into_iter().for_each(|address| self.programs.set_outer_family(address));
             self.programs.set_services(&services)?;
             self.decapsulator.set_services(&new.services)?;
-            // Workers are listening sockets.
+            // Steering needs listening sockets, which only TCP has.
             let of_tcp = new.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
             let addresses: Vec<_> = of_tcp.map(|service| service.address).collect();
             self.steering.set_services(&addresses, self.programs.rss_map())?;
@@ -282,7 +282,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Updates settings that others change: the NIC's RSS, the CPUs of its queues, the workers. About once a second.
+    /// Reads settings that other programs change: the NIC's RSS, the CPUs of its queues, the workers. Called about once
+    /// a second.
     pub fn maintain(&mut self) {
         if self.rss.sync(&mut self.memory) {
             self.rss_changed();
@@ -317,7 +318,7 @@ impl Agent {
         self.warnings.extend(self.rss_conflicts.iter().cloned());
     }
 
-    /// 32-bit times are compared by their difference, so they must not grow old.
+    /// Renews 32-bit times in maps: they are compared by their difference, which wraps for old times.
     fn refresh_times(&mut self) {
         let (keys, switch_ms) = self.programs.keys();
         let renewed = key_activation::renewed(switch_ms, monotonic_ms());
@@ -379,8 +380,8 @@ impl Agent {
         (count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED), count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED))
     }
 
-    /// Returns those of these connections that still have a socket here: all, if the service's sockets are not visible.
-    /// Fails when the service is not of TCP, or the kernel does not answer.
+    /// Returns the queried connections that still have a socket on this server: all, if the service's sockets are not
+    /// visible. Fails when the service is not of TCP, or the kernel does not answer.
     pub fn answer(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
         let tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
@@ -390,7 +391,7 @@ impl Agent {
         Ok(query.answer(open))
     }
 
-    /// Returns the warnings that `coreward status` prints; `more`: those of the connection to the controller.
+    /// Returns the warnings that `coreward status` prints, with `more` about the connection to the controller.
     fn all_warnings(&self, more: &[String]) -> Vec<String> {
         let refused = |refused: &v1::RefusedUpdate| {
             format!(
@@ -402,7 +403,7 @@ impl Agent {
         [&self.warnings[..], more, &refused].concat()
     }
 
-    /// Returns the report that follows `sent`, with additional warnings; `None` while the cores' load is not known.
+    /// Returns the next report, without the parts that `sent` records; `None` while the cores' load is not known.
     pub fn report(&mut self, sent: &ReportState, more_warnings: &[String]) -> Option<v1::Report> {
         self.readings.clear();
         let measured_ns = monotonic_ns();
@@ -424,7 +425,7 @@ impl Agent {
             return None;
         }
         self.sequence += 1;
-        // Sooner than the next poll: until then packets for a new server are kept.
+        // Not at the next poll: packets for a new server are kept until its address is known.
         self.daisy_chain.apply_changes(&mut self.programs);
         self.connection_counter.poll(self.configuration.as_ref());
         let generation = self.rss.generation();
@@ -454,8 +455,8 @@ impl Agent {
         Some(limited_report(report.into()))
     }
 
-    /// Applies `[dispatch]` of the file; other changes need a restart. Fails when the kernel rejects something; the
-    /// state in force then stays.
+    /// Applies `[dispatch]` of the file; other changes need a restart. Fails when the kernel rejects something, and
+    /// then keeps the previous state.
     pub fn reload(&mut self, config: Config) -> anyhow::Result<()> {
         if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
             tracing::warn!(event = "restart-required", "only [dispatch] is reloaded: other changes need a restart");
@@ -470,7 +471,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Returns the choice of the worker to the kernel.
+    /// Ends dispatching: the kernel chooses the worker again.
     fn end_dispatch(&mut self) -> anyhow::Result<()> {
         self.dispatcher = None;
         self.config.dispatch.take().map_or(Ok(()), |before| dispatcher::detach(&before))
@@ -509,7 +510,7 @@ fn is_stamped(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.is_stamped())
 }
 
-/// Services are handed over to another load balancer at all their servers, and together with all services there.
+/// Returns whether new connections are stamped. A handover to another load balancer covers all services of a server.
 fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.stamps_new_connections())
 }
@@ -525,7 +526,7 @@ fn stall_counters(programs: &ServerPrograms) -> Counts {
 
 fn counters_by_name(counters: &[u64; server::COUNTERS], steering: &Steering) -> Vec<(String, u64)> {
     let server = server::COUNTER_NAMES.into_iter().zip(*counters);
-    // Sums over all services. A name that both programs use would be added up.
+    // Sums over all services. A counter name in two programs would be added up.
     let mut named: HashMap<&str, u64> = HashMap::new();
     server.chain(steering.counters()).for_each(|(name, value)| *named.entry(name).or_default() += value);
     named.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()

@@ -14,13 +14,13 @@ config_struct! {
         pub server: String as Name,
         /// Addresses of the controllers: one, or a list.
         pub controllers as "controller": Controllers,
-        /// The Ethernet device of the services' packets.
+        /// Ethernet device that receives and sends the services' packets.
         pub interface: String as Interface,
         /// Directory of the data plane in a BPF file system, created if missing; one per agent.
         pub pin_directory: PathBuf as AbsolutePath,
-        /// Set the fleet's RSS key and a balanced indirection table; without it they are only read.
+        /// Whether the agent sets the fleet's RSS key and a balanced indirection table, or only reads the NIC's.
         pub manage_rss: bool = false,
-        /// Set net.ipv4.tcp_timestamps=2 once a service is stamped here; without it the operator must.
+        /// Whether the agent sets net.ipv4.tcp_timestamps=2 for stamped services; otherwise the operator must.
         pub manage_timestamps: bool = true,
         /// Selection of the worker for connections of receive queue k.
         pub steer: Steer = Steer::Affinity,
@@ -42,10 +42,10 @@ config_struct! {
 /// Selection of the worker for the connections that RSS sends to core k.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Steer {
-    /// The one that may run on that core's CPU and on no other.
+    /// The worker that may run on the CPU of core k and on no other CPU.
     #[default]
     Affinity,
-    /// The one with the k-th listening socket: where cores are emulated, and workers are not pinned.
+    /// The worker with the k-th listening socket, for emulated cores whose workers are not pinned.
     Order,
     /// The kernel chooses.
     Off,
@@ -64,9 +64,9 @@ config_enum! {
     pub enum Load by "source" {
         /// Busy time of the CPU that serves each receive queue.
         Cpu as "cpu" {},
-        /// A file of little-endian u64, one per core: how long it has been busy (ns).
+        /// A file with the busy time of each core in ns, as little-endian u64.
         Published as "published" {
-            /// The file.
+            /// Path of the file.
             path: PathBuf,
         },
     }
@@ -76,11 +76,11 @@ config_enum! {
     /// Source of the RSS key and table.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub enum Rss by "source" {
-        /// In the NIC, by ETHTOOL_GRSSH.
+        /// The NIC, by ETHTOOL_GRSSH.
         Ethtool as "ethtool" {},
-        /// In the testbed's emulated NIC.
+        /// The testbed's emulated NIC.
         Testbed as "testbed" {
-            /// Its registers: a pinned map of `struct emulated_rss`.
+            /// Pinned map of `struct emulated_rss`, the registers of the emulated NIC.
             path: PathBuf,
             /// Length of the table to set.
             entries: usize = 128,
@@ -89,12 +89,12 @@ config_enum! {
 }
 
 impl Config {
-    /// Fails when the file cannot be read; the error lists every mistake.
+    /// Reads and parses the file. Fails when the file cannot be read; the error lists every mistake.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// The error lists every mistake.
+    /// Parses the file; the error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|config, _| Some(config))
     }

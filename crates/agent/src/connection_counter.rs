@@ -11,14 +11,14 @@ use coreward_dataplane::sockets::counts::connections_of;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{AgentConfiguration, CountedConnections};
 
-/// Time between the beginnings of two counts.
+/// Interval of counts, from start to start.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// The same while a drain is waited for.
+/// Interval of counts while a server drains.
 const INTERVAL_DRAINING: Duration = Duration::from_secs(1);
 /// Pause as a multiple of the last count's duration: counting takes at most a twentieth of one CPU.
 const PAUSE_FACTOR: u32 = 20;
 
-/// The newest count, and the next one.
+/// Newest count of the services' connections, and the count in progress.
 #[derive(Default)]
 pub struct ConnectionCounter {
     newest: Option<CountResult>,
@@ -81,8 +81,7 @@ impl ConnectionCounter {
         self.newest = outcome.ok();
     }
 
-    /// Begins a stream to a controller, for which an older count is invalid: it names a configuration of the previous
-    /// stream.
+    /// Begins a stream to a controller. Older counts are discarded, as they name configurations of the previous stream.
     pub fn begin_stream(&mut self) {
         *self = Self { problem: self.problem.take(), ..Self::default() };
     }
@@ -95,7 +94,7 @@ impl ConnectionCounter {
         })
     }
 
-    /// Returns the reason for a missing count, for `coreward status`.
+    /// Returns the reason why a count is missing, for `coreward status`.
     pub fn warning(&self) -> Option<String> {
         self.problem.clone()
     }

@@ -2,13 +2,13 @@
 
 use std::fs;
 
-// Not /proc/self: that is the namespace of the process's first thread.
+// Not /proc/self, which shows the namespace of the process's first thread.
 const SOCKSTAT: &str = "/proc/thread-self/net/sockstat";
-/// Sockets of IPv6, and so those with IPv4-mapped addresses. A kernel without IPv6 has no such file.
+/// Counts of IPv6 sockets, which include IPv4-mapped addresses. A kernel without IPv6 has no such file.
 const SOCKSTAT_IPV6: &str = "/proc/thread-self/net/sockstat6";
 
-/// Returns the kernel's count of established connections and listening sockets; 0: unknown. It only divides the load by
-/// connections, so a few listening sockets do not matter.
+/// Returns the kernel's count of established connections and listening sockets; 0: unknown. The count only divides the
+/// load by connections, so a few listening sockets do not matter.
 pub fn open() -> u32 {
     let count = |path| fs::read_to_string(path).ok().and_then(|text| parse(&text)).unwrap_or(0);
     count(SOCKSTAT) + count(SOCKSTAT_IPV6)
@@ -36,7 +36,7 @@ mod tests {
 
     #[test]
     fn sockets_of_ipv6_count() {
-        // More than there are sockets of IPv4.
+        // More IPv6 sockets than the test has IPv4 sockets.
         let listeners: Vec<_> = (0..500).map(|_| std::net::TcpListener::bind("[::]:0").unwrap()).collect();
         assert!(open() >= listeners.len() as u32);
     }

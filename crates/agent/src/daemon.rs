@@ -1,5 +1,5 @@
-//! The daemon: reports to the controller ten times a second, and applies its configuration. Packets continue without
-//! it, and without the controller.
+//! The daemon: reports to the controller ten times a second, and applies the controller's configuration. Packets flow
+//! without daemon and controller, too.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -23,11 +23,11 @@ use crate::agent::Agent;
 use crate::config::Config;
 use crate::report_state::ReportState;
 
-/// Interval of checks for changes by others.
+/// Interval of checks for changes by other programs.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. The data plane stays pinned; the NIC's RSS is
-/// restored. Fails when the file is wrong, another process is active there, the interface does not exist, or the kernel
-/// rejects the programs.
+/// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. At the end the data plane stays pinned, and the NIC's
+/// RSS is restored. Fails when the file is wrong, another agent uses the pin directory, the interface does not exist,
+/// or the kernel rejects the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config_file = config;
     let config = Config::load(config_file)?;
@@ -63,10 +63,10 @@ fn connection(agent: &Agent) -> anyhow::Result<Connection> {
     Connection::new(agent.controllers().clone(), agent.tls(), &[Role::Controller, Role::Rack])
 }
 
-/// Periodic tasks, with a controller or without.
+/// Periodic tasks, which run with and without a controller.
 struct BackgroundTasks {
     maintenance: Interval,
-    /// SIGHUP, and the file to read then.
+    /// SIGHUP, and the file that it reloads.
     reload: Option<(Signal, PathBuf)>,
     scrapes: Scrapes,
 }
@@ -78,7 +78,7 @@ enum Task {
 }
 
 impl BackgroundTasks {
-    /// Cancel-safe: dropping the future loses nothing.
+    /// Returns the next task. Cancel-safe: dropping the future loses nothing.
     async fn next(&mut self) -> Task {
         let reload = async {
             match &mut self.reload {
@@ -96,7 +96,7 @@ impl BackgroundTasks {
         }
     }
 
-    /// Waits for `other`, and does periodic tasks meanwhile.
+    /// Runs the periodic tasks until `other` completes.
     async fn run_while<T>(&mut self, agent: &mut Agent, connection: &Connection, other: impl Future<Output = T>) -> T {
         tokio::pin!(other);
         loop {
@@ -115,7 +115,7 @@ impl Task {
             Self::Scrape(scrape) => {
                 let mut page = agent.metrics(&connection.warnings());
                 connection.add_metrics(&mut page);
-                // The client may have disconnected.
+                // An error means that the client has disconnected.
                 return drop(scrape.send(page));
             }
             Self::Reload(path) => path,
@@ -133,8 +133,8 @@ impl Task {
     }
 }
 
-/// Removes the programs and restores all settings; stamped connections break. Fails when the file is wrong, its daemon
-/// is active, or something cannot be removed.
+/// Removes the programs and restores all settings; stamped connections break. Fails when the file is wrong, its agent
+/// runs, or something cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;
@@ -143,7 +143,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
 
 fn start_interval(period: Duration) -> Interval {
     let mut interval = tokio::time::interval_at(Instant::now() + period, period);
-    // Values are absolute: one of two due reports is enough.
+    // Values are absolute, so a late report replaces a missed one.
     interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
     interval
 }

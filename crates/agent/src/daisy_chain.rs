@@ -1,5 +1,5 @@
-//! Servers to which unknown packets may be forwarded (bpf/server/server.bpf.c, section 8): the controller names them,
-//! ARP or neighbour discovery resolves them.
+//! Servers to which unknown packets may be forwarded (bpf/server/server.bpf.c, section 8). The controller sends their
+//! list; ARP or neighbour discovery resolves their addresses.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -15,20 +15,20 @@ use coreward_wire::PreviousServer;
 #[derive(Debug)]
 pub struct DaisyChain {
     interface: String,
-    /// Runs once there is a server to resolve.
+    /// Resolver of MAC addresses, started for the first server.
     resolver: Option<(Resolver, Receiver<Change>)>,
     ids: BTreeMap<IpAddr, Vec<ServerId>>,
     found: HashMap<IpAddr, MacAddress>,
 }
 
 impl DaisyChain {
-    /// Starts without servers; ARP runs at `interface`.
+    /// Returns a list without servers, whose addresses will be resolved at `interface`.
     pub fn new(interface: &str) -> Self {
         Self { interface: interface.to_owned(), resolver: None, ids: BTreeMap::new(), found: HashMap::new() }
     }
 
-    /// Sets the servers. Addresses from an earlier process stay until ARP returns others. Fails when packet sockets are
-    /// not allowed.
+    /// Sets the servers. MAC addresses from an earlier process stay until ARP finds others. Fails when packet sockets
+    /// are not allowed.
     pub fn set(&mut self, servers: &[PreviousServer], programs: &mut ServerPrograms) -> anyhow::Result<()> {
         self.ids.clear();
         for server in servers {
@@ -63,7 +63,7 @@ impl DaisyChain {
         }
     }
 
-    /// Returns unresolved servers, as text for `coreward status`.
+    /// Returns a warning about unresolved servers, for `coreward status`.
     pub fn warning(&self) -> Option<String> {
         let missing = self.ids.keys().filter(|address| !self.found.contains_key(address));
         let missing: Vec<String> = missing.map(IpAddr::to_string).collect();

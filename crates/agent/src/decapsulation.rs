@@ -7,7 +7,7 @@ use coreward_wire::StampedService;
 
 use crate::config::Config;
 
-/// Program at the device, if the file names sources.
+/// Decapsulating program at the device, if the file names sources.
 #[derive(Debug)]
 pub struct Decapsulator {
     program: Option<Decapsulation>,
@@ -16,7 +16,8 @@ pub struct Decapsulator {
 }
 
 impl Decapsulator {
-    /// Attaches the program, or removes that of an earlier process. Fails when another XDP program is at the device.
+    /// Attaches the program if the file names sources, else removes an earlier process's. Fails when another XDP
+    /// program is at the device.
     pub fn start(config: &Config, interface_index: u32) -> anyhow::Result<Self> {
         let Some(sources) = &config.decapsulate_from else {
             decap::remove(&config.pin_directory)?;
@@ -54,7 +55,7 @@ impl Decapsulator {
     }
 }
 
-/// Detaches the program, if there is any.
+/// Detaches the program, if one is attached.
 pub fn remove(config: &Config) -> anyhow::Result<()> {
     decap::remove(&config.pin_directory)
 }

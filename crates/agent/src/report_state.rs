@@ -1,13 +1,13 @@
-//! State that a controller has received of its server on one stream: reports omit parts that it has.
+//! Parts of the reports that a controller has received on one stream, and that later reports omit.
 
 use std::time::{Duration, Instant};
 
 use coreward_wire::{AgentConfiguration, v1};
 
-/// Interval of counters and other details without influence on tables.
+/// Interval of counters and other details that do not influence tables.
 const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Parts that were sent on a stream; empty at its beginning.
+/// Parts that were sent on a stream; empty at the start of the stream.
 #[derive(Debug, Clone, Default)]
 pub struct ReportState {
     rss_generation: u64,
@@ -21,12 +21,12 @@ struct SentDetails {
 }
 
 impl ReportState {
-    /// The newest RSS that was sent; 0: none.
+    /// Returns the generation of the newest RSS settings that were sent; 0: none.
     pub fn rss_generation(&self) -> u64 {
         self.rss_generation
     }
 
-    /// Returns whether the next report has details. While the server drains each report has: operators wait for its
+    /// Returns whether the next report has details. While a server drains, each report has: operators wait for its
     /// counts.
     pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
         let may_omit = configuration.is_some_and(|configuration| !configuration.draining);

@@ -1,4 +1,4 @@
-//! `coreward agent rss`: displayed key and table, and predicted and real queue of each SYN.
+//! `coreward agent rss`: shows the RSS key and table, and the predicted and real queue of each SYN.
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd as _;
@@ -41,7 +41,7 @@ pub struct RssArgs {
     pub balanced_seed: Option<u16>,
 }
 
-/// Interval of sample polls: fewer SYNs than `RSS_SAMPLES` should arrive meanwhile.
+/// Interval of sample polls: fewer SYNs than `RSS_SAMPLES` should arrive in one interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
@@ -59,7 +59,7 @@ enum OutputLine<'a> {
         mismatched: u64,
         without_queue: u64,
         verdict: Verdict,
-        /// Transform of the input by which SYNs arrive, if it is not the one that the driver reports.
+        /// Input transform that the SYNs show, if the driver reports another one.
         input: Option<&'static str>,
     },
 }
@@ -87,8 +87,8 @@ impl From<intf::rss_sample> for Syn {
     }
 }
 
-/// Shows, samples, verifies. Returns false if the table is displayed but not in force. Fails when the device does not
-/// exist, has no usable RSS, or the kernel rejects something.
+/// Shows key and table, samples SYNs, verifies the table. Returns false if the table is not in force. Fails when the
+/// device does not exist, has no usable RSS, or the kernel rejects something.
 pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
@@ -110,7 +110,7 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     programs.set_rss(Some(&rss), 1);
     let _held =
         tc::attach_until_drop(programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
-    // From this line on the command sees every SYN.
+    // The command sees every SYN after this line.
     print(args.json, &nic)?;
     watch(args, &programs, &rss)
 }
@@ -153,7 +153,7 @@ fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result
     Ok(verdict != Verdict::NotInForce)
 }
 
-/// Flushes, so that a test sees each SYN at once.
+/// Prints a line and flushes, so that a test sees each SYN at once.
 fn print(json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
     use std::io::Write as _;
     let text = if json { serde_json::to_string(line)? } else { text(line) };

@@ -6,23 +6,23 @@ use std::path::Path;
 use crate::rss::ethtool::flow_rules;
 use crate::sysfs;
 
-/// Conflicts that were found.
+/// Settings that conflict with RSS.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RssConflicts {
     /// Receive queues whose packets RPS spreads over CPUs.
     pub steered_queues: Vec<String>,
     /// Receive queues with a table of flows for RFS.
     pub flow_queues: Vec<String>,
-    /// net.core.rps_sock_flow_entries: RFS needs both this and [`Self::flow_queues`] (get_rps_cpu() in net/core/dev.c).
+    /// net.core.rps_sock_flow_entries; RFS also needs [`Self::flow_queues`] (get_rps_cpu() in net/core/dev.c).
     pub flow_entries: u64,
-    /// The driver accepts rules for single flows, and with RFS sets them itself (accelerated RFS).
+    /// Whether the driver accepts rules for single flows, and with RFS sets them itself (accelerated RFS).
     pub takes_flow_rules: bool,
     pub flow_rules: u64,
     pub irqbalance: bool,
 }
 
 impl RssConflicts {
-    /// Finds the present conflicts. Reads /proc: call it at most a few times a minute.
+    /// Returns the present conflicts. Reads /proc: call it at most a few times a minute.
     pub fn gather(interface: &str) -> Self {
         let queues = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
         let set = |attribute| queues.as_deref().map_or_else(Vec::new, |queues| queues_with(queues, attribute));

@@ -1,6 +1,6 @@
-//! Settings before the agent changed them, stored so that it, or a later process, can restore them.
+//! Original settings that the agent changed, stored so that the agent or a later process can restore them.
 //!
-//! JSON in a pinned BPF map, not in a file: like the NIC's settings it outlives processes, and ends with a reboot.
+//! JSON in a pinned BPF map, not in a file: like the NIC's settings, the map outlives processes and ends with a reboot.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ pub struct SavedSettings {
     pub tcp_timestamps: Option<String>,
 }
 
-/// The longest table (2048 queues of up to 5 digits) and key in JSON, with room to spare.
+/// Bytes for the longest table (2048 queues of up to 5 digits) and key in JSON, with a reserve.
 const VALUE_BYTES: u32 = 16384;
 const MAP_NAME: &str = "coreward_orig";
 
@@ -30,7 +30,7 @@ pub struct SettingsStore {
 }
 
 impl SettingsStore {
-    /// Opens the settings of an earlier process in `pin_directory`, or begins without any. Fails when the directory is
+    /// Opens the settings of an earlier process in `pin_directory`, or creates empty ones. Fails when the directory is
     /// not on a bpffs.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         let pin = pin_directory.join("remembered");

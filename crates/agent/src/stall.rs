@@ -10,22 +10,22 @@ const TOLERATED_FRACTION: f64 = 0.01;
 pub struct Counts {
     /// Stamped SYN-ACKs that were sent for the first time.
     pub handshakes: u64,
-    /// Those that were sent for the fourth time.
+    /// Stamped SYN-ACKs that were sent for the fourth time.
     pub stalled_handshakes: u64,
     /// Stamped connections with a segment that was sent for the fifth time.
     pub stalled_connections: u64,
 }
 
-/// Compares stalls with handshakes, window by window.
+/// Detector that compares stalls with handshakes in each window of [`HANDSHAKES_PER_VERDICT`].
 #[derive(Debug, Default)]
 pub struct StallDetector {
-    /// Counters at the beginning of the window.
+    /// Counters at the start of the window.
     window_start: Counts,
     warning: Option<String>,
 }
 
 impl StallDetector {
-    /// Starts after the counts of an earlier process.
+    /// Returns a detector that ignores the counts of an earlier process.
     pub fn from(counts: Counts) -> Self {
         Self { window_start: counts, warning: None }
     }

@@ -1,5 +1,5 @@
-//! A device's directory in /sys, if /sys is of this network namespace: `nsenter --net` and `ip netns exec` may leave
-//! that of another one, with a device of the same name.
+//! A device's directory in /sys, if /sys shows this network namespace: after `nsenter --net` or `ip netns exec` it may
+//! show another namespace, with a device of the same name.
 
 use std::fs;
 use std::path::{Path, PathBuf};

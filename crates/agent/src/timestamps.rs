@@ -9,7 +9,7 @@ use crate::saved_settings::SettingsStore;
 
 const SYSCTL: &str = "/proc/sys/net/ipv4/tcp_timestamps";
 const WITHOUT_OFFSETS: &str = "2";
-/// A random offset per connection: such connections are not stamped.
+/// Value of the sysctl for a random offset per connection: such connections are not stamped.
 const WITH_OFFSETS: &str = "1";
 
 fn read() -> anyhow::Result<String> {
@@ -20,14 +20,14 @@ fn write(value: &str) -> anyhow::Result<()> {
     fs::write(SYSCTL, value).with_context(|| format!("{SYSCTL}: writing {value}"))
 }
 
-/// Returns the required value of the sysctl. New connections are stamped or, while their service is handed over to
-/// another load balancer, not; older ones stay stamped.
+/// Returns the required value of the sysctl. New connections are not stamped while their service is handed over to
+/// another load balancer; older connections stay stamped.
 fn required(stamp_new: bool) -> &'static str {
     if stamp_new { WITHOUT_OFFSETS } else { WITH_OFFSETS }
 }
 
-/// Sets the sysctl for new connections to be stamped, or not, and stores the original. Fails when it cannot be read or
-/// written.
+/// Sets the sysctl by whether new connections are stamped, and stores the original. Fails when the sysctl cannot be
+/// read or written.
 pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()> {
     let (found, required) = (read()?, required(stamp_new));
     if found != required {

@@ -10,7 +10,7 @@ use coreward_wire::StampedService;
 /// Time without an unstamped SYN-ACK after which the warning ends.
 const WARNING_DURATION: Duration = Duration::from_secs(60);
 
-/// Watches the counter of SYN-ACKs that could not be stamped.
+/// Monitor of the counter of SYN-ACKs that could not be stamped.
 #[derive(Debug)]
 pub struct UnstampedSynAcks {
     last_count: u64,
@@ -18,12 +18,12 @@ pub struct UnstampedSynAcks {
 }
 
 impl UnstampedSynAcks {
-    /// Starts after the counts of an earlier process.
+    /// Returns a monitor that ignores the counts of an earlier process.
     pub fn from(counted: u64) -> Self {
         Self { last_count: counted, last_increase: None }
     }
 
-    /// Takes the counter (absolute). Returns the fault as text for `coreward status`.
+    /// Evaluates the counter's total. Returns the fault as text for `coreward status`.
     pub fn observe(&mut self, counted: u64, now: Instant) -> Option<String> {
         if counted > self.last_count {
             (self.last_count, self.last_increase) = (counted, Some(now));

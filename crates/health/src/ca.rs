@@ -9,7 +9,7 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-/// Returns the TLS configuration, or the reason why no certificate could be trusted.
+/// Returns the TLS configuration of checks, or the reason why no certificate can be verified.
 pub fn client(verification: &Verification) -> Result<Arc<ClientConfig>, String> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider.clone());
@@ -34,7 +34,7 @@ fn authorities(pem: &str) -> Result<RootCertStore, String> {
     if roots.is_empty() { Err("`ca`: no certificate in it".to_owned()) } else { Ok(roots) }
 }
 
-/// Read once: a change of the system's list needs a restart.
+/// Returns the system's certificates, read once: a change of the system's list needs a restart.
 fn system() -> Result<Arc<RootCertStore>, String> {
     static SYSTEM: OnceLock<Arc<RootCertStore>> = OnceLock::new();
     let roots = SYSTEM.get_or_init(|| {
@@ -54,7 +54,7 @@ fn system() -> Result<Arc<RootCertStore>, String> {
     }
 }
 
-/// Accepts any certificate, but verifies that the server has its key.
+/// Verifier that accepts any certificate, if the server has its key.
 #[derive(Debug)]
 struct AnyCertificate {
     provider: Arc<CryptoProvider>,

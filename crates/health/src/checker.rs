@@ -1,5 +1,5 @@
-//! Thread that checks all targets, each at its own interval. It has its own runtime: servers cannot delay the load
-//! balancer by their connections.
+//! Thread that checks all targets, each at its own interval. The thread has its own runtime, so that connections to
+//! servers cannot delay the load balancer.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
@@ -21,10 +21,10 @@ use tokio::time::{Instant, sleep_until};
 use crate::path::NatTable;
 use crate::probe::Prober;
 
-/// Limit of concurrent checks; others wait. As many as the data plane has NAT entries.
+/// Limit of concurrent checks, equal to the data plane's NAT entries. Further checks wait.
 pub const MAX_CONCURRENT_CHECKS: usize = 1024;
 
-/// Limit of the random delay of a target's first check; its interval if that is shorter.
+/// Limit of the random delay of a target's first check; the interval of the checks is the other limit.
 const MAX_FIRST_DELAY: Duration = Duration::from_millis(500);
 
 pub struct Service<K> {
@@ -32,7 +32,7 @@ pub struct Service<K> {
     pub check: Arc<Check>,
     /// Address that clients connect to.
     pub vip: SocketAddr,
-    /// Servers with their own addresses; a key occurs once among all services.
+    /// Keys and own addresses of the servers; a key occurs once among all services.
     pub servers: Vec<(K, IpAddr)>,
     /// NAT table; required for checks at the VIP.
     pub paths: Option<Arc<dyn NatTable>>,
@@ -41,9 +41,9 @@ pub struct Service<K> {
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckResult {
     tracker: HealthTracker,
-    /// Time of the verdict, or of the first check's due time.
+    /// Time of the verdict, or the due time of the first check.
     pub since: Instant,
-    /// Error of the newest check; empty if it passed, or none has ended.
+    /// Error of the newest check; empty if the check passed, or none has ended.
     pub error: String,
     /// Duration of the newest answer; zero if there was none.
     pub latency: Duration,
@@ -70,7 +70,7 @@ impl CheckResult {
     }
 }
 
-/// A target; results stay while it is equal.
+/// A target, whose results stay while all fields are equal.
 #[derive(Clone, PartialEq)]
 struct Task {
     check: Arc<Check>,
@@ -84,7 +84,7 @@ struct Running<K> {
     key: K,
 }
 
-/// Checks of all targets. The thread ends once `desired` is dropped, which is first.
+/// Checks of all targets. The thread ends when `desired` is dropped, so `desired` is the first field.
 pub struct Checker<K> {
     desired: watch::Sender<Arc<Vec<Running<K>>>>,
     shared: Arc<Shared<K>>,
@@ -213,7 +213,7 @@ async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>
                 shared.changes.send_modify(|count| *count += 1);
             }
         }
-        // From the due time, which keeps the interval. Missed checks are not repeated.
+        // Counted from the due time, which keeps the interval. Missed checks are not repeated.
         due = (due + check.jitter.pause(check.interval, draw())).max(Instant::now());
     }
 }

@@ -11,7 +11,7 @@ use tokio::net::{TcpSocket, TcpStream};
 
 use crate::path::{NatTable, Path};
 
-/// Field order matters: the reset that closes the connection needs the NAT entry.
+/// Connection to a server. The fields are dropped in order: the closing reset needs the NAT entry.
 pub(crate) struct ServerConnection {
     stream: TcpStream,
     _path: Option<OpenPath>,
@@ -40,7 +40,7 @@ impl AsyncWrite for ServerConnection {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
-    /// Sends no FIN: after it no reset would follow, and the server could wait for an acknowledgement.
+    /// Does nothing: after a FIN no reset would follow, and the server could wait for an acknowledgement.
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }

@@ -2,8 +2,8 @@
 //!
 //! * [`checker`]: thread that checks all targets
 //! * [`probe`]: one check of one server: TCP, HTTP, HTTPS
-//! * `connection`: its connection
-//! * [`path`]: rewriting of its addresses
+//! * `connection`: the connection of a check
+//! * [`path`]: address rewriting for a connection
 //! * [`ca`]: verification of certificates
 //!
 //! `coreward_model::health` judges the results. The data plane provides [`path::NatTable`].

@@ -2,15 +2,15 @@
 
 use std::net::IpAddr;
 
-/// Connection to a server's own address that is sent to the VIP.
+/// Addresses of a connection whose packets are rewritten from the server's own address to the VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Path {
     /// The server's own address.
     pub server: IpAddr,
-    /// Address that replaces it in the packet, of the same family.
+    /// Address of the same family that replaces the server's in packets.
     pub vip: IpAddr,
     pub port: u16,
-    /// The load balancer's port.
+    /// Source port of the load balancer.
     pub own_port: u16,
 }
 

@@ -34,12 +34,12 @@ pub enum ProbeError {
     Status(StatusCode, StatusRange),
     #[error("TLS: {0}")]
     Tls(String),
-    /// Invalid or missing answer.
+    /// The HTTP answer is invalid or missing.
     #[error("HTTP: {0}")]
     Http(String),
     #[error("{0}")]
     Network(String),
-    /// Local fault, without information about the server.
+    /// A local fault, which proves nothing about the server.
     #[error("not asked, as this machine lacks something: {0}")]
     Local(String),
 }
@@ -78,13 +78,13 @@ fn is_local(error: &std::io::Error) -> bool {
 pub struct Prober {
     check: Arc<Check>,
     vip: SocketAddr,
-    /// HTTPS only; the error of its setup.
+    /// Connector for HTTPS, or the error of its setup.
     tls: Option<Result<TlsConnector, String>>,
     paths: Option<Arc<dyn NatTable>>,
 }
 
 impl Prober {
-    /// `paths` is required for checks at the VIP.
+    /// Returns the probes of a service. `paths` is required for checks at the VIP.
     pub fn new(check: Arc<Check>, vip: SocketAddr, paths: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
             Probe::Https(_, verification) => Some(ca::client(verification).map(TlsConnector::from)),
@@ -131,7 +131,7 @@ impl Prober {
         }
     }
 
-    /// Adds the NAT entry of a check at the VIP, from this socket's port.
+    /// Adds the NAT entry for a check at the VIP from the socket's port.
     fn path_to_vip(&self, socket: &TcpSocket, server: IpAddr, nat: &Arc<dyn NatTable>) -> Result<OpenPath, ProbeError> {
         let local = |error: std::io::Error| ProbeError::of(&error, ProbeError::Network);
         let vip = self.vip.ip();

@@ -1,9 +1,9 @@
-//! Announces this load balancer's VIPs to a routing daemon (BIRD, FRR). Each has a route in a kernel table that no rule
-//! uses; the daemon learns it and announces it to the routers (docs/deployment.md has the daemon's file).
+//! Announces this load balancer's VIPs to a routing daemon (BIRD, FRR). Each VIP has a route in a kernel table that no
+//! rule uses. The daemon reads the table and announces its routes to the routers (docs/deployment.md has the file).
 //!
-//! So these are no routes of this machine: the kernel neither answers for a VIP nor accepts its packets, as it would
-//! with the VIP on a loopback (servers' answers that pass through here would be martians). They outlive this process,
-//! as the data plane does. A restarted routing daemon finds them again, which it would not with a control socket.
+//! The kernel itself does not use these routes: it neither answers for a VIP nor accepts its packets, as it would with
+//! the VIP on a loopback (servers' answers through this machine would be martians). The routes outlive this process, as
+//! the data plane does. A restarted routing daemon finds them again, which it would not with a control socket.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -19,9 +19,9 @@ use tokio_stream::StreamExt as _;
 
 use crate::config::Announce;
 
-/// Origin of the routes in `ip route`: a number that is unused in the kernel's and iproute2's lists.
+/// Protocol of the routes in `ip route`: a number that the kernel's and iproute2's lists do not use.
 const PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
-/// Interval of checks for changes of the table by others.
+/// Interval of checks for changes of the table by other programs.
 const READ_INTERVAL: Duration = Duration::from_secs(10);
 
 pub struct Announcer {
@@ -32,17 +32,17 @@ pub struct Announcer {
     reader_task: AbortHandle,
 }
 
-/// VIPs by their state.
+/// VIPs that can be announced, and reasons against the others.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AnnounceState {
     /// VIPs whose packets can be forwarded.
     pub announceable: BTreeSet<IpAddr>,
-    /// Reasons for the others.
+    /// Reasons why the other VIPs are not announced.
     pub blocked: Vec<String>,
 }
 
 impl Announcer {
-    /// Starts with the routes of an earlier process. Fails when the kernel does not show its routes.
+    /// Reads the routes of an earlier process. Fails when the kernel does not show its routes.
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
         let (connection, handle, _) = rtnetlink::new_connection().context("no netlink socket for routes")?;
         let answers = tokio::spawn(connection).abort_handle();
@@ -61,7 +61,7 @@ impl Announcer {
         self.announced_vips.len()
     }
 
-    /// Announces these VIPs alone. Fails when the kernel rejects a route.
+    /// Announces the `wanted` VIPs and withdraws all others. Fails when the kernel rejects a route.
     pub async fn announce(&mut self, wanted: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
         if self.last_read.elapsed() >= READ_INTERVAL {
             self.read().await?;
@@ -83,7 +83,7 @@ impl Announcer {
         Ok(())
     }
 
-    /// Whether the interface is up. Fails when there is no such interface.
+    /// Returns whether the interface is up. Fails when the interface does not exist.
     pub async fn is_up(&self, interface: &str) -> anyhow::Result<bool> {
         let links = self.handle.link().get().match_name(interface.to_owned()).execute();
         let mut links = std::pin::pin!(links);

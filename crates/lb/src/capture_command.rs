@@ -45,11 +45,11 @@ pub struct CaptureArgs {
     pub seconds: Option<u64>,
 }
 
-/// Longest wait for packets.
+/// Interval of checks for the end of the capture.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Captures until the count, the time or SIGINT; prints the number of packets at the end. Fails when no load balancer
-/// is at work, it does not have the service, or the file cannot be written.
+/// Captures up to the given count or time, or until SIGINT; prints the number of packets at the end. Fails when no load
+/// balancer runs, it does not have the service, or the file cannot be written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
     let service = find_service(&args.service, &capture::services(&config.pin_directory)?)?;
@@ -78,7 +78,7 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     }
     eprintln!("{packets} packets captured, {} records lost", capture.lost_records());
     match failure {
-        // A reader that stops (`| head`) has seen enough.
+        // A closed pipe (`| head`) is an orderly end.
         Some(error) if is_broken_pipe(&error) => Ok(()),
         Some(error) => Err(error),
         None => sink.finish(),
@@ -133,7 +133,7 @@ impl Sink {
 }
 
 impl Sink {
-    /// Flushes the file; the caller gets the error.
+    /// Flushes the file, and returns the error that a drop would hide.
     fn finish(self) -> anyhow::Result<()> {
         match self {
             Sink::Text => Ok(()),
@@ -155,7 +155,7 @@ impl PcapNg {
         let interface = InterfaceDescriptionBlock {
             linktype: DataLink::ETHERNET,
             snaplen: 0,
-            // Nanoseconds.
+            // 9: timestamps are in 10^-9 s.
             options: vec![InterfaceDescriptionOption::IfTsResol(9)],
         };
         writer.write_pcapng_block(interface)?;

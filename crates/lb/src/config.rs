@@ -13,12 +13,12 @@ use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
 use coreward_model::connection_table::{TableSize, Timers};
 use coreward_model::vlan::Vlan;
 
-/// Treatment of announced VIPs at the daemon's end.
+/// Treatment of announced VIPs when the daemon stops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnStop {
-    /// Withdrawn: other load balancers get the packets.
+    /// VIPs are withdrawn: other load balancers get the packets.
     Withdraw,
-    /// Kept, as the data plane: for a restart.
+    /// VIPs stay announced, because the data plane continues: for a restart.
     Keep,
 }
 
@@ -30,7 +30,7 @@ config_struct! {
         pub name: String as Name,
         /// Addresses of the controllers: one, or a list.
         pub controllers as "controller": Controllers,
-        /// Interface of packets for VIPs, in both directions.
+        /// Interface that receives and sends packets for VIPs.
         pub interface: String as Interface,
         /// VLAN of packets for VIPs; without it they are untagged.
         pub vlan: Option<Vlan>,
@@ -40,25 +40,25 @@ config_struct! {
         pub state_directory: PathBuf as AbsolutePath = AbsolutePath(PathBuf::from("/var/lib/coreward-lb")),
         /// XDP mode: "native" in the driver, "generic" after it, "auto" the first that works.
         pub xdp_mode: XdpMode = XdpMode::Auto,
-        /// Address for other load balancers; without it the interface's first IPv4 address, or else an IPv6 address.
+        /// Address that other load balancers use; default: the interface's first IPv4 address, or else an IPv6 address.
         pub address: Option<IpAddr>,
-        /// Capacity for connections without a cookie: entries.
+        /// Number of entries for connections without a cookie.
         pub flow_table: u32 as Number<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
             Number(Options::default().flow_table_entries.into()),
-        /// Capacity for connections of stateful services: entries of 64 bytes.
+        /// Number of entries for connections of stateful services, of 64 bytes each.
         pub connection_table: TableSize = TableSize::default(),
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
         pub tls: Option<coreward_tls::CredentialFiles>,
-        /// Ages at which connections of stateful services are checked.
+        /// Times without packets after which connections of stateful services are checked.
         pub connection_timers: Timers as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
-        /// Announcement of VIPs that this load balancer can serve, by a routing daemon; without it by other means.
+        /// Announcement of servable VIPs by a routing daemon; without it the operator routes them.
         pub announce: Option<Announce>,
     }
 }
 
-/// Above the tables that the kernel and distributions name.
+/// First table above those that the kernel and distributions name.
 const FIRST_TABLE: u64 = 256;
 
 config_struct! {
@@ -69,7 +69,7 @@ config_struct! {
         pub table: u32 as Number<FIRST_TABLE, { u32::MAX as u64 }> = Number(7400),
         /// Treatment of announced VIPs at the daemon's end: "withdraw", or "keep", as the data plane continues.
         pub on_stop: OnStop = OnStop::Withdraw,
-        /// Time between their withdrawal and the end, for routers to learn of it.
+        /// Time between the withdrawal of VIPs and the end, for routers to learn of the withdrawal.
         pub drain: Duration as Period<0, MINUTE> = Period(Duration::from_secs(5)),
     }
 }
@@ -80,15 +80,15 @@ string_enum!(
     [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, what)| (name.to_owned(), what))
 );
 
-/// An entry is checked at least once a day, and at most once a second.
+/// Range of a timer: an entry is checked at least once a day, and at most once a second.
 type Timer = Period<SECOND, { 24 * HOUR }>;
 
 config_struct! {
-    /// Ages at which a server is queried about a connection.
+    /// Times without packets after which a server is queried about a connection.
     struct ConnectionTimers {
-        /// Since the last packet from the client.
+        /// Time since the last packet from the client.
         idle: Option<Timer>,
-        /// The same after a FIN or RST.
+        /// Time since the last packet from the client, after a FIN or RST.
         closing: Option<Timer>,
     }
 }
@@ -102,14 +102,14 @@ impl From<ConnectionTimers> for Timers {
     }
 }
 
-/// Place of the program in the kernel.
+/// XDP mode of the program.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum XdpMode {
-    /// In the driver, or not at all.
+    /// The program runs in the driver, or the daemon fails.
     Native,
-    /// After the driver, slower, with any interface.
+    /// The program runs after the driver: slower, but with any interface.
     Generic,
-    /// Native; where the driver cannot, generic with a warning.
+    /// Native; generic with a warning if the driver does not support native mode.
     #[default]
     Auto,
 }
@@ -122,12 +122,12 @@ string_enum!(
 );
 
 impl Config {
-    /// Fails when the file cannot be read; the error lists every mistake.
+    /// Reads and parses the file. Fails when the file cannot be read; the error lists every mistake.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// The error lists every mistake.
+    /// Parses the file; the error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|config, _| Some(config))
     }

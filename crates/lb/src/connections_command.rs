@@ -1,5 +1,5 @@
-//! `coreward connections`: the heaviest connections of a stateful service, read from the load balancer's pinned table
-//! during operation.
+//! `coreward connections`: the heaviest connections of a stateful service, read from the pinned table of a running load
+//! balancer.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -47,7 +47,8 @@ impl SortBy {
 
 const PIN_DIRECTORIES: &str = "/sys/fs/bpf/coreward";
 
-/// Returns the text to print. Fails without exactly one load balancer there, or without the service.
+/// Returns the text to print. Fails when the pin directory is ambiguous or has no load balancer, or the service is
+/// unknown.
 pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),

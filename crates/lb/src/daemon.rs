@@ -1,5 +1,5 @@
-//! The daemon: attaches the program, or takes over the one at work, and follows the controller. The data plane
-//! continues without the daemon and without the controller.
+//! The daemon: attaches the program, or takes over the attached one, and applies the controller's updates. The data
+//! plane continues without the daemon and without the controller.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -34,16 +34,16 @@ use crate::last_configuration::LastConfiguration;
 use crate::resolvers::{Resolution, Resolvers};
 use crate::sweeper::Sweeper;
 
-/// Interval of the packets' clock, and of one part of the connection table's sweep.
+/// Interval at which the packets' clock is set and the next section of the connection table is swept.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
-/// Shortest time between two states: with a thousand services one takes a millisecond.
+/// Minimum time between two messages of state: with a thousand services, each takes a millisecond.
 const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);
-/// Queue of messages to the controller: a state, counts and socket queries.
+/// Length of the queue of messages to the controller: a state, counts and socket queries.
 const MESSAGE_QUEUE_LENGTH: usize = 64;
 const UNRESOLVED: &str = "MAC addresses are not resolved";
 
-/// Runs until SIGTERM or SIGINT; pinned objects stay at work. Fails when the file is invalid, another process is at
-/// work there, the interface does not exist, or the kernel refuses the program.
+/// Runs until SIGTERM or SIGINT; pinned objects stay in use. Fails when the file is invalid, another daemon uses the
+/// pin directory, the interface does not exist, or the kernel rejects the program.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     // Health checks of many servers are many concurrent connections.
@@ -72,8 +72,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
-/// Removes the program from the interface and all pins: forwarding ends. Fails when the file is invalid, its daemon is
-/// at work, or a pin cannot be removed.
+/// Removes the program from the interface and all pins: forwarding ends. Fails when the file is invalid, its daemon
+/// runs, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;
@@ -126,7 +126,7 @@ async fn serve(
     let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let sweeper = Sweeper::new(&config.connection_timers);
     let mut last = LastConfiguration::new(&config.state_directory, &config.name);
-    // The program of another version continues with its tables until this one has tables of a controller.
+    // The program of another version continues with its tables until this version has a controller's tables.
     if !forwarder.is_upgrade_pending() {
         last.restore(&mut forwarder);
     }
@@ -144,14 +144,14 @@ async fn serve(
     outcome
 }
 
-/// Withdraws all VIPs, and returns after the time that routers need.
+/// Withdraws all VIPs, and returns after the drain time of the routers.
 async fn withdraw(announce: &Announce) -> anyhow::Result<()> {
     Announcer::start(announce).await?.announce(&BTreeSet::new()).await?;
     tokio::time::sleep(announce.drain).await;
     Ok(())
 }
 
-/// Work that does not depend on a controller.
+/// Tasks that do not depend on a controller.
 struct BackgroundTasks {
     neighbours: mpsc::UnboundedReceiver<Resolution>,
     ticker: Interval,
@@ -162,7 +162,7 @@ struct BackgroundTasks {
 }
 
 impl BackgroundTasks {
-    /// Performs the work of a tick. Returns queries for agents, at most `limit`.
+    /// Runs the tasks of one tick. Returns up to `limit` queries for agents.
     fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
         forwarder.tick();
         let due = forwarder.sweep()?;
@@ -174,7 +174,7 @@ impl BackgroundTasks {
         forwarder.maintain()?;
         self.last.save(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
-        // Nothing is known yet: the announcements of an earlier process stay.
+        // Without a configuration, the announcements of an earlier process stay.
         let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
         if !announcer.is_up(interface).await? {
             state = AnnounceState {
@@ -204,7 +204,7 @@ impl BackgroundTasks {
         page
     }
 
-    /// Runs the background work while a future is pending.
+    /// Runs the background tasks while a future is pending.
     async fn run_while<T>(
         &mut self,
         forwarder: &mut Forwarder,
@@ -216,7 +216,7 @@ impl BackgroundTasks {
             tokio::select! {
                 outcome = &mut other => return Ok(outcome),
                 change = self.neighbours.recv() => forwarder.neighbour(change.context(UNRESOLVED)?),
-                // Without a controller the queries time out, and agents count as away.
+                // Without a controller the queries time out, and agents count as absent.
                 _ = self.ticker.tick() => drop(self.tick(forwarder, usize::MAX)?),
                 scrape = self.scrapes.next() => drop(scrape.send(self.metrics(forwarder, connection))),
             }
@@ -260,8 +260,8 @@ async fn run_session(
     let mut reported = (0, 0);
     let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
     loop {
-        // Once a second, and at once when a service got its first table, a server was found or lost, or another
-        // configuration is in force.
+        // A state is due once a second, and at once when a service got its first table, a server was resolved or lost,
+        // or another configuration is in force.
         let due = tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
@@ -269,7 +269,7 @@ async fn run_session(
                 let in_force = apply(forwarder, &mut tasks.sweeper, update);
                 anyhow::ensure!(!forwarder.needs_configuration(), "the next configuration is to come whole");
                 if let Some(in_force) = in_force {
-                    // For latencies only: a lost one does not matter.
+                    // The message is for latency metrics only, so it may be lost.
                     let _ = messages.try_send(message(Message::TableInForce(in_force)));
                 }
                 if traffic.period() != forwarder.report_interval() {
@@ -291,7 +291,7 @@ async fn run_session(
                 true
             }
             _ = traffic.tick() => {
-                // Counts are absolute: the next message makes up for a lost one.
+                // Counts are totals, so the next message replaces a lost one.
                 if let Some(counts) = forwarder.traffic() {
                     let _ = messages.try_send(message(Message::Traffic((&counts).into())));
                 }
@@ -316,7 +316,7 @@ async fn run_session(
         if state_is_due && tokio::time::Instant::now() >= next_state {
             reported = (forwarder.tables(), forwarder.confirmed_generation());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
-            // The next state makes up for a lost one.
+            // The next state replaces a lost one.
             let _ = messages.try_send(message(Message::State(tasks.state(forwarder, connection))));
         }
     }
@@ -328,7 +328,7 @@ fn every(period: Duration) -> Interval {
     interval
 }
 
-/// Returns a monotonic time, for latencies.
+/// Returns the monotonic time, for latencies.
 fn uptime() -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed()
@@ -349,8 +349,8 @@ fn message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
-/// Applies an update. An unusable one is logged and reported; the previous one stays in force. Returns a table that is
-/// in force now.
+/// Applies an update. An unusable update is logged and reported, and leaves the previous state in force. Returns the
+/// acknowledgement of a table.
 fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) -> Option<v1::TableInForce> {
     let began = Instant::now();
     match update.update {
@@ -402,7 +402,7 @@ fn log_error(outcome: anyhow::Result<()>) {
     }
 }
 
-/// Installs a table and returns its acknowledgement; `None`: it is unusable, which is reported.
+/// Installs a table and returns its acknowledgement; `None`: the table is unusable, which is reported.
 fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
     let outcome = match table::decode(bytes.clone()) {
         Ok((service, table)) => {
@@ -411,7 +411,7 @@ fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> 
             outcome.map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
         }
         Err(error) => {
-            // Most unusable tables still show their service.
+            // Most unusable tables still name their service.
             let message = v1::PlacementTable::decode(bytes).unwrap_or_default();
             let outcome = Err::<(), anyhow::Error>(error.into());
             forwarder.record_table(message.service_index, message.generation, &outcome);

@@ -40,15 +40,15 @@ use table_ages::TableAges;
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Calls of [`Forwarder::sweep`] for the whole connection table: one second.
 const SWEEP_CALLS: u32 = 10;
-/// Limit of entries in one call, of 64 bytes each: a table of four million takes three seconds.
+/// Limit of entries (64 bytes each) that one call sweeps: a table of four million takes three seconds.
 const MAX_SWEPT_ENTRIES: u32 = 131_072;
-/// Time after which servers without ARP answer do not delay an upgrade.
+/// Time after which servers that do not answer ARP no longer delay an upgrade.
 const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit of a change that loads another program: 10 s in a loaded, emulated machine.
+/// Time limit of a change that loads another program, which takes 10 s on a loaded, emulated machine.
 pub const PROGRAM_LIMIT: Duration = Duration::from_secs(60);
 /// Time after the start within which a controller should have sent a configuration.
 const CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval of counts, which read the whole table.
+/// Interval of counts of connections, which read the whole table.
 const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The load balancer's program and its inputs.
@@ -61,31 +61,31 @@ pub struct Forwarder {
     routes: Routes,
     /// Next hops of servers that packets are encapsulated for; a server without a route is missing.
     next_hops: HashMap<Neighbour, IpAddr>,
-    /// Servers without a route, in words.
+    /// Warnings about servers without a route.
     unrouted: BTreeSet<String>,
-    /// Services' servers by the address of their neighbour: the server, or a router.
+    /// Servers (service, index) behind each neighbour: the server itself, or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     name: String,
     /// All load balancers, itself included.
     peers: Vec<Peer>,
-    /// Time between two messages of traffic.
+    /// Interval of messages about traffic.
     report_interval: Duration,
-    /// Time for which a table that depends on loads is in force without a controller.
+    /// Lifetime of a table that depends on loads, without a controller.
     table_lifetime: Duration,
     table_ages: TableAges,
     timers: Timers,
     /// Time of the last count of connections.
     last_count: Duration,
-    /// Newest confirmed generation of this stream; 0: none yet.
+    /// Newest generation that was confirmed in this stream; 0: none yet.
     confirmed_generation: u64,
-    /// Number of the configuration; `None`: none yet, or it could not be applied.
+    /// Number of the configuration; `None`: no configuration yet, or it could not be applied.
     number: Option<u64>,
     /// Generation in force, of any controller; 0: none.
     applied_generation: u64,
     /// Cookie keys in force; `None`: no configuration yet.
     keys: Option<FleetKeys>,
-    /// When a missing configuration is logged; `None`: it was.
+    /// Time at which a missing configuration is logged; `None`: it was logged.
     missing_logged_at: Option<Duration>,
     /// Whether the configuration in force is not saved yet.
     is_unsaved: bool,
@@ -99,14 +99,14 @@ pub struct Forwarder {
     /// Faults of this machine and of servers with LB-side stamping, as last logged.
     problems: BTreeSet<String>,
     table_to_kernel: LatencyHistogram,
-    /// Number of announced VIPs; `None`: not by this daemon.
+    /// Number of announced VIPs; `None`: this daemon announces none.
     announced_vips: Option<usize>,
     /// Reasons for which VIPs are not announced.
     blocked: Vec<String>,
     health: Health,
-    /// Servers that are down by its checks.
+    /// Servers that are down by this load balancer's checks.
     down: BTreeSet<Target>,
-    /// Targets that get no new connections from here, whatever the controller's table.
+    /// Targets that get no new connections from this load balancer, even if the controller's table has them.
     masked: BTreeSet<Target>,
     configured_at: Option<Duration>,
     /// Unusable updates.
@@ -165,7 +165,7 @@ impl Forwarder {
         }
     }
 
-    /// Starts a stream. Confirmations of an earlier one do not count, because it may have been another controller's.
+    /// Starts a stream. Confirmations of earlier streams do not count, because they may be of another controller.
     pub fn begin_stream(&mut self) {
         self.confirmed_generation = 0;
         self.number = None;
@@ -266,15 +266,15 @@ impl Forwarder {
         self.masked.extend(masked);
     }
 
-    /// Whether a server gets new connections from here.
+    /// Returns whether a server gets new connections from this load balancer.
     fn is_eligible(&self, service: ServiceIndex, server: &coreward_wire::Server) -> bool {
         server.eligible && !self.masked.contains(&(service, server.id))
     }
 
-    /// Sweeps the next part of the connection table: frees what needs no query, and returns what may be freed without a
-    /// socket. Fails when the kernel offers no grace period.
+    /// Sweeps the next section of the connection table: frees entries that need no query, and returns entries that may
+    /// be freed if their server has no socket. Fails when the kernel offers no grace period.
     pub fn sweep(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
-        // Before the first configuration the table may have entries of an earlier daemon.
+        // Until the first configuration the table may have entries of an earlier daemon.
         let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
         if self.configured_at.is_some() && !self.services.values().any(is_stateful) {
             return Ok(Vec::new());
@@ -291,20 +291,20 @@ impl Forwarder {
         Ok(ask.into_iter().filter_map(with_service).collect())
     }
 
-    /// Frees these entries, if they have not changed since. Fails when the kernel offers no grace period.
+    /// Frees the entries that have not changed since the sweep. Fails when the kernel offers no grace period.
     pub fn free(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
         tracing::debug!(event = "connections-freed", freed, checked = connections.len(), "connections are freed");
         Ok(())
     }
 
-    /// Time between two messages of traffic.
+    /// Returns the interval of messages about traffic.
     pub fn report_interval(&self) -> Duration {
         self.report_interval
     }
 
-    /// Returns the traffic to servers; `None`: no policy needs it. Counts of servers are of all services, so all
-    /// services are in it.
+    /// Returns the traffic to servers; `None`: no policy needs it. A server's counts are sums over services, so all
+    /// services are in the message.
     pub fn traffic(&self) -> Option<TrafficMessage> {
         if self.services.values().all(|(service, _)| service.traffic == TelemetryLevel::Nothing) {
             return None;
@@ -347,8 +347,8 @@ impl Forwarder {
         }
     }
 
-    /// Installs a service's table. Fails when the service is not configured, or the data plane cannot hold the table:
-    /// the old one stays then.
+    /// Installs a service's table. Fails when the service is not configured, or the data plane cannot hold the table;
+    /// the previous table then stays in force.
     pub fn install(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         let Some((configuration, index)) = self.services.get(&service) else {
             anyhow::bail!("a table for service index {}, which is not configured", service.get());
@@ -370,7 +370,7 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Completes an upgrade when all tables are there, and all servers are resolved or do not answer.
+    /// Completes an upgrade when all tables are installed, and all servers are resolved or do not answer.
     fn switch_when_ready(&mut self) -> anyhow::Result<()> {
         let Some(configured) = self.configured_at.filter(|_| self.balancer.is_upgrade_pending()) else { return Ok(()) };
         let waited = monotonic().saturating_sub(configured);
@@ -382,7 +382,7 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Refreshes the device's own MAC address. Fails when the device is gone.
+    /// Reads the device's own MAC address again. Fails when the device is gone.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolvers.are_alive(), "a thread that resolves MAC addresses has ended");
         let now = monotonic();
@@ -397,7 +397,7 @@ impl Forwarder {
         self.switch_when_ready()
     }
 
-    /// Returns missing settings of this machine's kernel.
+    /// Returns warnings about this kernel's settings that prevent forwarding.
     fn routing_problems(&self) -> Vec<String> {
         let stamped = self.services.values().map(|(service, _)| service);
         let mut stamped = stamped.filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
@@ -427,7 +427,7 @@ impl Forwarder {
     /// Logs each problem once.
     fn log_problems(&mut self) {
         let clocks = self.server_clocks().into_iter().filter(|clock| !clock.problem.is_empty());
-        // Without the numbers, which grow.
+        // Without numbers that grow: each change would be logged again.
         let server = |clock: v1::ServerClock| {
             format!("{} of service {} is not stamped ({}; `coreward status`)", clock.server, clock.service, clock.state)
         };
@@ -473,8 +473,8 @@ impl Forwarder {
         self.services.values().filter(|(_, index)| self.balancer.table_generation(*index).is_some()).count()
     }
 
-    /// Returns the state of the VIPs; `None`: no configuration yet, and pinned state continues. A VIP is announceable
-    /// when one of its services has its table in force and the MAC address of one of its servers.
+    /// Returns the state of the VIPs; `None`: no configuration yet, and the pinned state continues. A VIP is
+    /// announceable when one of its services has a table in force and the MAC address of a server.
     pub fn announce_state(&self) -> Option<AnnounceState> {
         if self.services.is_empty() && self.confirmed_generation == 0 {
             return None;
@@ -504,7 +504,7 @@ impl Forwarder {
         Some(state)
     }
 
-    /// Records the announced VIPs, and the reasons for others, for display.
+    /// Records the number of announced VIPs, and the reasons why others are blocked, for display.
     pub fn set_announced_vips(&mut self, count: usize, blocked: Vec<String>) {
         (self.announced_vips, self.blocked) = (Some(count), blocked);
     }

@@ -19,18 +19,18 @@ const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_CONNECTIONS
 
 pub type Target = (ServiceIndex, ServerId);
 
-/// The checks of this load balancer. The fields are dropped in this order: connections end before their NAT entries.
+/// Checks of this load balancer. The fields are dropped in order: connections end before their NAT entries.
 pub struct Health {
     checker: Checker<Target>,
     changes: watch::Receiver<u64>,
-    /// For [`Health::servers_down_if_changed`].
+    /// Counter of changes, for [`Health::servers_down_if_changed`].
     changes_of_down: watch::Receiver<u64>,
-    /// Time of the last message; `None`: none in this stream.
+    /// Time of the last message; `None`: no message in this stream.
     reported: Option<Instant>,
     interface: String,
-    /// NAT for checks at the VIP; created when first needed, and kept: a removed check may be in progress.
+    /// NAT for checks at the VIP. Created for the first such check, and kept: a removed check may be in progress.
     paths: Option<NatPrograms>,
-    /// Reason for which checks at the VIP are impossible, if they are.
+    /// Reason why checks at the VIP are impossible; `None`: they are possible.
     problem: Option<String>,
 }
 
@@ -52,7 +52,7 @@ impl NatTable for DataPlane {
 }
 
 impl Health {
-    /// Starts without checks. `interface`: of the servers. Fails when no thread can be created.
+    /// Starts without checks. `interface` leads to the servers. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
         let changes = checker.changes();
@@ -60,7 +60,7 @@ impl Health {
         Ok(Self { checker, changes, changes_of_down, reported: None, interface, paths: None, problem: None })
     }
 
-    /// Sets the checks of these services.
+    /// Replaces the checks by those of these services.
     pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
         let checks = services.clone().filter_map(|service| service.check.as_ref());
         if checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
@@ -88,7 +88,7 @@ impl Health {
         }
     }
 
-    /// Returns the service's check; `None`: none, or impossible.
+    /// Returns the service's check; `None`: not configured, or impossible.
     fn checker_service(&self, service: &Service) -> Option<checker::Service<Target>> {
         let check = service.check.clone()?;
         let paths = self.paths.as_ref().map(|held| Arc::new(DataPlane(held.paths().clone())) as Arc<dyn NatTable>);
@@ -113,7 +113,7 @@ impl Health {
         self.changes.mark_unchanged();
         self.reported = Some(Instant::now());
         let servers: Vec<_> = self.results().collect();
-        // Also that nothing is checked any more.
+        // The end of all checks is a change, too.
         (changed || !servers.is_empty()).then_some(HealthMessage { servers })
     }
 

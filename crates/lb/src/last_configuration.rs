@@ -1,5 +1,5 @@
-//! The last configuration in force, in a file: a daemon that starts without a controller uses it for health checks and
-//! the connection table.
+//! The last configuration in force, in a file for a daemon that starts without a controller: it needs the configuration
+//! for health checks and the connection table.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,12 +12,12 @@ use prost::bytes::Bytes;
 
 use crate::forwarder::Forwarder;
 
-/// The file. It holds the cookie keys, so only its owner may read it.
+/// File of the last configuration. The file holds the cookie keys, so only its owner may read it.
 pub struct LastConfiguration {
     path: PathBuf,
-    /// A configuration in force that is not written yet.
+    /// Configuration in force that is not written yet.
     pending: Option<FleetConfiguration>,
-    /// Fault of the last reading or writing.
+    /// Error of the last read or write.
     problem: Option<String>,
 }
 
@@ -26,7 +26,7 @@ impl LastConfiguration {
         Self { path: state_directory.join(format!("{name}.configuration")), pending: None, problem: None }
     }
 
-    /// Applies the saved configuration, if there is one that this version can read.
+    /// Applies the saved configuration, if this version can read it.
     pub fn restore(&mut self, forwarder: &mut Forwarder) {
         let restored = self.read().and_then(|configuration| {
             let Some(configuration) = configuration else { return Ok(()) };
@@ -48,7 +48,8 @@ impl LastConfiguration {
         self.save_changed(forwarder.changed_configuration());
     }
 
-    /// `changed`: the configuration in force, if it changed since the last call.
+    /// Writes `changed`, or retries a failed write. `changed`: the configuration in force, if it changed since the last
+    /// call.
     fn save_changed(&mut self, changed: Option<FleetConfiguration>) {
         let Some(configuration) = changed.or_else(|| self.pending.take()) else { return };
         let written =

@@ -2,7 +2,7 @@
 //!
 //! * [`announce`]: VIPs for routers, by a routing daemon
 //! * [`capture_command`]: `coreward capture`
-//! * [`config`]: its file
+//! * [`config`]: the configuration file
 //! * [`connections_command`]: `coreward connections`
 //! * [`daemon`]: the daemon's loop
 //! * [`forwarder`]: application of the controller's updates

@@ -15,7 +15,7 @@ pub struct Neighbour {
     pub address: IpAddr,
 }
 
-/// A change of a neighbour's MAC address; `None`: not known any more.
+/// A change of a neighbour's MAC address; `None`: the neighbour does not answer any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resolution {
     pub neighbour: Neighbour,
@@ -30,8 +30,8 @@ pub struct Resolvers {
 }
 
 impl Resolvers {
-    /// Starts with the resolver of untagged neighbours. Fails when the interface does not exist or packet sockets are
-    /// not allowed.
+    /// Starts the resolver of untagged neighbours. Fails when the interface does not exist or packet sockets are not
+    /// allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<Resolution>)> {
         let (changes, receiver) = unbounded_channel();
         let mut resolvers = Self { interface: interface.to_owned(), changes, by_vlan: BTreeMap::new() };
@@ -53,12 +53,12 @@ impl Resolvers {
         Ok(())
     }
 
-    /// Whether all threads still run.
+    /// Returns whether all threads run.
     pub fn are_alive(&self) -> bool {
         self.by_vlan.values().all(Resolver::is_alive)
     }
 
-    /// Starts the resolver of a VLAN, if there is none.
+    /// Starts the resolver of a VLAN, if none runs.
     fn open(&mut self, vlan: Vlan) -> anyhow::Result<()> {
         if !self.by_vlan.contains_key(&vlan) {
             let changes = self.changes.clone();

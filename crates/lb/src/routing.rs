@@ -1,12 +1,12 @@
-//! Check that this machine's kernel forwards servers' answers, as LB-side stamping requires (`timestamps = "lb"`): they
-//! arrive as at a router, and leave by its routes.
+//! Check that this machine's kernel forwards servers' answers, as LB-side stamping requires (`timestamps = "lb"`): the
+//! load balancer is the servers' router.
 
 use std::path::Path;
 
-/// One directory per device, and `all`.
+/// Directory of sysctls, with a subdirectory per device, and `all`.
 const SYSCTLS: &str = "/proc/sys/net/ipv4/conf";
 
-/// Returns problems with the sysctl's name, value and expectation. Unreadable sysctls are none.
+/// Returns problems with the sysctl's name, value and expectation. Unreadable sysctls are skipped.
 pub fn problems(interface: &str) -> Vec<String> {
     let value = |directory: &str, name: &str| {
         let text = std::fs::read_to_string(Path::new(SYSCTLS).join(directory).join(name)).ok()?;
@@ -15,8 +15,8 @@ pub fn problems(interface: &str) -> Vec<String> {
     problems_of(interface, value)
 }
 
-/// Returns the problem of IPv6 answers, if there is one. Linux forwards for all devices or for none, and has no setting
-/// for redirects: hosts ignore those for routes by another address than the router's link-local one.
+/// Returns the problem of IPv6 answers, if any. Linux forwards for all devices or for none, and has no setting for
+/// redirects: hosts ignore redirects for routes by other addresses than the router's link-local one.
 pub fn ipv6_problem() -> Option<String> {
     ipv6_problem_of(&std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/forwarding").ok()?)
 }
@@ -29,10 +29,10 @@ fn ipv6_problem_of(forwarding: &str) -> Option<String> {
     })
 }
 
-/// `value`: of a sysctl, by its directory and name.
+/// Returns the problems of an interface. `value` returns a sysctl's value by its directory and name.
 fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
     let mut problems = Vec::new();
-    // IN_DEV_FORWARD() in include/linux/inetdevice.h: the device's own; net.ipv4.ip_forward sets all of them.
+    // IN_DEV_FORWARD() in include/linux/inetdevice.h reads the device's value; net.ipv4.ip_forward sets all of them.
     if value(interface, "forwarding") == Some(0) {
         problems.push(format!(
             "net.ipv4.conf.{interface}.forwarding is 0: expected 1 (net.ipv4.ip_forward = 1), or no answer of a server \
@@ -40,7 +40,7 @@ fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Ve
              timestamps are by \"lb\" reaches a client"
         ));
     }
-    // IN_DEV_TX_REDIRECTS(): either of the two.
+    // IN_DEV_TX_REDIRECTS(): a device sends redirects if either directory allows them.
     for directory in ["all", interface] {
         if value(directory, "send_redirects").is_some_and(|value| value != 0) {
             problems.push(format!(

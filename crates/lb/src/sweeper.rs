@@ -1,10 +1,10 @@
-//! Expired entries of the connection table: freed once the agent of their server answers that they have no socket. No
-//! I/O: [`crate::daemon`] sends queries and frees entries.
+//! Expired entries of the connection table, which are freed when the agent of their server answers that they have no
+//! socket. No I/O: [`crate::daemon`] sends queries and frees entries.
 //!
-//! Entries wait in a queue for each server and service, and servers are queried in turn with few open queries each, so
-//! that silent agents leave room to the others. An absent agent proves nothing about its connections; then their age
-//! alone decides, or the table would fill. The packet of a connection that was freed too early is broadcast once, and
-//! later ones go by the server's id.
+//! Entries wait in a queue for each server and service. Servers are queried by rotation with few open queries each, so
+//! that silent agents do not delay other queries. An absent agent proves nothing about its connections; then age alone
+//! decides, or the table would fill. The next packet of a connection that was freed too early is broadcast; later
+//! packets go by the server's id.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -16,20 +16,20 @@ use coreward_wire::{SocketAnswer, SocketQuery};
 
 /// Limit of open queries.
 const MAX_OPEN_QUERIES: usize = 64;
-/// Limit of open queries to one server: the next one may wait there while it answers.
+/// Limit of open queries to one server: the second one waits at the server while it answers the first.
 const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
-/// Time after which an open query is forgotten: the agent is away, or it was lost.
+/// Time after which an open query counts as lost.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a connection with a socket is checked again, or the idle time if that is shorter.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval of queries to a server whose agent is away.
+/// Interval of queries to a server whose agent is absent.
 const ABSENT_AGENT_RETRY: Duration = Duration::from_secs(5);
-/// Time after which the age of an absent agent's connections alone decides: it, or the controller, may be restarting.
+/// Time of an agent's absence after which only age decides: before, agent or controller may be restarting.
 const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
-/// Interval at which expired state is removed.
+/// Interval at which expired state of the sweeper is removed.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Subject of a query: a server's agent distinguishes its services.
+/// Key of a queue: server and service, because a query is about one service of an agent.
 type Queue = (ServerId, ServiceAddress);
 
 /// Waiting and open queries.
@@ -40,7 +40,7 @@ pub struct Sweeper {
     waiting: BTreeMap<Queue, Vec<Connection>>,
     open_queries: BTreeMap<u64, OpenQuery>,
     open_queries_at: HashMap<ServerId, usize>,
-    /// Time until which a connection is not queued again.
+    /// Time before which a connection is not queued again.
     not_before: HashMap<ConnectionIndex, Duration>,
     absent_agents: HashMap<ServerId, AbsentAgent>,
     cursor: Option<Queue>,
@@ -75,7 +75,8 @@ impl Sweeper {
         }
     }
 
-    /// Queues expired connections. Returns those to free without an answer, as the agent is away for too long.
+    /// Queues expired connections. Returns the connections to free without an answer, because their agent is absent for
+    /// too long.
     pub fn queue(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<Connection> {
         let mut free = Vec::new();
         for (connection, service) in due {
@@ -84,7 +85,7 @@ impl Sweeper {
             }
             let queue = (connection.identity.server, *service);
             if self.is_lost(queue.0, now) && self.waiting.get(&queue).is_some_and(|waiting| !waiting.is_empty()) {
-                // One waits: the query that detects the agent's return.
+                // One connection stays queued: its query detects the agent's return.
                 free.push(*connection);
                 continue;
             }
@@ -107,7 +108,7 @@ impl Sweeper {
         self.open_queries_at.get(&server).copied().unwrap_or(0) < most
     }
 
-    /// Returns the next queries, at most `most`: of each queue in turn.
+    /// Returns up to `most` queries, from all queues by rotation.
     pub fn next_queries(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
         self.forget_unanswered(now);
         self.prune(now);
@@ -125,7 +126,7 @@ impl Sweeper {
         queries
     }
 
-    /// Returns all queues, from the one after the last.
+    /// Returns all queues, starting after the queue of the last query.
     fn queue_order(&self) -> Vec<Queue> {
         let queues = self.waiting.keys().copied();
         let Some(cursor) = self.cursor else { return queues.collect() };
@@ -180,7 +181,7 @@ impl Sweeper {
         Some(asked)
     }
 
-    /// Records that the agent is away; returns connections that may be freed nevertheless.
+    /// Records that the agent is absent; returns connections that may be freed nevertheless.
     fn not_answered(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
         self.restore_unsent(&asked.connections);
         let away = self.absent_agents.entry(asked.server).or_insert(AbsentAgent { since: now, asked_again: now });
@@ -194,7 +195,7 @@ impl Sweeper {
         }
     }
 
-    /// Forgets unanswered queries: their connections are due again in the next round.
+    /// Removes queries that timed out: the next sweep queues their connections again.
     fn forget_unanswered(&mut self, now: Duration) {
         let over: Vec<u64> =
             self.open_queries.iter().filter(|(_, asked)| asked.forgotten <= now).map(|(number, _)| *number).collect();
@@ -321,12 +322,12 @@ mod tests {
         assert_eq!(sweeper.queue(&all, at(200)), []);
     }
 
-    /// The table in virtual time: entries in use, and connections with a socket.
+    /// Simulated table in virtual time: entries in use, and connections with a socket.
     struct Simulation {
         sweeper: Sweeper,
         entries: Vec<Option<Connection>>,
         free: Vec<usize>,
-        /// By position: end of its socket.
+        /// End of each entry's socket, by index.
         open_until: Vec<u32>,
         next: usize,
     }
@@ -351,7 +352,7 @@ mod tests {
             let Some(position) = self.free.pop() else { return false };
             let (mut connection, _) = due(position as u32, server);
             connection.closing = true;
-            // It ends, with its last packet, after a minute; TIME-WAIT follows.
+            // The connection ends, with its last packet, after a minute; TIME-WAIT follows.
             connection.last_seen = Clock(beat + CONNECTION_CALLS);
             self.entries[position] = Some(connection);
             self.open_until[position] = beat + 2 * CONNECTION_CALLS;
@@ -371,7 +372,7 @@ mod tests {
             }
         }
 
-        /// Advances a tenth of a second. `answers`: behaviour of a server's agent.
+        /// Advances a tenth of a second. `answers` returns the behaviour of a server's agent.
         fn tick(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
             let service = due(0, 0).1;
             let slice = self.entries.len() / SWEEP_CALLS;
@@ -408,7 +409,7 @@ mod tests {
         Silent,
     }
 
-    /// Returns the table's occupancy after ten minutes, relative to the connections that live or are in TIME-WAIT.
+    /// Returns the ratio of used entries after ten minutes to connections that live or are in TIME-WAIT.
     fn occupancy(per_second: u32, dead: impl Fn(u64) -> Agent) -> f64 {
         let mut simulation = Simulation::new(262_144);
         let mut server = 0;
@@ -426,7 +427,7 @@ mod tests {
     #[test]
     fn occupancy_is_that_of_live_connections_with_a_tenth_of_the_agents_dead() {
         for dead in [Agent::Responsive, Agent::Absent, Agent::Silent] {
-            // The first servers, whose turn is first.
+            // The dead servers are the first ones of the rotation.
             let occupancy = occupancy(1000, |server| if server < SERVERS / 10 { dead } else { Agent::Responsive });
             assert!((0.9..1.1).contains(&occupancy), "{occupancy}");
         }

@@ -11,7 +11,7 @@ use coreward_model::policy::MAX_CANDIDATES;
 use coreward_tls::CredentialFiles;
 use coreward_tls::certificate::Fingerprint;
 
-/// At most a minute, as `coreward status` shows these reports.
+/// Interval of detailed reports: at most a minute, because `coreward status` shows them.
 type Detail = Period<{ 100 * MILLISECOND }, MINUTE>;
 
 config_struct! {
@@ -20,11 +20,11 @@ config_struct! {
     pub struct Config {
         /// Name in `coreward status`; different for every rack.
         pub name: String as Name,
-        /// Address and port for agents, whose files have it as `controller`.
+        /// Address and port for agents, which have it as `controller` in their files.
         pub listen: SocketAddr,
         /// Addresses of the controllers: one, or a list.
         pub controllers as "controller": Controllers,
-        /// Interval at which each agent's whole report is forwarded, for `coreward status` and metrics.
+        /// Interval at which each agent's complete report is forwarded, for `coreward status` and metrics.
         pub detail_interval: Duration as Detail = Period(Duration::from_secs(1)),
         /// Limit of least loaded cores sent per bucket; fewer than 8 cost crossrss-plus accuracy.
         pub candidates: usize as Number<1, { MAX_CANDIDATES as u64 }> = Number(MAX_CANDIDATES.into()),
@@ -34,7 +34,7 @@ config_struct! {
         pub tls: Option<CredentialFiles>,
         /// Certificates that are rejected although they are valid, such as those of lost keys.
         pub revoked_certificates: Vec<Fingerprint>,
-        /// Without `[tls]`: suppresses the warning about plain connections from beyond this host.
+        /// Suppresses the warning about plain connections from other hosts, without `[tls]`.
         pub allow_plaintext: bool = false,
     }
 }

@@ -1,4 +1,4 @@
-//! Daemon: follows the controller, and serves agents while connected.
+//! Daemon: applies the controller's updates, and serves agents while a controller is connected.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -39,7 +39,7 @@ metrics! {
     );
 }
 
-/// Queued messages for the controller. If it is full, agents wait and summaries are dropped.
+/// Length of the queue of messages to the controller. If the queue is full, agents wait and summaries are dropped.
 const QUEUED: usize = 64;
 
 /// Runs until SIGTERM or SIGINT.
@@ -62,7 +62,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     })
 }
 
-/// Reloads the denied certificates on SIGHUP. Other keys need a restart, which costs agents a second.
+/// Reloads the revoked certificates on SIGHUP. Other keys need a restart, which disconnects agents for a second.
 async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, security: &Security) -> Infallible {
     loop {
         hangup.recv().await;
@@ -79,13 +79,16 @@ async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, securi
                 }
             }
             Err(mistakes) => {
-                tracing::warn!(event = "reload-failed", error = %mistakes, "the file of before stays in force");
+                tracing::warn!(
+                event = "reload-failed", file = %path.display(), error = %mistakes,
+                "the configuration file is invalid: the previous configuration stays in force"
+                );
             }
         }
     }
 }
 
-/// Listening rack controller.
+/// A rack controller that listens.
 pub struct Rack {
     config: Config,
     listener: TcpListener,
@@ -94,7 +97,8 @@ pub struct Rack {
 }
 
 impl Rack {
-    /// Listens; agents are rejected until a controller is connected. Boxed, so callers do not compile it again.
+    /// Opens the listening socket; agents are rejected until a controller is connected. Boxed, so that callers do not
+    /// compile the server again.
     pub fn bind(config: Config) -> BoxFuture<'static, anyhow::Result<Self>> {
         Box::pin(Self::open(config))
     }
@@ -170,7 +174,7 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Rack
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
                 if shared.report_interval().is_none() && !shared.counts().connected {
-                    // The first update: the controller accepted this rack.
+                    // The first update means that the controller accepted this rack.
                     let controller = connection.controller();
                     tracing::info!(event = "controller-connected", %controller, "connected to controller");
                     shared.connected(messages.clone(), Reducer::new(config.detail_interval, config.candidates));
@@ -182,7 +186,7 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Rack
                 due = (due + interval).max(Instant::now());
                 if messages.capacity() > 0 {
                     for message in shared.summaries() {
-                        // Each message waits for room, so the last ones are not always dropped.
+                        // Each message waits for room in the queue, so that not always the last summaries are dropped.
                         if messages.send(message).await.is_err() {
                             // The stream has ended; its status is read below.
                             break;

@@ -23,7 +23,7 @@ use tonic::{Code, Streaming};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// For what comes soon, or never.
+/// Awaits `future`, and panics after a generous timeout.
 async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{what} does not come"))
 }
@@ -41,7 +41,7 @@ async fn client(address: SocketAddr) -> ControlClient<tonic::transport::Channel>
     .await
 }
 
-/// A task that ends with this value.
+/// A server task that is aborted on drop, and its address.
 struct Running(JoinHandle<anyhow::Result<()>>, SocketAddr);
 
 impl Drop for Running {
@@ -50,7 +50,7 @@ impl Drop for Running {
     }
 }
 
-/// And where its API is.
+/// Starts a controller; returns its task and the address of its API.
 async fn controller(directory: &Path) -> (Running, SocketAddr) {
     let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
     let fleet = (1..=4).map(server).collect::<String>()
@@ -83,7 +83,7 @@ impl Drop for Agent {
     }
 }
 
-/// The stream of an agent, once it is taken.
+/// Returns the stream of an agent after the peer accepted it.
 async fn begin(
     server: &str,
     at: SocketAddr,
@@ -98,7 +98,7 @@ async fn begin(
 }
 
 impl Agent {
-    /// Tries again until a rack or controller takes it.
+    /// Starts an agent, with retries until the rack or controller accepts it.
     async fn start(number: u32, at: SocketAddr, loads: [f64; 2]) -> Self {
         let name = format!("s{number}");
         let (sender, mut updates, configuration) = in_time("a stream", async {
@@ -151,7 +151,7 @@ fn report(sequence: u64, loads: [f64; 2]) -> v1::Report {
 }
 
 struct LoadBalancer {
-    /// Kept so that the stream goes on.
+    /// Keeps the stream open.
     _sender: mpsc::Sender<v1::LoadBalancerMessage>,
     updates: Streaming<v1::DataplaneUpdate>,
 }
@@ -171,7 +171,7 @@ impl LoadBalancer {
         Self { _sender: sender, updates: updates.into_inner() }
     }
 
-    /// The first table whose candidates for buckets 0 and 1 are these: server numbers and loads in percent.
+    /// Returns the first table with the expected candidates (server number, load in percent) for buckets 0 and 1.
     async fn table_of(&mut self, expected: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut seen = Vec::new();
         let found = tokio::time::timeout(TIMEOUT, async {
@@ -222,7 +222,7 @@ async fn agents_of_a_lost_rack_use_another_one() {
         .map(|rack| (rack.name.as_str(), rack.servers.iter().map(String::as_str).collect()))
         .collect();
     assert_eq!(racks, [("r1", vec!["s1", "s2"]), ("r2", vec!["s3", "s4"])]);
-    // People see every core, from the reports that are handed on.
+    // The status shows every core, from the forwarded reports.
     let core_loads = in_time("the loads of every core", async {
         loop {
             let servers = status(directory.path(), api).await.servers;
@@ -237,14 +237,14 @@ async fn agents_of_a_lost_rack_use_another_one() {
         assert!((shown - reported).abs() < 0.001, "{core_loads:?}");
     }
 
-    // A rack is killed: its servers are neutral, with the mean of the other's.
+    // A rack is killed: its servers count with the mean load of the other rack.
     let at = second.1;
     drop(second);
     agents.truncate(2);
     let neutral: [&[(u32, u32)]; 2] = [&[(2, 20), (3, 25), (4, 25), (1, 40)], &[(1, 10), (3, 25), (4, 25), (2, 30)]];
     balancer.table_of(neutral).await;
 
-    // One of its agents goes to the controller itself, the other finds the rack again.
+    // One agent of the killed rack connects to the controller, the other to the restarted rack.
     agents.push(Agent::start(3, controller.1, loads[2]).await);
     let _second = in_time("the address", async {
         while std::net::TcpListener::bind(at).is_err() {
@@ -260,7 +260,7 @@ async fn agents_of_a_lost_rack_use_another_one() {
 #[tokio::test]
 async fn rack_without_controller_accepts_no_agent() {
     let directory = tempfile::tempdir().unwrap();
-    // Taken, so that no other test gets it, without a listener.
+    // A bound port without a listener, which no other test can get.
     let taken = tokio::net::TcpSocket::new_v4().unwrap();
     taken.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let away = taken.local_addr().unwrap();

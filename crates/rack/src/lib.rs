@@ -1,9 +1,9 @@
 //! Rack controller: reduces the reports of its agents to the least loaded cores of each bucket, for the controller.
 //! docs/design.md gives the reasons why nothing is lost.
 //!
-//! It decides and stores nothing. Without a controller it rejects agents, so that they try the next address.
+//! A rack controller stores nothing. Without a controller it rejects agents, so that they try the next address.
 //!
-//! * [`config`]: its file
+//! * [`config`]: the configuration file
 //! * [`daemon`]: the connection to the controller
 //! * [`reducer`]: reports to summaries
 //! * [`agents`]: the gRPC service

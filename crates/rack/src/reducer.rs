@@ -1,4 +1,4 @@
-//! Reports to summaries, without I/O; time is an argument.
+//! Reduction of reports to summaries, without I/O; time is an argument.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -22,13 +22,13 @@ pub struct Reducer {
     configuration: Option<RackConfiguration>,
     /// Streams of draining servers, whose remaining connections are shown.
     drained: HashSet<u64>,
-    /// By stream.
+    /// Agents by stream.
     agents: BTreeMap<u64, AgentState>,
-    /// One per service: policies remember loads.
+    /// Policy of each service, which stores loads.
     policies: HashMap<ServiceIndex, Box<dyn Policy>>,
 }
 
-/// An agent's newest report and its forwarded part.
+/// An agent's newest report, and its last forwarded one.
 #[derive(Default)]
 struct AgentState {
     agent: Agent,
@@ -63,7 +63,7 @@ impl Reducer {
             configuration.services.iter().any(|new| new.index == *index && new.policy == policy.name())
         });
         for service in &configuration.services {
-            // The seed is for hash keys, which racks do not need.
+            // The seed is for hash keys, which summaries do not need.
             match policy::named(&service.policy, 0) {
                 Ok(policy) => drop(policies.entry(service.index).or_insert(policy)),
                 Err(unknown) => {
@@ -109,21 +109,21 @@ impl Reducer {
         })
     }
 
-    /// Counts an unrequested message like a report.
+    /// Counts an unsolicited message against the rate limit of reports.
     pub fn unsolicited_message(&mut self, stream: u64, now: Now) {
         if let (Some(reported), Some(configuration)) = (self.agents.get_mut(&stream), &self.configuration) {
             reported.agent.may_report(configuration.report_interval, now);
         }
     }
 
-    /// Takes a report. Returns it if it is to be forwarded, and the reason if it is rejected.
+    /// Stores a report. Returns the report if it is to be forwarded, and the reason if it is rejected.
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Rejection>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
         if !reported.agent.may_report(configuration.report_interval, now) {
             return (None, Err(Rejection::TooOften(format!("stream {stream}"))));
         }
-        // Reports with details come about once a second.
+        // Reports with details arrive about once a second.
         let configured = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(configured);
         let about = detail_interval.saturating_sub(configuration.report_interval / 2);
@@ -147,7 +147,7 @@ impl Reducer {
             let holds = (VALID_INTERVALS * detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }
         });
-        // The controller handles acknowledgements.
+        // 0: the controller handles acknowledgements.
         let outcome = reported.agent.report(Report::try_from(report), configuration.alpha, 0, now);
         (forwarded, outcome)
     }
@@ -180,7 +180,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
         loads,
         rss: agent.rss().cloned(),
         weight: server.weight,
-        // The controller applies slow start: such a server is sent whole.
+        // The controller applies slow start: the summary has each server's full share.
         ramp: if member.has_full_share { 1.0 } else { 0.0 },
         capacity: server.capacity,
         ..PoolServer::new(server.id)

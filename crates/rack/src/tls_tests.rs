@@ -22,7 +22,7 @@ use tonic::{Code, Status};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// An authority, and what it has signed.
+/// A certificate authority and the certificates that it signed.
 struct Certificates(tempfile::TempDir);
 
 impl Certificates {
@@ -51,7 +51,7 @@ impl Certificates {
         format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
     }
 
-    /// A controller of servers s1 and s2.
+    /// Starts a controller of servers s1 and s2.
     async fn controller(&self) -> SocketAddr {
         let file = |name: &str| self.path().join(name);
         let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {n}\n");
@@ -93,7 +93,7 @@ async fn first_answer(
     ControlClient::new(channel).agent(ReceiverStream::new(receiver)).await?.into_inner().message().await
 }
 
-/// [`first_answer`], once the rack has its controller.
+/// Returns the answer of [`first_answer`] after the rack has connected to its controller.
 async fn answer(
     files: &CredentialFiles,
     expected: &'static [Role],
@@ -136,7 +136,7 @@ async fn rack_accepts_agents_only() {
     let controller = certificates.controller().await;
     let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
     let lb = certificates.issue(Role::Lb, "lb1");
-    // A load balancer does not take it for a controller, and is not taken where it would.
+    // A load balancer neither accepts the rack as a controller nor is accepted by it.
     assert!(first_answer(&lb, &[Role::Controller], "s1", rack).await.is_err());
     let refused = first_answer(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
     assert_ne!(refused.code(), Code::Ok);

@@ -28,7 +28,7 @@ metrics! {
 }
 
 impl Agent {
-    /// Returns all metrics as of now; the cores' busy time as of the newest report. `more_warnings`: those of the
+    /// Returns all current metrics; the cores' busy time is of the newest report. `more_warnings` are about the
     /// connection to the controller.
     pub fn metrics(&self, more_warnings: &[String]) -> Snapshot {
         let mut page = component::base_snapshot(Component::Agent);

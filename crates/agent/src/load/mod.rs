@@ -1,7 +1,7 @@
-//! Busy time of each core, in ns, absolute.
+//! Total busy time of each core in ns.
 //!
-//! * [`cpu`]: of the CPU that serves each receive queue
-//! * [`published`]: of emulated cores, from the server's file
+//! * [`cpu`]: busy times of the CPUs that serve the receive queues
+//! * [`published`]: busy times of emulated cores, from the server's file
 //! * [`queues`]: the CPU that serves each receive queue
 
 pub mod cpu;
@@ -10,11 +10,10 @@ pub mod queues;
 
 /// Source of busy times.
 pub trait LoadSource: Send {
-    /// Appends the busy time of each core (ns, absolute), in the order of receive queues. Fails when it cannot be read
-    /// now.
+    /// Appends the total busy time of each core in ns, in the order of receive queues. Fails when it cannot be read.
     fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()>;
 
-    /// Updates the CPU that serves each receive queue, about once a second.
+    /// Sets the CPU that serves each receive queue. Called about once a second.
     fn refresh(&mut self, cpu_of_queue: &[usize]);
 
     /// Returns the faults as text for `coreward status`.

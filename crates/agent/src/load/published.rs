@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 
 use super::LoadSource;
 
-/// As many cores as a report may have.
+/// Limit of the file's size: the busy times of as many cores as a report may have.
 const MAX_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
 
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub struct PublishedLoad {
 }
 
 impl PublishedLoad {
-    /// Reads `path`, which may be created later.
+    /// Returns a source that reads the file at `path`, which may be created later.
     pub fn new(path: PathBuf) -> Self {
         Self { path, open: None }
     }
@@ -41,7 +41,7 @@ impl LoadSource for PublishedLoad {
         self.try_read(busy_ns).with_context(|| self.path.display().to_string())
     }
 
-    /// A restarted server creates a new file under the same name.
+    /// Opens the file again: a restarted server creates a new one under the same name.
     fn refresh(&mut self, _cpu_of_queue: &[usize]) {
         self.open = None;
     }

@@ -1,12 +1,12 @@
-//! The CPU that serves each receive queue: the one that its interrupt goes to.
+//! The CPU that serves each receive queue: the CPU that gets the queue's interrupt.
 
 use std::collections::BTreeMap;
 use std::fs;
 
 use crate::sysfs;
 
-/// Returns the CPU of each of `receive_queues` queues. A queue without a known interrupt (a virtual device has none)
-/// counts as served by CPU (its number) modulo (number of CPUs).
+/// Returns the CPU of each of `receive_queues` queues. Queues of virtual devices have no known interrupt: CPU
+/// (queue) modulo (number of CPUs) counts as theirs.
 pub fn cpus(interface: &str, receive_queues: u16) -> Vec<usize> {
     let count = std::thread::available_parallelism().map_or(1, usize::from);
     let interrupts = interrupts(interface);
@@ -16,13 +16,13 @@ pub fn cpus(interface: &str, receive_queues: u16) -> Vec<usize> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interrupt {
-    /// Its number in /proc/interrupts.
+    /// Number of the interrupt in /proc/interrupts.
     pub number: u32,
-    /// CPU of the interrupt; `None`: not in /proc.
+    /// CPU that gets the interrupt; `None`: not in /proc.
     pub cpu: Option<usize>,
 }
 
-/// Returns the known interrupts by receive queue; a virtual device has none.
+/// Returns the known interrupts by receive queue; empty for a virtual device.
 pub fn interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     let vectors = device_name(interface).map_or_else(BTreeMap::new, |device| {
         receive_vectors(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
@@ -42,8 +42,8 @@ fn affinity(irq: u32) -> Option<usize> {
     list.trim().split([',', '-']).next()?.parse().ok()
 }
 
-/// Returns the interrupt of each receive queue, from /proc/interrupts. Names of vectors: `eth0-TxRx-3`,
-/// `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3`, `eth0-Tx-Rx-3`.
+/// Returns the interrupt of each receive queue, from /proc/interrupts. Drivers name interrupts `eth0-TxRx-3`,
+/// `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3` or `eth0-Tx-Rx-3`.
 fn receive_vectors(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
     let ours = |action: &str| {
         let is = |name: &str| action.split(['-', '@']).any(|part| part == name || part.ends_with(&format!(":{name}")));

@@ -20,7 +20,7 @@ const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
-/// IP source and destination, first and second half of the ports.
+/// Hashed fields: IP source and destination, first and second half of the ports.
 const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
 /// ETH_RSS_HASH_NO_CHANGE.
@@ -39,17 +39,17 @@ const RXNFC_WORDS: usize = 64;
 /// Offset of `rule_cnt` in `struct ethtool_rxnfc`: behind cmd, flow_type, data (8 bytes) and fs (168 bytes).
 const RXNFC_RULE_COUNT: usize = (4 + 4 + 8 + 168) / 4;
 
-/// Key of drivers that show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
+/// File with the key of drivers that show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
 const HOST_KEY: &str = "/proc/sys/net/core/netdev_rss_key";
 const HOST_KEY_BYTES: usize = 40;
 
-/// Makes one ethtool request; `request` has it as 32-bit words and gets the answer.
+/// Makes one ethtool request: `request` holds the command as 32-bit words, and receives the answer.
 fn ethtool(interface: &str, request: &mut [u32]) -> io::Result<()> {
     // SAFETY: `request` is as long as its header states, which every caller of this private function ensures.
     unsafe { ethtool::request(interface, request) }
 }
 
-/// `struct ethtool_rxnfc`: cmd, flow_type, data (64 bits) ...
+/// Returns `data` of `struct ethtool_rxnfc`, which begins with cmd, flow_type and data (64 bits).
 fn rxnfc(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
     let mut request = [0; RXNFC_WORDS];
     request[0] = command;
@@ -78,7 +78,7 @@ pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
     Ok(ethtool::flags(interface)? & ETH_FLAG_RXVLAN != 0)
 }
 
-/// Returns a private flag of the driver (`ethtool --show-priv-flags`); `None`: it has none of that name.
+/// Returns a private flag of the driver (`ethtool --show-priv-flags`); `None`: the driver has no flag of that name.
 pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     const ETH_SS_PRIV_FLAGS: u32 = 2;
     // Flags are bits of one word.
@@ -110,7 +110,7 @@ impl FlowType {
         }
     }
 
-    /// Returns its name for ethtool.
+    /// Returns ethtool's name of the flow type.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tcp4 => "tcp4",
@@ -120,7 +120,7 @@ impl FlowType {
         }
     }
 
-    /// TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW, UDP_V6_FLOW.
+    /// Returns the kernel's number: TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW or UDP_V6_FLOW.
     fn number(self) -> u32 {
         match self {
             Self::Tcp4 => 1,
@@ -131,7 +131,7 @@ impl FlowType {
     }
 }
 
-/// Returns whether these packets are hashed by their ports, too; `None`: the driver does not report it.
+/// Returns whether packets of the flow type are hashed by their ports, too; `None`: the driver does not report it.
 pub fn hashes_ports(interface: &str, flow_type: FlowType) -> Option<bool> {
     hash_fields(interface, flow_type).ok().map(|fields| fields & RXH_FOUR_TUPLE == RXH_FOUR_TUPLE)
 }
@@ -149,7 +149,7 @@ pub fn flow_rules(interface: &str) -> (bool, u64) {
     (ntuple, count)
 }
 
-/// Returns the key of drivers that show none.
+/// Returns the first bytes of the kernel's key, which drivers without a readable key use.
 fn host_key() -> Result<Vec<u8>, RssUnknown> {
     let failed = |source| RssUnknown::Io { operation: HOST_KEY.to_owned(), source };
     let text = fs::read_to_string(HOST_KEY).map_err(failed)?;
@@ -222,7 +222,7 @@ impl RssDevice for EthtoolRss {
 
     fn read(&self) -> Result<Rss, RssUnknown> {
         let rxfh = self.rxfh()?;
-        // 0: a driver with one function, which is Toeplitz where it is not reported (igb).
+        // 0: the driver reports no hash function; such drivers have only Toeplitz (igb).
         if rxfh.function != 0 && rxfh.function != ETH_RSS_HASH_TOP {
             return Err(self.other_hash(&format!("hash function {:#x} (`ethtool -x`)", rxfh.function)));
         }
@@ -245,7 +245,7 @@ impl RssDevice for EthtoolRss {
 
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
         let accepts_key = self.rxfh()?.settings.key.map(|key| key.len());
-        // A NIC with a longer key gets zeros behind: an IPv4 hash uses the first 16 bytes, an IPv6 one 40.
+        // A NIC with a longer key gets trailing zeros: an IPv4 hash uses the first 16 bytes, an IPv6 hash 40.
         let key = match (accepts_key, &settings.key) {
             (Some(length), Some(key)) => {
                 let mut key = key.clone();
@@ -256,12 +256,12 @@ impl RssDevice for EthtoolRss {
         };
         let failed = |error| self.failed("ETHTOOL_SRSSH", error);
         let queues = u32::from(self.receive_queues());
-        // In each request, or a kernel that supports it (6.8) switches it off. Older ones report 0, and accept nothing
-        // else.
+        // Sent in each request: kernels from 6.8 on switch the transform off without it. Older ones report 0, and
+        // accept nothing else.
         let input = u32::from_ne_bytes([HASH_FUNCTION_NO_CHANGE, settings.input_transform, 0, 0]);
         let mut table = &settings.indirection_table[..];
-        // ethtool_rxfh_indir_default(). Set as default, it lets the number of queues change (`ethtool -L`). In a
-        // request of its own: after an empty table, kernel 6.1 and later ones read the key at different offsets.
+        // ethtool_rxfh_indir_default(): set as default, the table lets the number of queues change (`ethtool -L`). It
+        // has its own request: after an empty table, kernel 6.1 and later ones read the key at different offsets.
         if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queues) {
             ethtool(&self.interface, &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input, 0]).map_err(failed)?;
             table = &[];

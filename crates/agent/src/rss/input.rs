@@ -14,11 +14,11 @@ use super::rss_verifier::{RssVerifier, Verdict};
 #[derive(Debug, Default)]
 pub struct TransformSearch {
     candidates: Vec<Candidate>,
-    /// Sequence of the newest evaluated sample.
+    /// Sequence number of the newest evaluated sample.
     last: u32,
 }
 
-/// One transform, verified like the one in force.
+/// A transform and its verifier.
 #[derive(Debug)]
 struct Candidate {
     input: InputTransform,
@@ -28,7 +28,7 @@ struct Candidate {
 }
 
 impl TransformSearch {
-    /// Restarts after sample number `last`: the table has changed.
+    /// Restarts after a change of the table; samples up to number `last` do not count.
     pub fn table_changed(&mut self, last: u32) {
         *self = Self { candidates: Vec::new(), last };
     }
@@ -38,7 +38,7 @@ impl TransformSearch {
     }
 
     /// Evaluates samples that are newer than [`last`](Self::last). Returns the transform that explains their queues, if
-    /// it is not that of `rss`.
+    /// `rss` has another one.
     pub fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.candidates.is_empty() {
             let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input());
@@ -48,7 +48,7 @@ impl TransformSearch {
         self.last = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last);
         let found = self.candidates.iter_mut().filter_map(|candidate| candidate.observe(rss, samples));
         let found: Vec<InputTransform> = found.collect();
-        // If two match, neither is known to be right.
+        // If two transforms match, neither is proven.
         if let [only] = found[..] { Some(only) } else { None }
     }
 }
@@ -67,7 +67,7 @@ impl Candidate {
     }
 }
 
-/// Returns `None` for a sample that a newer one is overwriting.
+/// Returns the addresses and ports of a sample; `None`: a newer sample is overwriting it.
 fn tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
     let source = SocketAddr::new(address_of(sample.source_address), u16::from_be(sample.source_port));
     let destination = SocketAddr::new(address_of(sample.destination_address), u16::from_be(sample.destination_port));
@@ -87,7 +87,7 @@ mod tests {
         Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() }
     }
 
-    /// Returns SYNs of many clients as a NIC delivers them that hashes by `input`.
+    /// Returns samples of SYNs from many clients, on the queues of a NIC that hashes by `input`.
     fn delivered(input: Option<InputTransform>, sequences: std::ops::Range<u32>) -> Vec<intf::rss_sample> {
         let sample = |sequence: u32| {
             let (client, vip): (IpAddr, IpAddr) = if sequence.is_multiple_of(2) {

@@ -1,4 +1,4 @@
-//! Manager of the NIC's RSS: reads it, and sets it where the agent may.
+//! Manager of the NIC's RSS settings: reads them, and sets them with `manage_rss`.
 
 use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
@@ -10,16 +10,16 @@ use crate::saved_settings::SettingsStore;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DesiredRss {
     pub key: RssKey,
-    /// Seeds the balanced table.
+    /// Seed of the balanced table.
     pub server_id: ServerId,
 }
 
 pub struct RssManager {
     device: Box<dyn RssDevice>,
-    /// `None`: only read.
+    /// Settings to apply; `None`: the NIC's are only read.
     desired: Option<DesiredRss>,
     known: Option<Rss>,
-    /// Transform found by packets, if it is not the one that the driver reports.
+    /// Transform that the sampled packets show, if the driver reports another one.
     observed_input: Option<InputTransform>,
     receive_queues: u16,
     generation: u64,
@@ -38,19 +38,19 @@ impl RssManager {
             problem: None,
         };
         manager.refresh();
-        // An unknown RSS is news, too.
+        // Generation 1 also reports that RSS is unknown.
         manager.generation = manager.generation.max(1);
         manager
     }
 
-    /// Sets key and table, now and whenever the NIC has others; the original is stored.
+    /// Sets key and table, now and whenever the NIC has others. Stores the original settings.
     pub fn manage(&mut self, desired: DesiredRss, memory: &mut SettingsStore) {
         self.desired = Some(desired);
         self.apply(memory);
     }
 
-    /// Reads again, and sets again if the NIC lost the settings. Returns whether key, table or number of receive queues
-    /// changed.
+    /// Reads the NIC's settings, and sets them again if the NIC lost them. Returns whether key, table or number of
+    /// receive queues changed.
     pub fn sync(&mut self, memory: &mut SettingsStore) -> bool {
         let before = self.generation;
         self.refresh();
@@ -58,14 +58,14 @@ impl RssManager {
         self.generation != before
     }
 
-    /// Sets the transform that packets have shown.
+    /// Sets the transform that the sampled packets show.
     pub fn set_input(&mut self, input: InputTransform) {
         let source = self.device.source();
         tracing::warn!(
             event = "rss-input-differs",
             source,
             input = input.name(),
-            "packets arrive by another RSS input than the NIC reports"
+            "packets arrive by another RSS input transform than the NIC reports"
         );
         self.observed_input = Some(input);
         self.refresh();
@@ -77,7 +77,7 @@ impl RssManager {
         let source = self.device.source();
         match self.device.write(&original) {
             Ok(()) => tracing::info!(event = "rss-restored", source, "original RSS key and table are restored"),
-            // The number of queues may have shrunk since.
+            // The original table may name queues that the NIC has no more.
             Err(error) => {
                 tracing::warn!(event = "rss-not-restored", source, %error, "cannot restore original RSS key and table");
             }
@@ -159,22 +159,22 @@ impl RssManager {
         Ok(())
     }
 
-    /// Returns the name of the settings' source.
+    /// Returns the name of the settings' source for reports.
     pub fn source(&self) -> &'static str {
         self.device.source()
     }
 
-    /// Key and table; `None`: unknown.
+    /// Returns key, input transform and table; `None`: unknown.
     pub fn known(&self) -> Option<&Rss> {
         self.known.as_ref()
     }
 
-    /// Number of receive queues, at least 1.
+    /// Returns the number of receive queues, at least 1.
     pub fn receive_queues(&self) -> u16 {
         self.receive_queues.max(1)
     }
 
-    /// Number of the last change, from 1.
+    /// Returns the number of changes so far, at least 1.
     pub fn generation(&self) -> u64 {
         self.generation
     }
@@ -185,7 +185,7 @@ impl RssManager {
     }
 }
 
-/// Returns whether a NIC has these settings: a longer key may follow, and a NIC that shows no key accepts none.
+/// Returns whether the NIC has the desired settings. Its key may be longer; a NIC that shows no key accepts none.
 fn has_settings(current: &RssSettings, desired: &RssSettings) -> bool {
     let key = desired.key.as_deref().unwrap_or_default();
     current.indirection_table == desired.indirection_table

@@ -1,8 +1,8 @@
 //! The server's RSS: reading, setting, restoring, and verifying by packets.
 //!
 //! * [`ethtool`]: real NICs
-//! * [`testbed`]: the testbed's emulated one
-//! * [`manager`]: reads periodically; sets the fleet's key and a balanced table where it may
+//! * [`testbed`]: the testbed's emulated NIC
+//! * [`manager`]: reads the settings periodically; sets the fleet's key and a balanced table with `manage_rss`
 //! * [`input`]: the transform that explains the packets' queues
 //! * [`rss_verifier`]: whether the displayed table is in force
 
@@ -18,9 +18,9 @@ use serde::{Deserialize, Serialize};
 /// RSS settings of a NIC, unchecked.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RssSettings {
-    /// The key; `None`: not readable, or not to be set.
+    /// RSS key; `None`: not readable, or not to be set.
     pub key: Option<Vec<u8>>,
-    /// The receive queue per entry; empty: not to be set.
+    /// Receive queue of each entry; empty: not to be set.
     pub indirection_table: Vec<u32>,
     /// Transform of addresses and ports before hashing, by ethtool's numbers; 0 if the kernel does not report it.
     #[serde(default)]
@@ -52,8 +52,8 @@ pub enum RssUnknown {
 }
 
 impl RssSettings {
-    /// Returns both together, checked. `fallback_key` is used if the NIC's is unreadable. Fails on an invalid length of
-    /// table or key.
+    /// Returns the checked settings. `fallback_key` replaces an unreadable key. Fails on an invalid length of table or
+    /// key.
     pub fn usable(&self, interface: &str, fallback_key: &[u8]) -> Result<Rss, RssUnknown> {
         let key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
             .map_err(|source| RssUnknown::Key { interface: interface.to_owned(), source })?;
@@ -72,7 +72,7 @@ pub trait RssDevice: Send {
     /// Returns the source's name in reports: "ethtool" or "testbed emulation".
     fn source(&self) -> &'static str;
 
-    /// Number of receive queues, at least 1.
+    /// Returns the number of receive queues, at least 1.
     fn receive_queues(&self) -> u16;
 
     /// Returns the NIC's settings, unchecked. Fails when the driver does not report them.
@@ -81,9 +81,9 @@ pub trait RssDevice: Send {
     /// Returns the NIC's hash of TCP packets. Fails when it is unknown.
     fn read(&self) -> Result<Rss, RssUnknown>;
 
-    /// Returns the length of a table to be set. Fails when the driver does not report it.
+    /// Returns the number of table entries that `write` must set. Fails when the driver does not report it.
     fn table_entries(&self) -> Result<usize, RssUnknown>;
 
-    /// Writes the settings; a key is omitted where the NIC accepts none. Fails when the driver rejects them.
+    /// Writes the settings, without the key if the NIC accepts none. Fails when the driver rejects them.
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown>;
 }

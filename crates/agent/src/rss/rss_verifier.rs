@@ -1,14 +1,14 @@
 //! Verification by the arriving SYNs that the displayed RSS table is in force.
 //!
-//! A sequential test (Wald, "Sequential Tests of Statistical Hypotheses", 1945): either nearly every SYN comes by the
-//! predicted queue, or they match by chance. It decides when the SYNs are a million times likelier under one
-//! hypothesis, then restarts, so that a change is noticed.
+//! A sequential test (Wald, "Sequential Tests of Statistical Hypotheses", 1945): either nearly every SYN arrives on the
+//! predicted queue, or SYNs match by chance. The test decides when the SYNs are a million times likelier under one
+//! hypothesis, then restarts to notice changes.
 
 use coreward_model::rss::IndirectionTable;
 
-/// Log of the odds at which it decides.
+/// Natural logarithm of the odds at which the test decides.
 const DECISION_LOG_ODDS: f64 = 13.8; // ln 10^6
-/// Fraction of SYNs on other queues while the table is in force: a rule for one flow, a change in between.
+/// Fraction of SYNs on other queues although the table is in force, such as by a rule for one flow.
 const STRAY_FRACTION: f64 = 0.02;
 
 /// Conclusion from the sampled SYNs.
@@ -19,7 +19,7 @@ pub enum Verdict {
     #[default]
     Undecided,
     InForce,
-    /// SYNs arrive as if by another table.
+    /// SYNs arrive on the queues of another table.
     NotInForce,
 }
 
@@ -36,13 +36,13 @@ impl std::fmt::Display for Verdict {
 #[derive(Debug, Clone, Default)]
 pub struct RssVerifier {
     verdict: Verdict,
-    /// Log of how much likelier "not in force" has become.
+    /// Logarithm of the likelihood ratio of "not in force" to "in force".
     log_odds: f64,
     last_counters: Option<(u64, u64)>,
 }
 
 impl RssVerifier {
-    /// Takes the counters (absolute) for the displayed table.
+    /// Evaluates the totals of matching and other SYNs for the displayed table. Returns the verdict.
     pub fn observe(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> Verdict {
         let (matched_before, mismatched_before) = self.last_counters.replace((matched, mismatched)).unwrap_or_default();
         let chance = match_probability(table);
@@ -60,7 +60,7 @@ impl RssVerifier {
         self.verdict
     }
 
-    /// Restarts after a change of the table, at these counters.
+    /// Restarts after a change of the table, from these totals.
     pub fn table_changed(&mut self, matched: u64, mismatched: u64) {
         *self = Self { last_counters: Some((matched, mismatched)), ..Self::default() };
     }
@@ -70,7 +70,7 @@ impl RssVerifier {
     }
 }
 
-/// Returns the probability that a SYN comes by the predicted queue while another table with the same shares is in
+/// Returns the probability that a SYN arrives on the predicted queue while another table with the same shares is in
 /// force.
 fn match_probability(table: &IndirectionTable) -> f64 {
     let mut counts = std::collections::BTreeMap::new();
@@ -92,7 +92,7 @@ mod tests {
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe(&four_queues(), 9, 0), Verdict::Undecided);
         assert_eq!(verifier.observe(&four_queues(), 20, 0), Verdict::InForce);
-        // Virtio on kernel 6.1 had 20 of 64, which is chance.
+        // Measured with virtio on kernel 6.1: 20 of 64 SYNs match, as by chance.
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe(&four_queues(), 20, 44), Verdict::NotInForce);
         // A stray SYN changes nothing.

@@ -18,7 +18,7 @@ pub struct TestbedRss {
 }
 
 impl TestbedRss {
-    /// The registers at `pin` belong to `interface`; tables to be set have `entries` entries.
+    /// Returns the emulated NIC `interface` with the registers at `pin`. Tables to be set have `entries` entries.
     pub fn new(pin: PathBuf, interface: &str, entries: usize) -> Self {
         Self { pin, interface: interface.to_owned(), entries }
     }
@@ -50,7 +50,7 @@ impl RssDevice for TestbedRss {
     fn settings(&self) -> Result<RssSettings, RssUnknown> {
         let rss = self.read()?;
         let queues = rss.indirection_table.queues().iter().map(|queue| u32::from(*queue));
-        // Like drivers before 2025 it does not report the input transform.
+        // Drivers before 2025 do not report the input transform either.
         Ok(RssSettings { key: Some(rss.key.bytes().to_vec()), indirection_table: queues.collect(), input_transform: 0 })
     }
 
@@ -76,7 +76,7 @@ impl RssDevice for TestbedRss {
                 indirection_table: IndirectionTable::new(&settings.indirection_table)
                     .unwrap_or(current.indirection_table),
             },
-            // Never written so far.
+            // The registers were never written.
             Err(_) => settings.usable(&self.interface, &[])?,
         };
         let generation = registers.mapping.generation.wrapping_add(1);

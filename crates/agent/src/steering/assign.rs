@@ -1,11 +1,11 @@
-//! Assignment of listening sockets to receive queues. Pure.
+//! Assignment of listening sockets to receive queues, without I/O.
 
 use coreward_dataplane::listeners::Listener;
 
 use crate::config::Steer;
 
-/// Returns for each queue the position in `listeners` of the one for its connections; `None`: the kernel chooses.
-/// `cpu_of_queue`: the CPU that serves each queue.
+/// Returns for each queue the index of its listener in `listeners`; `None`: the kernel chooses. `cpu_of_queue`: the CPU
+/// that serves each queue.
 pub fn assign(mode: Steer, listeners: &[Listener], cpu_of_queue: &[usize]) -> Vec<Option<usize>> {
     match mode {
         Steer::Off => vec![None; cpu_of_queue.len()],
@@ -14,17 +14,17 @@ pub fn assign(mode: Steer, listeners: &[Listener], cpu_of_queue: &[usize]) -> Ve
     }
 }
 
-/// The k-th socket serves queue k. A master opens its workers' sockets in turn, so the order of descriptors is that of
-/// the workers; a respawned worker inherits the same socket. Servers that open their sockets in separate processes have
-/// equal descriptors: there the older process comes first.
+/// Assigns the k-th socket to queue k. A master opens its workers' sockets one after the other, so descriptors are in
+/// the order of workers; a respawned worker inherits the same socket. Sockets of separate processes may have equal
+/// descriptors: then the older process comes first.
 fn by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
     let mut order: Vec<usize> = (0..listeners.len()).collect();
     order.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
     (0..queues).map(|queue| order.get(queue % order.len().max(1)).copied()).collect()
 }
 
-/// Returns the worker that may run on the queue's CPU and on the fewest others. One that may run anywhere belongs to no
-/// core: steering to it would gain nothing.
+/// Returns the worker that may run on the queue's CPU and on the fewest other CPUs. Workers that may run anywhere are
+/// excluded: steering to them would gain nothing.
 fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
     let pinned = |listener: &&(usize, &Listener)| {
         listener.1.affinity.contains(&cpu) && listener.1.affinity.len() <= MAX_PINNED_SET
@@ -34,7 +34,7 @@ fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
     best.map(|(position, _)| *position)
 }
 
-/// A worker pinned to a core may use its sibling hardware thread, too.
+/// Limit of a pinned worker's CPUs: a core and its sibling hardware thread.
 pub const MAX_PINNED_SET: usize = 2;
 
 #[cfg(test)]
@@ -49,7 +49,7 @@ mod tests {
     fn order_follows_descriptors_after_a_respawn() {
         let listeners = [listener(30, 6, &[0, 1]), listener(77, 7, &[0, 1]), listener(32, 8, &[0, 1])];
         assert_eq!(assign(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
-        // With fewer workers than queues they take turns; with none the kernel chooses.
+        // Few workers serve several queues each; without workers the kernel chooses.
         assert_eq!(assign(Steer::Order, &listeners[..2], &[0; 4]), [Some(0), Some(1), Some(0), Some(1)]);
         assert_eq!(assign(Steer::Order, &[], &[0; 2]), [None, None]);
     }

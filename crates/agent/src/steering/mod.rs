@@ -25,7 +25,7 @@ use coreward_model::ServiceAddress;
 
 use crate::config::Steer;
 
-/// Longest time between two searches of the epoll sets: a worker may have been pinned to another CPU.
+/// Maximum time between two searches of the epoll sets: a worker may have been pinned to another CPU.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Steering of all services of this server. Dropping it leaves it active.
@@ -43,7 +43,7 @@ struct Service {
     program: Program,
     /// Result of the last search through the epoll sets: sockets, their queues, time of the search.
     steered: Option<SteeredSockets>,
-    /// The search found sockets without a worker.
+    /// State of searches that found sockets without a worker.
     incomplete: Option<Incomplete>,
 }
 
@@ -74,13 +74,13 @@ struct SteeredSockets {
 
 impl Steering {
     pub fn new(mode: Steer, pin_directory: &Path) -> Self {
-        // Counts of another version are rejected with their service.
+        // Counts with another layout version are skipped: setting the service rejects them.
         let counts = |address| Some((address, Counts::pinned(pin_directory, &pin_name(address)).ok()?));
         let counts = pinned(pin_directory).filter_map(counts).collect();
         Self { mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counts }
     }
 
-    /// Sets the steered services. `rss_map`: of the server's programs. Fails when the kernel rejects the program.
+    /// Sets the steered services. `rss_map` is of the server's programs. Fails when the kernel rejects the program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
         let addresses: BTreeSet<SocketAddr> = if self.mode == Steer::Off {
             BTreeSet::new()
@@ -126,8 +126,8 @@ impl Steering {
     }
 }
 
-/// Ends the steering of every group of sockets that an agent with this pin directory steers: the kernel then chooses.
-/// Fails when /proc or the pins cannot be read.
+/// Ends all steering of an agent with this pin directory: the kernel then chooses the sockets. Fails when /proc or the
+/// pins cannot be read.
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned(pin_directory) {
         // Closed sockets have taken the program with them.
@@ -147,7 +147,7 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
 }
 
 impl Service {
-    /// Returns a warning when the kernel chooses the worker of some queue's connections.
+    /// Updates the sockets of a service. Returns a warning if the kernel still chooses the worker for some queue.
     fn update(
         &mut self,
         mode: Steer,
@@ -182,7 +182,7 @@ impl Service {
             .then(|| format!("{without} of {} receive queues have no worker pinned to their CPU", cpu_of_queue.len())))
     }
 
-    /// Returns whether /proc is to be searched now. Failed searches for other sockets or queues do not count.
+    /// Returns whether a search of /proc is due. Failed searches for other sockets or queues do not count.
     fn is_due(&mut self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
         let same = |old: &mut Incomplete| old.inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
         if self.incomplete.take_if(|incomplete| !same(incomplete)).is_some() {
@@ -231,14 +231,14 @@ fn pinned(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
     entries.filter_map(|entry| address_of_pin(entry.file_name().to_str()?))
 }
 
-/// Inverse of [`pin_name`].
+/// Returns the address that [`pin_name`] encoded.
 fn address_of_pin(name: &str) -> Option<SocketAddr> {
     let (address, port) = name.rsplit_once('_')?;
     let address: IpAddr = address.replace('_', ".").parse().ok()?;
     Some(SocketAddr::new(address, port.parse().ok()?))
 }
 
-/// Names in bpffs have no dots.
+/// Returns the pin's name of a service. Names in bpffs have no dots.
 fn pin_name(address: SocketAddr) -> String {
     format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
 }

@@ -1,4 +1,4 @@
-//! Configuration from the controller: whole at first, then changes.
+//! Configuration from the controller: a complete one first, then changes.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
@@ -18,7 +18,7 @@ use super::Forwarder;
 use super::refusals::Subject;
 use crate::resolvers::Neighbour;
 
-/// Returns the fields that determine MAC addresses, and positions in lists.
+/// Returns the fields that determine a server's MAC address and its position in lists.
 fn identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
     (server.id, server.address, server.vlan)
 }
@@ -28,7 +28,7 @@ fn peer_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
 }
 
 impl Forwarder {
-    /// Applies a configuration: unusable parts stay as they were, and are reported.
+    /// Applies a configuration. Unusable services are reported and keep their previous configuration.
     pub fn apply_configuration(
         &mut self,
         number: u64,
@@ -60,7 +60,7 @@ impl Forwarder {
         outcome
     }
 
-    /// Returns unusable services as they are in force.
+    /// Returns the previous configurations of unusable services.
     fn services_in_force(&self, refused: &[RefusedService], others: &[Service]) -> Vec<Service> {
         let kept = |refused: &RefusedService| {
             let (before, _) = self.services.get(&ServiceIndex::new(refused.index)?)?;
@@ -80,7 +80,7 @@ impl Forwarder {
         }
     }
 
-    /// Records that a whole configuration is unusable. `generation`: 0: unknown.
+    /// Records that a configuration is unusable as a whole. `generation` is 0 if unknown.
     pub fn refuse_all(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
@@ -90,7 +90,7 @@ impl Forwarder {
     pub fn record_table(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
         let known = ServiceIndex::new(index).and_then(|index| self.services.get(&index));
         let Err(error) = outcome else { return self.refusals.accept(Subject::Table(index)) };
-        // The controller knows that, and makes tables of the service for the others.
+        // The controller got the report, and makes tables of the service for other load balancers.
         if known.is_none() && self.refusals.is_refused(index) {
             return;
         }
@@ -99,8 +99,8 @@ impl Forwarder {
         self.refusals.refuse(Subject::Table(index), RefusedUpdate { service, generation, reason, table: true });
     }
 
-    /// Applies a configuration: keys, services, servers. Tables follow. `number` identifies it in changes. Fails when
-    /// the data plane cannot hold its services: nothing has changed then.
+    /// Applies a configuration: keys, services, servers. Tables follow. Changes refer to it by `number`. Fails, without
+    /// effect, when the data plane cannot hold the services.
     pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.number = None;
         let with_mode = |service: &Service| (service.address, service.mode);
@@ -141,8 +141,8 @@ impl Forwarder {
     }
 
     /// Applies a change to the configuration in force. Only changed servers are processed; changed services need a
-    /// whole configuration. Fails when it belongs to another configuration ([`Forwarder::needs_configuration`]), and as
-    /// [`Forwarder::configure`] does.
+    /// complete configuration. Fails when the change is to another configuration ([`Forwarder::needs_configuration`]),
+    /// and as [`Forwarder::configure`] does.
     pub fn change(&mut self, change: FleetChange) -> anyhow::Result<()> {
         if self.number != Some(change.base_number) {
             self.needs_configuration = true;
@@ -189,19 +189,19 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Whether a change did not apply: the next configuration must be whole.
+    /// Returns whether a change did not apply: the next configuration must be complete.
     pub fn needs_configuration(&self) -> bool {
         self.needs_configuration
     }
 
-    /// Applies a configuration that an earlier daemon saved. The next one of a controller must be whole.
+    /// Applies a configuration that an earlier daemon saved. The next one of a controller must be complete.
     pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
         (self.confirmed_generation, self.number, self.is_unsaved) = (0, None, false);
         Ok(())
     }
 
-    /// Returns the consequence of having no configuration, neither from a controller nor saved, once one is overdue.
+    /// Returns a warning when the first configuration is overdue and none was saved.
     pub(super) fn missing_configuration(&self) -> Option<&'static str> {
         if self.keys.is_some() || self.missing_logged_at.is_some() {
             return None;
@@ -244,7 +244,7 @@ impl Forwarder {
         self.balancer.count_traffic(wanted == TelemetryLevel::All)
     }
 
-    /// Fails when packet sockets are not allowed.
+    /// Resolves the current addresses of servers and load balancers. Fails when packet sockets are not allowed.
     pub(super) fn follow_addresses(&mut self) -> anyhow::Result<()> {
         self.find_next_hops();
         let of_service = |(service, _): &(Service, _)| {
@@ -270,8 +270,8 @@ impl Forwarder {
         self.servers_by_neighbour = servers_by_neighbour;
     }
 
-    /// Applies every server of the service. A server whose MAC address this process does not know yet keeps that of an
-    /// earlier process, until ARP shows another one.
+    /// Applies every server of the service. A server without a resolved MAC address keeps the address from an earlier
+    /// process until ARP finds another one.
     pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
         self.mask(service_index);
         let Some((service, index)) = self.services.get(&service_index) else { return };
@@ -294,7 +294,7 @@ impl Forwarder {
             }
             self.balancer.set_server_vlan(server.id, self.vlan_of(service, server));
             let now = lb::Server { mac, eligible: self.is_eligible(service_index, server) };
-            // With LB-side stamping, the address may be new to an old server.
+            // After a switch to LB-side stamping, even an unchanged server needs its address.
             if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {
                 self.balancer.set_server(*index, server.id, now);
             }
@@ -302,8 +302,8 @@ impl Forwarder {
         gone.into_iter().for_each(|id| self.balancer.remove_server(*index, id));
     }
 
-    /// Applies numbers and addresses of all load balancers with a connection table. One whose MAC address this process
-    /// does not know yet keeps that of an earlier process, as servers do.
+    /// Applies numbers and addresses of all load balancers with a connection table. One without a resolved MAC address
+    /// keeps the address from an earlier process, as servers do.
     fn set_owners(&mut self) {
         let own = self.peers.iter().find(|peer| peer.name == self.name).and_then(|peer| peer.owner);
         if self.balancer.owner() != own {

@@ -58,7 +58,7 @@ impl Forwarder {
         self.table_to_kernel.observe(took);
     }
 
-    /// Returns all metrics. `state`: of the whole daemon.
+    /// Returns all metrics, given the daemon's `state`.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
         let mut page = component::base_snapshot(Component::Lb);
         page.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);

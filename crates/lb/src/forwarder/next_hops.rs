@@ -1,4 +1,4 @@
-//! Neighbours that servers' packets go to: the server, or the router that the kernel's routes name.
+//! Neighbours that servers' packets go to: the servers themselves, or routers of the kernel's routes.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -10,11 +10,11 @@ use coreward_wire::{Server, Service};
 use super::Forwarder;
 use crate::resolvers::Neighbour;
 
-/// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
+/// Minimum MTU of an IPv6 link in bytes (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
 impl Forwarder {
-    /// Returns the neighbour that packets of `service` to `server` go to; `None`: there is no route.
+    /// Returns the neighbour that packets of `service` to `server` go to; `None`: the server has no route.
     pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<Neighbour> {
         let direct = Neighbour { vlan: self.vlan_of(service, server), address: server.address };
         if !service.mode.forwarding.encapsulates() {
@@ -42,7 +42,7 @@ impl Forwarder {
         (self.next_hops, self.unrouted) = (HashMap::new(), BTreeSet::new());
         for (server, name) in servers {
             let Some(index) = indexes.get(&server.vlan) else {
-                // Without a device there are no routes: the server is in the VLAN itself.
+                // Without a device the kernel has no routes: the server is in the VLAN itself.
                 self.next_hops.insert(server, server.address);
                 continue;
             };
@@ -56,7 +56,7 @@ impl Forwarder {
         }
     }
 
-    /// Applies the next hops after a change of routes.
+    /// Reads the next hops after a change of routes, and applies them.
     pub(super) fn follow_routes(&mut self) {
         if self.encapsulating().next().is_none() {
             return;
@@ -68,14 +68,14 @@ impl Forwarder {
         if self.next_hops == before {
             return;
         }
-        tracing::info!(event = "next-hops-changed", "servers are reached by other next hops");
+        tracing::info!(event = "next-hops-changed", "next hops of servers changed");
         self.index_servers();
         for index in self.services.keys().copied().collect::<Vec<_>>() {
             self.set_servers(index);
         }
     }
 
-    /// Returns warnings of causes for which encapsulated packets do not leave.
+    /// Returns warnings about faults that prevent the sending of encapsulated packets.
     pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
         let servers = || self.encapsulating().flat_map(|service| &service.servers).map(|server| server.address);
         let mut problems: Vec<String> = self.unrouted.iter().cloned().collect();
@@ -96,7 +96,7 @@ impl Forwarder {
         problems
     }
 
-    /// Returns the warning when packets that every IPv6 link must take do not fit with their outer headers.
+    /// Returns a warning if packets of the minimum MTU of IPv6 do not fit with their outer headers.
     fn mtu_problem(&self) -> Option<String> {
         let ipv6 = self.encapsulating().filter(|service| service.address.socket.is_ipv6());
         let lengths = ipv6.flat_map(|service| {

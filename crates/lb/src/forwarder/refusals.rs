@@ -1,4 +1,4 @@
-//! Unusable updates: reported to the controller, while the previous ones stay in force.
+//! Unusable updates, which are reported to the controller while the previous state stays in force.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use coreward_wire::v1::RefusedUpdate;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
-    /// The whole configuration.
+    /// A complete configuration.
     All,
     Service(u32),
     Table(u32),
@@ -16,7 +16,7 @@ pub enum Subject {
 pub struct Refusals(BTreeMap<Subject, RefusedUpdate>);
 
 impl Refusals {
-    /// Records an unusable update. Logged if its subject or reason is new: tables come ten times a second.
+    /// Records an unusable update, and logs a new subject or reason only: tables arrive ten times a second.
     pub fn refuse(&mut self, subject: Subject, refused: RefusedUpdate) {
         let same = |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
         if !self.0.get(&subject).is_some_and(same) {
@@ -44,7 +44,7 @@ impl Refusals {
         self.0.remove(&Subject::Table(index));
     }
 
-    /// Starts a whole configuration; tables of these services stay.
+    /// Forgets all updates but the tables of these services, before a complete configuration.
     pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
         self.0.retain(|subject, _| matches!(subject, Subject::Table(index) if is_service(*index)));
     }

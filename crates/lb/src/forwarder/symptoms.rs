@@ -15,12 +15,12 @@ use super::Forwarder;
 #[derive(Default)]
 pub(super) struct Symptoms {
     send_drops: Recent<1>,
-    /// Frames that the program sent and the driver dropped, as far as it counts them, since the device is there.
+    /// Frames that the program sent and the driver counts as dropped, since the device was created.
     pub send_drops_total: u64,
     packets: BTreeMap<ServiceIndex, Recent<2>>,
     /// Services whose new connections do not become established.
     pub handshakes_fail: BTreeSet<ServiceIndex>,
-    /// By subject.
+    /// Description of each symptom, by its short name.
     faults: BTreeMap<String, String>,
 }
 
@@ -31,7 +31,7 @@ impl Symptoms {
 }
 
 impl Forwarder {
-    /// Reads the counters, once a second, and logs what begins and what ends.
+    /// Reads the counters, once a second, and logs the start and the end of each symptom.
     pub(super) fn update_symptoms(&mut self) {
         let now = monotonic();
         let mut found: BTreeMap<String, String> = self.failing_handshakes(now).into_iter().collect();
@@ -43,7 +43,12 @@ impl Forwarder {
             }
         }
         for what in self.symptoms.faults.keys().filter(|what| !found.contains_key(*what)) {
-            tracing::info!(event = "symptom-gone", symptom = what, "not in the last {} s", WINDOW.as_secs());
+            tracing::info!(
+                event = "symptom-gone",
+                symptom = what,
+                "no such symptom in the last {} s",
+                WINDOW.as_secs()
+            );
         }
         self.symptoms.faults = found;
     }

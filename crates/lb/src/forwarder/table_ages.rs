@@ -1,6 +1,6 @@
-//! Lifetime of placement tables. Loads in a table are of the moment at which the controller made it. When no controller
-//! has sent newer ones for the fleet's `table_lifetime`, the load balancer chooses candidates by its own counts. After
-//! a reboot it has no table, and makes one of the saved configuration.
+//! Lifetime of placement tables. A table has the loads of the time when the controller made it. Without a newer table
+//! for the fleet's `table_lifetime`, the load balancer chooses candidates by its own counts. After a reboot it has no
+//! table, and makes one from the saved configuration.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -16,19 +16,19 @@ use coreward_wire::{Server, Service, ServiceIndex};
 
 use super::{Forwarder, PROGRAM_LIMIT};
 
-/// Time between two choices of candidates for expired tables.
+/// Interval of the choice of candidates for expired tables.
 const CHOICE_INTERVAL: Duration = Duration::from_secs(1);
 /// Generation of a table that this load balancer made itself: controllers count from 1.
 const OWN_GENERATION: u64 = 0;
 
-/// Ages of the tables in force. Times are of one monotonic clock.
+/// Ages of the tables in force. All times are of one monotonic clock.
 #[derive(Debug)]
 pub struct TableAges {
-    /// Start of this process: tables of an earlier one count from it.
+    /// Start of this process, from which the age of an earlier process's tables counts.
     start: Duration,
-    /// By service, the end of the stream that brought its newest table; `None`: that stream is open.
+    /// End of the stream that brought each service's newest table; `None`: the stream is open.
     stream_ends: BTreeMap<ServiceIndex, Option<Duration>>,
-    /// Expired tables, with the service's opened connections at the newest choice.
+    /// Services with expired tables, with their count of opened connections at the newest choice.
     expired: BTreeMap<ServiceIndex, u64>,
     last_choice: Duration,
     choices: u64,
@@ -39,7 +39,7 @@ impl TableAges {
         Self { start, stream_ends: BTreeMap::new(), expired: BTreeMap::new(), last_choice: start, choices: 0 }
     }
 
-    /// Records a controller's table. Returns whether the old one had expired.
+    /// Records a controller's table. Returns whether the replaced table had expired.
     pub fn renew(&mut self, service: ServiceIndex) -> bool {
         self.stream_ends.insert(service, None);
         self.expired.remove(&service).is_some()
@@ -122,7 +122,7 @@ impl Forwarder {
                 event = "candidates-not-replaced",
                 service = service.name,
                 error = format!("{error:#}"),
-                "no table within its lifetime: candidates stay as they are"
+                "no new table within the lifetime: the candidates stay unchanged"
             );
         }
     }
@@ -143,12 +143,12 @@ fn log_expired(service: &Service, lifetime: Duration) {
         event = "table-expired",
         service = service.name,
         ?lifetime,
-        "no table within its lifetime: new connections go by this load balancer's own counts"
+        "no new table within the lifetime: this load balancer places new connections by its own counts"
     );
 }
 
-/// Whether connections keep their server wherever this load balancer places them: without a cookie or a table of
-/// connections, all load balancers must choose alike.
+/// Returns whether this load balancer may choose a service's candidates. Without a cookie or a connection table, all
+/// load balancers must choose alike, or connections would change their server.
 fn may_make_table(service: &Service) -> bool {
     matches!(service.mode.consistency, Consistency::Stateless | Consistency::Stateful | Consistency::HashTable)
         && service.servers.iter().any(|server| server.eligible)
@@ -191,7 +191,7 @@ mod tests {
         ages.renew(service(1));
         assert!(!ages.is_older(service(1), lifetime, at(1000)), "the stream goes on");
         ages.end_stream(at(1000));
-        // Attempts that reach no leader.
+        // Further attempts reach no leader.
         ages.end_stream(at(1005));
         assert!(!ages.is_older(service(1), lifetime, at(1009)) && ages.is_older(service(1), lifetime, at(1010)));
         // The next stream brings another service's table only.

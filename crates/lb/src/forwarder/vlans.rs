@@ -21,7 +21,7 @@ impl Forwarder {
         Some(Neighbour { vlan: self.vlan, address: peer.address? })
     }
 
-    /// Returns the VLAN of all servers of a service; `None`: they are in several.
+    /// Returns the VLAN of all servers of a service; `None`: the servers are in several.
     pub(super) fn broadcast_vlan(&self, service: &Service) -> Option<Vlan> {
         let mut vlans = service.servers.iter().map(|server| self.vlan_of(service, server));
         let first = vlans.next().unwrap_or_default();
@@ -35,7 +35,7 @@ impl Forwarder {
         self.services.values().flat_map(of_service).collect()
     }
 
-    /// Loads the program that the servers' VLANs need. Fails when the kernel refuses it.
+    /// Loads the program variant that the servers' VLANs need. Fails when the kernel rejects the program.
     pub(super) fn use_server_vlans(&mut self) -> anyhow::Result<()> {
         let vlans = self.server_vlans();
         self.balancer.use_server_vlans(vlans)
@@ -46,12 +46,12 @@ impl Forwarder {
         vlan_device::name(&self.interface, self.vlan).unwrap_or_else(|| self.interface.clone())
     }
 
-    /// Returns the devices by which packets come, by VLAN.
+    /// Returns the device that receives packets of each VLAN.
     pub(super) fn devices(&self) -> BTreeMap<Vlan, String> {
         vlan_device::names(&self.interface, self.server_vlans().into_iter().chain([self.vlan]))
     }
 
-    /// Makes the driver leave tags in frames, if VLANs are in use, and finds the faults.
+    /// Makes the driver leave tags in frames, if VLANs are in use, and logs faults of the VLAN devices.
     pub(super) fn check_vlans(&mut self) {
         let found = if self.balancer.uses_vlans() { self.vlan_faults() } else { BTreeSet::new() };
         for problem in found.difference(&self.vlan_problems) {
