@@ -1,13 +1,13 @@
-//! Check of this process's capabilities: one clear sentence instead of a later EPERM.
+//! Check of this process's capabilities, for an error that names them instead of a later EPERM.
 
 use anyhow::Context as _;
 
-/// Capabilities for loading programs, attaching them and resolving neighbours: numbers of linux/capability.h.
+/// Capabilities to load programs, attach them and resolve neighbours, with their numbers in linux/capability.h.
 const NEEDED: [(&str, u32); 4] = [("CAP_NET_ADMIN", 12), ("CAP_NET_RAW", 13), ("CAP_PERFMON", 38), ("CAP_BPF", 39)];
-/// The only right to BPF before Linux 5.8; it still includes `CAP_BPF` and `CAP_PERFMON`.
+/// The capability for BPF before Linux 5.8, which still includes `CAP_BPF` and `CAP_PERFMON`.
 const CAP_SYS_ADMIN: u32 = 21;
 
-/// Fails when a right is missing; the error names it.
+/// Checks the capabilities of a command. Fails when one is missing; the error names it.
 pub fn require(command: &str) -> anyhow::Result<()> {
     let missing = missing()?;
     anyhow::ensure!(
@@ -26,7 +26,7 @@ pub fn missing() -> anyhow::Result<Vec<&'static str>> {
     missing_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
 }
 
-/// Returns the names of those of [`NEEDED`] that are missing; `None` when `status` does not show them.
+/// Returns the names of missing capabilities of [`NEEDED`]; `None`: `status` does not show any.
 fn missing_in(status: &str) -> Option<Vec<&'static str>> {
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     let effective = u64::from_str_radix(effective.trim(), 16).ok()?;

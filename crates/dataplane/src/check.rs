@@ -1,4 +1,4 @@
-//! Check that this kernel accepts the programs: each is loaded, attached to nothing, and closed.
+//! Check that this kernel accepts the programs: each is loaded and closed, without being attached.
 
 use std::mem::MaybeUninit;
 use std::net::Ipv4Addr;
@@ -15,7 +15,7 @@ use crate::skeleton;
 use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
 
-/// Loads the objects of these names; returns each with the kernel's answer.
+/// Loads the objects with these names; returns each name with the kernel's answer.
 pub fn load_programs(names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
     let named = skeleton::OBJECTS.into_iter().filter(|(name, _)| names.contains(name));
     named.map(|(name, object)| (name, load(name, object).map(drop))).collect()
@@ -53,7 +53,7 @@ fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
 
 fn load(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
     match name {
-        // Each rule and each mode by itself, and all at once: unneeded features are not compiled in.
+        // Variants with each rule and each mode alone, and one with all: unneeded features are not compiled in.
         "lb" => {
             let (rules, modes) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
             let of_rules = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS));

@@ -26,7 +26,7 @@ impl CpuLoad {
         let mut storage = MaybeUninit::uninit();
         let open = CpuLoadSkelBuilder::default().open(&mut storage).context("bpf/server/cpu_load.bpf.c")?;
         let skeleton = open.load().context("the kernel refused bpf/server/cpu_load.bpf.c")?;
-        // Ends before begins: an interrupt that was seen to begin is also seen to end.
+        // Programs for ends are attached before those for begins: each counted begin has a counted end.
         let programs = [
             &skeleton.progs.interrupt_ends,
             &skeleton.progs.softirq_ends,
@@ -40,7 +40,7 @@ impl CpuLoad {
         Ok(Self { cpus: MmapArray::new(&skeleton.maps.bss).context("mapping busy times")?, _links: links })
     }
 
-    /// Returns the busy time of `cpu` since the start (ns), now. 0 for CPUs that are not counted.
+    /// Returns the busy time of `cpu` in ns from the start until now; 0 for CPUs that are not counted.
     pub fn busy_ns(&self, cpu: usize) -> u64 {
         if cpu >= intf::MAX_CPUS as usize {
             return 0;
@@ -49,7 +49,7 @@ impl CpuLoad {
         let mut account = self.cpus.load(offset);
         loop {
             let busy_ns = busy_ns(account, monotonic_ns());
-            // Unchanged: the CPU was busy, or idle, all the time between the two loads, in which the clock was read.
+            // An unchanged word means that the CPU was always busy, or always idle, while the clock was read.
             let again = self.cpus.load(offset);
             if again == account {
                 return busy_ns;
@@ -59,7 +59,7 @@ impl CpuLoad {
     }
 }
 
-/// Decodes `cpu_busy_time.account` at `now_ns`.
+/// Returns the busy time in ns that `cpu_busy_time.account` encodes, at `now_ns`.
 fn busy_ns(account: u64, now_ns: u64) -> u64 {
     match account % 2 {
         0 => account / 2,

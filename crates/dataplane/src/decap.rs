@@ -1,6 +1,6 @@
-//! `bpf/server/decap.bpf.c` at a server's device: removes outer headers of configured load balancers.
+//! `bpf/server/decap.bpf.c` at a server's device, which removes outer headers of configured load balancers.
 //!
-//! Pinned below one directory of a bpffs, so that it works without the process:
+//! Maps and link are pinned below one directory of a bpffs, so that the program works without the process:
 //!
 //! ```text
 //! decap/sources   addresses of load balancers
@@ -31,10 +31,10 @@ use crate::skeleton::decap::DecapSkelBuilder;
 pub const COUNTERS: usize = intf::DECAP_COUNTER_COUNT as usize;
 
 const MAPS: [&str; 3] = ["sources", "vips", "counters"];
-/// Size of a map's key: an address, IPv4 as in `struct service_key`.
+/// Bytes of a map's key: an address, with IPv4 addresses as in `struct service_key`.
 const ADDRESS_BYTES: usize = 16;
 
-/// Program and its maps. An attached program stays after a drop.
+/// The decapsulating program and its maps. An attached program stays after a drop.
 #[derive(Debug)]
 pub struct Decapsulation {
     program: OwnedFd,
@@ -48,8 +48,8 @@ fn pins(pin_directory: &Path) -> PathBuf {
 }
 
 impl Decapsulation {
-    /// Attaches the program, in the driver if that can run it, or replaces that of an earlier process and keeps its
-    /// maps. Fails when another XDP program is at the device, or the kernel refuses something.
+    /// Attaches the program, in the driver if possible, or replaces the program of an earlier process and keeps its
+    /// maps. Fails when another XDP program is at the device, or the kernel rejects something.
     pub fn attach(interface_index: u32, pin_directory: &Path) -> anyhow::Result<Self> {
         let pins = pins(pin_directory);
         let mut pinned = XdpLink::pinned(&pins.join("link"))?;
@@ -70,7 +70,7 @@ impl Decapsulation {
         Ok(decapsulation)
     }
 
-    /// Loads the program, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`.
+    /// Loads the program without attaching or pinning it, for tests by `BPF_PROG_TEST_RUN`.
     pub fn load_only() -> anyhow::Result<Self> {
         Self::load(None)
     }
@@ -98,14 +98,14 @@ impl Decapsulation {
         self.program.as_fd()
     }
 
-    /// Sets the load balancers whose packets are taken.
+    /// Sets the load balancers whose packets are decapsulated.
     pub fn set_sources(&self, sources: &[IpAddr]) -> anyhow::Result<()> {
         let limit = intf::MAX_DECAP_SOURCES as usize;
         ensure!(sources.len() <= limit, "{} sources of encapsulated packets: expected at most {limit}", sources.len());
         set_addresses(&self.sources, sources)
     }
 
-    /// Sets the VIPs whose packets are taken.
+    /// Sets the VIPs whose packets are decapsulated.
     pub fn set_vips(&self, vips: &[IpAddr]) -> anyhow::Result<()> {
         set_addresses(&self.vips, vips)
     }
@@ -123,7 +123,7 @@ fn attach_new(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Result<X
     })
 }
 
-/// Puts these addresses, and no others, into the map.
+/// Replaces the map's addresses by these.
 fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
     let key = |address: &IpAddr| -> [u8; ADDRESS_BYTES] { zerocopy::transmute!(address_words(*address)) };
     let desired: BTreeSet<[u8; ADDRESS_BYTES]> = desired.iter().map(key).collect();
@@ -137,7 +137,8 @@ fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes the pins of maps of a version with IPv4 addresses only. Its program keeps them until it is replaced.
+/// Removes the pinned maps of a version with IPv4 addresses only. The attached program keeps its maps until it is
+/// replaced.
 fn remove_other_layout(pins: &Path) -> anyhow::Result<()> {
     match MapHandle::from_pinned_path(pins.join(MAPS[0])) {
         Ok(sources) if sources.key_size() as usize != ADDRESS_BYTES => {

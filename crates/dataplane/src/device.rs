@@ -8,12 +8,12 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use crate::ethtool::interface_request;
 
-/// XDP at a device.
+/// XDP programs and support of a device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Xdp {
-    /// The program in the driver, by its id.
+    /// Id of the program in the driver.
     pub native: Option<u32>,
-    /// The program after the driver, by its id.
+    /// Id of the program after the driver.
     pub generic: Option<u32>,
     /// Whether the driver can pass, drop and return frames by XDP; `None`: the kernel does not report it (before 6.3).
     pub supports_native: Option<bool>,
@@ -22,7 +22,7 @@ pub struct Xdp {
 /// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
 const ACT_BASIC: u64 = 1;
 
-/// Returns the XDP state of the device of that index. Fails when there is no such device.
+/// Returns the XDP state of a device. Fails when no device has this index.
 pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
     let mut options = libbpf_sys::bpf_xdp_query_opts {
         sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
@@ -34,7 +34,7 @@ pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
         return Err(io::Error::from_raw_os_error(-result));
     }
     let id = |id: u32| (id != 0).then_some(id);
-    // libbpf leaves 0 where the kernel does not know the query; a driver without XDP looks the same there.
+    // libbpf leaves 0 if the kernel does not support the query, and the kernel returns 0 for a driver without XDP.
     let reported = options.feature_flags != 0 || reports_xdp_features();
     Ok(Xdp {
         native: id(options.drv_prog_id),
@@ -43,8 +43,8 @@ pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
     })
 }
 
-/// Loopback has no driver that could run XDP, so the kernel's answer for it proves nothing; veth has one, but may be
-/// absent. The kernel's version decides: the netdev family came with 6.3.
+/// Returns whether the kernel reports XDP support: since 6.3, with the netdev family. Probing a device does not work:
+/// loopback has no XDP driver, and veth devices may be absent.
 fn reports_xdp_features() -> bool {
     nix::sys::utsname::uname().is_ok_and(|name| {
         let release = name.release().to_string_lossy();
@@ -53,7 +53,7 @@ fn reports_xdp_features() -> bool {
     })
 }
 
-/// Returns the device's MTU (bytes). Fails when there is no such device.
+/// Returns the device's MTU in bytes. Fails when the device does not exist.
 pub fn mtu(interface: &str) -> io::Result<u32> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     let mut ifreq = interface_request(interface)?;

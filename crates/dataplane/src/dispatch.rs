@@ -1,9 +1,8 @@
-//! `bpf/dispatch/dispatch.bpf.c` at the workers of a UDP service: loaded, attached, pinned, taken over, maintained,
-//! read.
+//! Loading and maintenance of `bpf/dispatch/dispatch.bpf.c` at the workers of a UDP service.
 //!
-//! Pinned below one directory of a bpffs for each service: `workers` (the array of sockets), `sockets` (their slots),
+//! Each service has a directory of a bpffs with the pins `workers` (the array of sockets), `sockets` (their slots),
 //! `state`, `requests`, `responses_link` and `drops_link`. [`Dispatch`] changes them; [`RequestLedger`] reads and
-//! repairs the programs' counts. Both work during operation.
+//! repairs the programs' counts. Both work while requests are dispatched.
 
 mod options;
 mod request_ledger;
@@ -62,10 +61,10 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
-    /// Loads the programs and begins to observe responses. `pins`: the service's own directory; the state pinned there
-    /// is taken over, with the sockets in their slots and the requests in flight. `cgroup`: a directory of a cgroup2
+    /// Loads the programs and begins to observe responses. `pins` is the service's own directory, whose pinned state is
+    /// taken over, with the sockets in their slots and the requests in flight. `cgroup` is a directory of a cgroup2
     /// file system that all workers are in or below. The calling thread must be in the service's network namespace.
-    /// Fails when `pins` is not on a bpffs, the pins are of another version, or the kernel refuses a program. Panics
+    /// Fails when `pins` is not on a bpffs, the pins are of another version, or the kernel rejects a program. Panics
     /// when `options` has more than [`MAX_TYPES`] types.
     pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
         assert!(options.types.len() <= MAX_TYPES, "{} types", options.types.len());
@@ -104,7 +103,7 @@ impl Dispatch {
         })
     }
 
-    /// Whether pinned state of an earlier process was taken over.
+    /// Returns whether pinned state of an earlier process was taken over.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
@@ -124,8 +123,8 @@ impl Dispatch {
         &self.ledger
     }
 
-    /// Attaches the program to the group that `socket` is in, in place of one attached before. Fails when the socket is
-    /// in no SO_REUSEPORT group.
+    /// Attaches the program to the group of `socket`, and replaces an attached program. Fails when the socket is in no
+    /// SO_REUSEPORT group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         reuseport::attach(self.program.as_fd(), socket)
     }
@@ -151,14 +150,14 @@ impl Dispatch {
         Ok(slot)
     }
 
-    /// Sets the limit of outstanding requests of each class at a worker. For `jsq` only the first class counts.
-    /// `bounds` returns them for a number of workers in the order of their slots. Panics when there are more bounds
-    /// than workers can be.
+    /// Sets the limits of a worker's outstanding requests, by class. For `jsq` only the first class counts. `bounds`
+    /// returns the limits for a number of workers, in the order of their slots. Panics when it returns more limits than
+    /// [`MAX_WORKERS`].
     pub fn set_bounds(&self, bounds: impl Fn(u16) -> ClassBounds) {
         let slots: Vec<u32> = self.sockets().into_keys().collect();
         let bounds = bounds(slots.len().max(1) as u16);
         let rows: Vec<Vec<u32>> = (0..MAX_CLASSES as u8).map(|class| bounds.for_class(class).to_vec()).collect();
-        // jsq compares with the first, whatever slot that belongs to.
+        // jsq reads only the limit of slot 0, even if slot 0 has no worker.
         let first = (self.policy == Policy::ShortestQueue).then(|| rows[0][0]);
         self.ledger.set_bounds(&slots, &rows, first);
     }
@@ -171,9 +170,9 @@ impl Dispatch {
         }
     }
 
-    /// Performs the work of each [`POLL_INTERVAL`]: reads the queues, gives up requests that will have no response,
-    /// disables workers that do not read. Returns whether a worker has died since the last call. `now`: of any
-    /// monotonic clock. Fails when the kernel does not show the queues.
+    /// Maintains the service, once per [`POLL_INTERVAL`]: reads the queues, gives up requests that will have no
+    /// response, disables workers that do not read. Returns whether a worker has died since the last call. `now` is of
+    /// any monotonic clock. Fails when the kernel does not show the queues.
     pub fn poll(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
         self.ledger.begin_poll();
         self.read_queues()?;
@@ -190,8 +189,8 @@ impl Dispatch {
     }
 }
 
-/// Ends the dispatch with the pins in `pins`, except for the program at the group of sockets ([`reuseport::detach`]):
-/// the sockets are free for another array, and responses are not observed any more. Fails when a pin or a program
+/// Removes the pins in `pins` and the programs, except for the program of the sockets' group ([`reuseport::detach`]).
+/// The sockets may then be in another array, and responses are not observed any more. Fails when a pin or a program
 /// cannot be removed.
 pub fn remove(pins: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pins.join(PIN_WORKERS)) {
@@ -200,7 +199,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     }
     let link = pins.join(PIN_LINK);
     if link.exists() {
-        // Fails when its cgroup is gone: nothing to detach.
+        // An error means that the cgroup is gone, and the program with it.
         if let Err(error) = Link::open(&link).and_then(|link| link.detach()) {
             tracing::debug!(event = "link-not-detached", link = %link.display(), %error, "cannot detach the link");
         }
@@ -220,8 +219,8 @@ pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     Ok(ledger)
 }
 
-/// Returns the mount point of the cgroup2 file system, by /proc/mounts: all processes are in or below it. Fails when it
-/// is not mounted.
+/// Returns the mount point of the cgroup2 file system from /proc/mounts; all processes are in or below it. Fails when
+/// no cgroup2 file system is mounted.
 pub fn cgroup_root() -> anyhow::Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
     let mount = |line: &str| {
@@ -279,7 +278,7 @@ fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Pa
     Ok(link)
 }
 
-/// Replaces an earlier one, whose requests are not known here.
+/// Attaches the program that observes drops. Replaces an earlier program, whose map of requests is another one.
 fn attach_drops(program: &libbpf_rs::ProgramMut<'_>, pin: &Path) -> anyhow::Result<Link> {
     if pin.exists() {
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;

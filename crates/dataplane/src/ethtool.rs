@@ -15,18 +15,18 @@ const ETHTOOL_SFLAGS: u32 = 0x26;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
-/// In [`flags`]: VLAN tags of received packets are stripped.
+/// Flag of [`flags`]: VLAN tags of received packets are stripped.
 pub const ETH_FLAG_RXVLAN: u32 = 1 << 8;
-/// In [`flags`]: received packets are merged so that they cannot be sent on.
+/// Flag of [`flags`]: received packets are merged and cannot be forwarded.
 pub const ETH_FLAG_LRO: u32 = 1 << 15;
-/// In [`flags`]: flow steering rules (and with them accelerated RFS) are on.
+/// Flag of [`flags`]: flow steering rules (and with them accelerated RFS) are on.
 pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 
-/// Sends one ethtool request; `request` holds it as 32-bit words and receives the answer. Fails when there is no such
-/// device, or its driver rejects the request.
+/// Makes one ethtool request: `request` holds the command as 32-bit words, and receives the answer. Fails when the
+/// device does not exist, or its driver rejects the request.
 ///
 /// # Safety
-/// `request` must have the length that its header gives: the kernel writes so much.
+/// `request` must have the length that its header gives, because the kernel writes so many bytes.
 pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     let mut ifreq = interface_request(interface)?;
@@ -63,8 +63,8 @@ pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
     Ok(ifreq)
 }
 
-/// Returns names of one of the driver's string sets, at most `limit`. Fails when there is no such device, or its driver
-/// has no such set.
+/// Returns the names of one of the driver's string sets, at most `limit`. Fails when the device does not exist, or its
+/// driver has no such set.
 pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
     const NAME_WORDS: usize = 8;
     // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.
@@ -87,9 +87,9 @@ pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>>
 /// Returns the driver's counters (`ethtool -S`) by name; empty without any.
 pub fn counters(interface: &str) -> Vec<(String, u64)> {
     const ETH_SS_STATS: u32 = 1;
-    // A NIC has some thousand.
+    // A NIC has some thousand counters.
     let names = strings(interface, ETH_SS_STATS, u32::MAX).unwrap_or_default();
-    // struct ethtool_stats: cmd, n_stats, then 64 bits each. Room for some that a changed number of queues brings.
+    // struct ethtool_stats: cmd, n_stats, then 64 bits per counter. A larger number of queues may add counters.
     let mut words = vec![0; 2 + 2 * (2 * names.len() + 1024)];
     words[..2].copy_from_slice(&[ETHTOOL_GSTATS, names.len() as u32]);
     // SAFETY: there is room for all counters.
@@ -102,12 +102,13 @@ pub fn counters(interface: &str) -> Vec<(String, u64)> {
     names.into_iter().zip(words[2..].chunks(2).map(value)).collect()
 }
 
-/// Returns the driver's counters of frames that XDP programs sent and it dropped, without those that are 0.
+/// Returns the driver's counters of frames that XDP programs sent and the driver dropped, without zeros.
 pub fn xdp_send_errors(interface: &str) -> Vec<(String, u64)> {
     send_errors(counters(interface))
 }
 
-/// veth: `rx_queue_0_xdp_tx_errors`; mlx5: `rx_xdp_tx_full`, `rx_xdp_tx_err`; bnxt, ena, virtio_net have like names.
+/// Returns the counters of send errors by their names. veth: `rx_queue_0_xdp_tx_errors`; mlx5: `rx_xdp_tx_full`,
+/// `rx_xdp_tx_err`; bnxt, ena and virtio_net have similar names.
 fn send_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
     let is_error = |name: &str| {
         let of_xdp = name.split_once("xdp_tx").map(|(_, rest)| rest);
@@ -122,7 +123,7 @@ pub fn channels(interface: &str) -> io::Result<u16> {
     all_channels(interface).map(|channels| channels.receive)
 }
 
-/// Queues as in `ethtool -l`; combined ones count in both.
+/// Numbers of queues as in `ethtool -l`; combined queues count in both directions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Channels {
     /// Receive queues, at least 1.
@@ -133,7 +134,7 @@ pub struct Channels {
     pub transmit: u16,
 }
 
-/// Fails when the driver does not report them.
+/// Returns the numbers of queues. Fails when the driver does not report them.
 pub fn all_channels(interface: &str) -> io::Result<Channels> {
     // struct ethtool_channels: cmd, max_{rx,tx,other,combined}, {rx,tx,other,combined}_count.
     let mut request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];

@@ -1,5 +1,5 @@
-//! `bpf/health/health.bpf.c` at a load balancer's device: connections to a server's own address reach that server at
-//! the VIP.
+//! `bpf/health/health.bpf.c` at a load balancer's device, which rewrites connections to a server's own address: they
+//! reach the server at the VIP.
 
 use std::mem::MaybeUninit;
 use std::net::IpAddr;
@@ -24,11 +24,11 @@ pub const MAX_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
 pub struct NatEntry {
     /// The server's own address, to which the load balancer connects.
     pub server: IpAddr,
-    /// Destination address at the server, of the same family.
+    /// Address of the same family that the server sees as the destination.
     pub vip: IpAddr,
     /// The server's port.
     pub port: u16,
-    /// The load balancer's port.
+    /// Source port of the load balancer.
     pub own_port: u16,
 }
 
@@ -44,7 +44,7 @@ impl NatEntry {
     }
 }
 
-/// Returns an address as programs have it.
+/// Returns an address in the programs' layout.
 fn layout(address: IpAddr) -> intf::nat_address {
     intf::nat_address { word: address_words(address) }
 }
@@ -56,12 +56,12 @@ pub struct NatPrograms {
     _held: [TemporaryAttachment; 2],
 }
 
-/// Connections that reach a server at the VIP.
+/// Table of the rewritten connections.
 #[derive(Debug)]
 pub struct NatTable(MapHandle);
 
 impl NatPrograms {
-    /// Loads the programs and holds them at the device. Fails without the device, or when the kernel rejects them.
+    /// Loads and attaches the programs. Fails when the device does not exist, or the kernel rejects a program.
     pub fn attach(interface: &str) -> anyhow::Result<Self> {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;

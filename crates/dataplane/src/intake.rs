@@ -16,22 +16,22 @@ use crate::lb::device::mac_of;
 use program::IntakeProgram;
 use queue::{CopyMode, Queue};
 
-/// An Ethernet header, an IPv4 header without options, a UDP header.
+/// Bytes of an Ethernet header, an IPv4 header without options and a UDP header.
 const HEADERS: usize = 14 + 20 + 8;
 
 /// A request in a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Datagram<'f> {
-    /// The client.
+    /// Address of the client.
     pub source: SocketAddrV4,
-    /// The service.
+    /// Address of the service.
     pub destination: SocketAddrV4,
-    /// Without the UDP header.
+    /// Payload behind the UDP header.
     pub payload: &'f [u8],
 }
 
 impl<'f> Datagram<'f> {
-    /// Reads a frame whose headers the program has checked. `None`: it is shorter than they state.
+    /// Returns the request in a frame whose headers the program has checked; `None`: the frame is too short for them.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
         let (headers, rest) = frame.split_first_chunk::<HEADERS>()?;
         let address =
@@ -56,14 +56,14 @@ pub struct Intake {
 }
 
 impl Intake {
-    /// Attaches the program to an interface, in the driver if that can run it, and opens a socket for each of its
-    /// receive queues, without copies if the driver can do that. Fails when another XDP program is there, or the kernel
-    /// refuses something.
+    /// Attaches the program to an interface, in the driver if possible, and opens a socket for each receive queue, with
+    /// zero-copy if the driver supports it. Fails when the interface has another XDP program, or the kernel rejects
+    /// something.
     pub fn open(interface: &str, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
         let index = nix::net::if_::if_nametoindex(interface);
         let index = index.with_context(|| format!("interface {interface:?} does not exist"))?;
         let mac = mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
-        // A driver that does not report them has one.
+        // A driver that does not report its queues counts as having one.
         let (count, limit) = (ethtool::channels(interface).unwrap_or(1).into(), intf::MAX_INTAKE_QUEUES);
         ensure!(count <= limit, "interface {interface:?} has {count} receive queues: expected at most {limit}");
         let mut program = IntakeProgram::load(mac, listeners)?;
@@ -79,7 +79,7 @@ impl Intake {
         Ok(Self { program, queues, received: 0, malformed: 0 })
     }
 
-    /// Returns whether the driver writes into the memory of the sockets itself.
+    /// Returns the method by which frames get into the sockets' memory.
     pub fn copy_mode(&self) -> CopyMode {
         let is_zero_copy = self.queues.iter().all(|queue| queue.copy_mode() == CopyMode::ZeroCopy);
         if is_zero_copy { CopyMode::ZeroCopy } else { CopyMode::Copy }
@@ -107,7 +107,7 @@ impl Intake {
         self.queues.iter().map(Queue::as_fd)
     }
 
-    /// Fails when the device is gone.
+    /// Checks the sockets. Fails when the device is gone.
     pub fn check(&self) -> io::Result<()> {
         self.queues.iter().try_for_each(Queue::check)
     }

@@ -1,6 +1,6 @@
-//! `bpf/lb/lb.bpf.c` at the load balancer's device: loaded, attached, pinned, taken over, filled, read.
+//! Loading and state of `bpf/lb/lb.bpf.c` at the load balancer's device.
 //!
-//! The state of packets is pinned below `lb/` of the configured directory and outlives the process:
+//! The program's maps are pinned below `lb/` of the configured directory and outlive the process:
 //!
 //! ```text
 //! lb/state                 struct lb_state: keys, services, offsets of their tables
@@ -11,10 +11,10 @@
 //! lb/recent_first_packets  servers of recent SYNs, for their retransmissions
 //! lb/flow_table            connections without a cookie
 //! lb/lb_stamped_servers    source addresses and clocks of servers, for `timestamps = "lb"`
-//! lb/lb_stamped_offsets    clocks of connections whose server has no shared one
+//! lb/lb_stamped_offsets    clocks of connections whose server has no shared clock
 //! lb/fragments             destinations of later fragments
 //! lb/connections           the connection table of stateful services
-//! lb/connection_stacks     its free places
+//! lb/connection_stacks     free slots of the connection table
 //! lb/recent_connections    entries of recent SYNs, for their retransmissions
 //! lb/counters
 //! lb/server_traffic        traffic to each server
@@ -81,7 +81,7 @@ pub struct PacketRate {
 /// Rate limits of broadcasts for one reason (`bpf/lb/broadcast.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
-    /// Limit of one source address. Some sources share a bucket.
+    /// Limit of one source address. Several sources may share a bucket.
     pub per_source: PacketRate,
     /// Limit of one service.
     pub per_service: PacketRate,
@@ -89,7 +89,7 @@ pub struct BroadcastRates {
     pub total: PacketRate,
 }
 
-/// By `enum limited_kind`.
+/// Rate limits of broadcasts, by `enum limited_kind`.
 pub type Broadcast = [BroadcastRates; intf::LIMITED_KIND_COUNT as usize];
 
 impl BroadcastRates {
@@ -100,7 +100,7 @@ impl BroadcastRates {
         Self { per_source: rate(per_source), per_service: rate(per_service), total: rate(total) }
     }
 
-    /// Returns one rate for sources, services and the load balancer.
+    /// Returns limits that all have this rate.
     pub const fn uniform(rate: PacketRate) -> Self {
         Self { per_source: rate, per_service: rate, total: rate }
     }
@@ -124,22 +124,22 @@ pub const MAX_FLOW_TABLE_ENTRIES: u32 = 1 << 24;
 /// Options of a load balancer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Pin directory, below a BPF file system. `None`: everything ends with the process.
+    /// Pin directory in a BPF file system; `None`: maps and programs end with the process.
     pub pin_directory: Option<PathBuf>,
     /// Rate limits of broadcasts.
     pub broadcast: Broadcast,
-    /// Capacity for connections without a cookie, 16 bytes each: 1 to [`MAX_FLOW_TABLE_ENTRIES`], in whole sets of 8. A
-    /// table that is taken over keeps its size.
+    /// Number of entries for connections without a cookie (16 bytes each): 1 to [`MAX_FLOW_TABLE_ENTRIES`], rounded up
+    /// to sets of 8. A table that is taken over keeps its size.
     pub flow_table_entries: u32,
     /// Clock that restores servers' timestamps.
     pub lb_stamping_clock: LbStampingClock,
-    /// Packets of stateful services read the clock where [`LoadBalancer::tick`] is late, so that entries age without a
-    /// daemon. Off, as at first: only `tick` sets the time, which may then be any.
+    /// Whether packets of stateful services read the clock if [`LoadBalancer::tick`] is late, so that entries age
+    /// without a daemon. Default false: only `tick` sets the time, which may then be any.
     pub packets_read_clock: bool,
-    /// Capacity for connections of stateful services, 64 bytes each. A table of another size that is taken over is
+    /// Number of entries for connections of stateful services (64 bytes each). A pinned table of another size is
     /// replaced when it is empty, and rejected otherwise.
     pub connection_table: TableSize,
-    /// Key of the connection table's hash in new maps; `None`: random. Tests with a fixed seed give one.
+    /// Key of the connection table's hash in new maps; `None`: random. Tests with a fixed seed set a key.
     pub connection_key: Option<CookieKey>,
     /// VLAN of clients' packets.
     pub vlan: Vlan,
@@ -163,7 +163,7 @@ impl Default for Options {
 /// Clock of LB-side stamping that restores servers' timestamps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LbStampingClock {
-    /// The kernel's (CLOCK_MONOTONIC).
+    /// The kernel's clock (CLOCK_MONOTONIC).
     #[default]
     Kernel,
     /// The last time of [`LoadBalancer::tick`], which stops without a daemon: for comparisons with the model.
@@ -173,11 +173,11 @@ pub enum LbStampingClock {
 /// Requested XDP mode of the program.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum XdpMode {
-    /// In the driver, or not at all.
+    /// The program runs in the driver, or attaching fails.
     Native,
-    /// After the driver, on any device.
+    /// The program runs after the driver, on any device.
     Generic,
-    /// Native; where the driver cannot, generic with a warning.
+    /// Native; generic with a warning if the driver does not support native mode.
     #[default]
     Auto,
 }
@@ -185,9 +185,9 @@ pub enum XdpMode {
 /// Actual XDP mode of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attachment {
-    /// In the driver.
+    /// The program runs in the driver.
     Native,
-    /// After the driver: slower, on any device.
+    /// The program runs after the driver, which is slower.
     Generic,
 }
 
@@ -196,7 +196,7 @@ pub enum Attachment {
 pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
-    /// Returns the index in entries of the connection table.
+    /// Returns the number, as entries of the connection table have it.
     pub fn get(self) -> u16 {
         self.0
     }
@@ -205,9 +205,9 @@ impl ServiceIndex {
 /// A server in the data plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// `None`: not resolved; it gets no packets.
+    /// MAC address; `None`: not resolved, so the server gets no packets.
     pub mac: Option<MacAddress>,
-    /// Whether it takes new connections. Without it (draining, unhealthy) only established ones reach it.
+    /// Whether the server gets new connections. A draining or unhealthy server gets only packets of established ones.
     pub eligible: bool,
 }
 
@@ -221,29 +221,29 @@ pub struct LoadBalancer {
     link: Option<XdpLink>,
     interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
-    /// Services by index, as far as one was used since the start of the process.
+    /// Services by index; only indexes that were used since the start of the process.
     services_by_index: Vec<Option<ServiceAddress>>,
-    /// Last known source address of the answers of servers with LB-side stamping.
+    /// Last known source address of the replies of servers with LB-side stamping.
     lb_stamped: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     /// VLANs that servers are in.
     server_vlans: BTreeSet<Vlan>,
     grace_periods: GracePeriods,
     /// Time at which programs were switched away from the idle half of the service directory.
     directory_retired_at: GraceTicket,
-    /// Position in the connection table of the next sweep.
+    /// Index in the connection table of the next sweep.
     next_swept: u32,
-    /// Entries of the connection table in use.
+    /// Number of used entries of the connection table.
     occupancy: Occupancy,
     is_taken_over: bool,
-    /// Link of a program of another version with another layout, which still forwards.
+    /// Link of a program with another layout, of another version, which still forwards.
     pending_upgrade: Option<XdpLink>,
 }
 
 impl LoadBalancer {
     /// Loads the program. Objects pinned by an earlier process are taken over with keys, services, servers, tables and
-    /// counters, and continue to forward. Those of another version with another layout forward until
+    /// counters, and continue to forward. Pinned objects with another layout forward until
     /// [`commit_upgrade`](Self::commit_upgrade). Fails when the pin directory is not on a BPF file system, the pinned
-    /// connection table cannot get the requested size, the flow table's size is out of range, or the kernel refuses the
+    /// connection table cannot get the requested size, the flow table's size is out of range, or the kernel rejects the
     /// program.
     pub fn load(options: Options) -> anyhow::Result<Self> {
         ensure!(
@@ -256,7 +256,7 @@ impl LoadBalancer {
         if let (Some(pins), None) = (&pins, &link)
             && program::any_pinned(pins)
         {
-            // Unused leftovers: of an interrupted start, or of a link that was removed.
+            // Unused pins of an interrupted start, or of a removed link.
             tracing::warn!(event = "pins-removed", directory = %pins.display(), "maps without a link are removed");
             program::unpin(pins)?;
             std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
@@ -351,14 +351,13 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Whether a program of another version still works, and this one waits for
-    /// [`commit_upgrade`](Self::commit_upgrade).
+    /// Returns whether a program of another version still forwards until [`commit_upgrade`](Self::commit_upgrade).
     pub fn is_upgrade_pending(&self) -> bool {
         self.pending_upgrade.is_some()
     }
 
-    /// Replaces another version's program, if one still works. To be called when this one has its tables. No packet is
-    /// lost in between. Fails when the kernel refuses the program or the pins.
+    /// Replaces another version's program, if one still forwards, without loss of packets. To be called when this
+    /// program has its tables. Fails when the kernel rejects the program or the pins.
     pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
@@ -370,12 +369,12 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Whether [`load`](Self::load) took over a working load balancer.
+    /// Returns whether [`load`](Self::load) took over a working load balancer.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
 
-    /// Returns the program in use, for test runs. It changes with the set of rules and modes in use.
+    /// Returns the current program, for test runs. Other rules and modes of services load another program.
     pub fn program(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }

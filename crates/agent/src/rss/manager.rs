@@ -77,7 +77,7 @@ impl RssManager {
         let source = self.device.source();
         match self.device.write(&original) {
             Ok(()) => tracing::info!(event = "rss-restored", source, "original RSS key and table are restored"),
-            // The original table may name queues that the NIC has no more.
+            // The original table may name queues that no longer exist.
             Err(error) => {
                 tracing::warn!(event = "rss-not-restored", source, %error, "cannot restore original RSS key and table");
             }

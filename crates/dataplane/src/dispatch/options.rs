@@ -9,7 +9,7 @@ use coreward_intf as intf;
 /// Policy that selects a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// `random`: the kernel's own choice, by a hash of the client's address and port
+    /// `random`: the kernel's choice, by a hash of the client's address and port
     Random,
     /// `rr`: the workers in turn
     RoundRobin,
@@ -25,7 +25,7 @@ const POLICIES: [Policy; intf::DISPATCH_POLICY_COUNT as usize] =
     [Policy::Random, Policy::RoundRobin, Policy::ShortestQueue, Policy::LightestQueue, Policy::RankedQueue];
 
 impl Policy {
-    /// Returns its number in bpf/include/dispatch.h.
+    /// Returns the policy's number in bpf/include/dispatch.h.
     pub fn number(self) -> u32 {
         match self {
             Self::Random => intf::DISPATCH_POLICY_RANDOM,
@@ -36,7 +36,7 @@ impl Policy {
         }
     }
 
-    /// Returns its name in configuration and output.
+    /// Returns the policy's name in configuration and output.
     pub fn name(self) -> &'static str {
         intf::DISPATCH_POLICY_NAMES[self.number() as usize]
     }
@@ -67,49 +67,49 @@ pub struct RequestId {
     pub offset: u16,
     /// Offset from the start of a response's payload.
     pub response_offset: u16,
-    /// Its length: 1 to 8.
+    /// Length of the number in bytes: 1 to 8.
     pub bytes: u8,
 }
 
-/// A kind of requests.
+/// A type of requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestType {
-    /// Its bytes from [`Options::type_offset`] on; those not in `mask` are 0.
+    /// Bytes of such requests from [`Options::type_offset`] on; bits outside `mask` are 0.
     pub value: [u8; intf::DISPATCH_TYPE_BYTES as usize],
-    /// Bits that count.
+    /// Bits of `value` that a request must have.
     pub mask: [u8; intf::DISPATCH_TYPE_BYTES as usize],
-    /// The priority class, 0 is the highest.
+    /// Priority class; 0 is the highest.
     pub class: u8,
 }
 
 /// Dispatch options of one service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Address of the service's sockets; an unspecified address: any.
+    /// Address of the service's sockets; the unspecified address matches any.
     pub service: SocketAddr,
-    /// Policy.
+    /// Policy that selects a worker.
     pub policy: Policy,
-    /// None: responses are matched by the client's address and port alone.
+    /// Position of the request's number; `None`: responses are matched by the client's address and port alone.
     pub request_id: Option<RequestId>,
     /// Offset of [`RequestType::value`] in the payload.
     pub type_offset: u16,
-    /// At most [`MAX_TYPES`]; the first match counts.
+    /// Types of requests, at most [`MAX_TYPES`]; the first match counts.
     pub types: Vec<RequestType>,
-    /// The priority class of requests that match none of `types`.
+    /// Priority class of requests that match none of `types`.
     pub other_class: u8,
     /// Whether service times are observed.
     pub learn: bool,
 }
 
-/// Limit of request types; one more is for all others.
+/// Limit of request types; the data plane has one more for all other requests.
 pub const MAX_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 
 /// Timeouts of requests and workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// Age at which a request without a response, and not in the queue any more, is given up.
+    /// Age at which a request that has left the queue without a response is given up.
     pub response_timeout: Duration,
-    /// A worker with a queue that answers nothing for so long gets no requests until it answers.
+    /// Time without a response after which a worker with queued requests gets no further ones until it responds.
     pub stall_after: Duration,
 }
 

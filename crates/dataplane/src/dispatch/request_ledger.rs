@@ -1,7 +1,7 @@
 //! Ledger of one service: its workers' outstanding requests, read and adjusted while the programs write.
 //!
-//! One rule holds for all writers (`bpf/dispatch/state.h`): the remover of an entry from `requests` by compare-and-swap
-//! subtracts its contribution. User space removes those that will have no response.
+//! All writers follow one rule (`bpf/dispatch/state.h`): the writer that removes an entry from `requests` by
+//! compare-and-swap subtracts its contribution. User space removes requests that will have no response.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -24,37 +24,37 @@ type Requests = [u64; intf::DISPATCH_REQUESTS as usize];
 
 const WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
 const CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
-/// Initial expected service time. All requests are alike, so that `jlq` acts as `jsq`.
+/// Initial expected service time, equal for all types, so that `jlq` acts as `jsq`.
 const UNKNOWN_TIME: Duration = Duration::from_micros(10);
-/// The flags above a worker's expected work.
+/// Mask of the flags above a worker's expected work.
 const WORK_FLAGS: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
 
 /// Counts of one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerCounts {
-    /// Slot of its socket in the array.
+    /// Slot of the worker's socket in the array.
     pub slot: u32,
-    /// The process that reads it.
+    /// Process that reads the socket.
     pub pid: u32,
     /// Requests without a response so far.
     pub outstanding: u32,
-    /// Expected work of those (`jlq`).
+    /// Expected work of the outstanding requests (`jlq`).
     pub outstanding_work: Duration,
-    /// Requests that went to it.
+    /// Requests that were dispatched to the worker.
     pub dispatched: u64,
     /// Requests with an observed response.
     pub completed: u64,
-    /// Requests given up: no response, dropped, or the worker before in this slot died.
+    /// Requests given up: without a response, dropped, or of a previous worker of the slot that died.
     pub abandoned: u64,
-    /// Datagrams in its queue at the last poll.
+    /// Datagrams in the socket's queue at the last poll.
     pub queued: u32,
-    /// Datagrams that its full receive buffer dropped, by the kernel's count (32 bits).
+    /// Datagrams that the socket's full receive buffer dropped, by the kernel's 32-bit count.
     pub dropped: u32,
-    /// Whether it gets requests.
+    /// Whether the worker gets requests.
     pub eligible: bool,
 }
 
-/// See the module.
+/// Ledger of one service's outstanding requests.
 #[derive(Debug)]
 pub struct RequestLedger {
     state: MmapArray<intf::dispatch_state>,
@@ -62,7 +62,7 @@ pub struct RequestLedger {
     liveness: BTreeMap<u32, Liveness>,
 }
 
-/// Returns an address in the layout of `struct client` in bpf/dispatch/request.h; an unspecified one is 0.
+/// Returns an address in the layout of `struct client` in bpf/dispatch/request.h; the unspecified address is 0.
 pub(super) fn client_words(address: IpAddr) -> [u64; 2] {
     match address {
         IpAddr::V4(v4) => [0, u32::from_ne_bytes(v4.octets()).into()],
@@ -93,7 +93,7 @@ impl Entry {
         (self.0 >> intf::DISPATCH_WORKER_SHIFT) as u32 & intf::DISPATCH_WORKER_MASK
     }
 
-    /// Returns the number of polls since its dispatch, modulo 256.
+    /// Returns the number of polls since the request's dispatch, modulo 256.
     fn age(self, epoch: u64) -> u32 {
         epoch.wrapping_sub(self.0 >> intf::DISPATCH_EPOCH_SHIFT) as u32 & intf::DISPATCH_EPOCH_MASK
     }
@@ -129,7 +129,7 @@ impl RequestLedger {
         Ok(())
     }
 
-    /// Stores service and policy, for readers.
+    /// Stores service and policy, for commands that read the pins.
     pub(super) fn describe(&self, options: &Options) {
         let at = |field| self.state.half(field);
         at(offset_of!(intf::dispatch_state, policy)).store(options.policy.number(), Ordering::Relaxed);
@@ -151,7 +151,8 @@ impl RequestLedger {
         (SocketAddr::new(Ipv6Addr::from(*octets).to_canonical(), port), name)
     }
 
-    /// Returns the time since the last poll, by the wall clock: above some [`POLL_INTERVAL`]s, the repair has stopped.
+    /// Returns the time since the last poll, by the wall clock. More than a few [`POLL_INTERVAL`]s mean that no process
+    /// maintains the service.
     pub fn since_last_poll(&self) -> Duration {
         let polled = self.state.load(offset_of!(intf::dispatch_state, polled_ms));
         Duration::from_millis(wall_clock_ms().saturating_sub(polled))
@@ -162,7 +163,7 @@ impl RequestLedger {
         *self.state.read(offset_of!(intf::dispatch_state, counters))
     }
 
-    /// Returns every slot that has or had a worker.
+    /// Returns the counts of every slot that has or had a worker.
     pub fn workers(&self) -> Vec<WorkerCounts> {
         (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.worker(slot)).collect()
     }
@@ -170,7 +171,7 @@ impl RequestLedger {
     fn worker(&self, slot: u32) -> Option<WorkerCounts> {
         let outstanding = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed);
         let worker = self.state.read::<intf::dispatch_worker>(worker_at(slot));
-        // The sum over the requests' slots: a counter would cost every request an atomic operation.
+        // Computed from the counts of requests: a counter of its own would cost every request an atomic operation.
         let in_flight = (outstanding & intf::DISPATCH_COUNT_MASK).saturating_sub(worker.surplus);
         let dispatched = worker.untracked + worker.completed + worker.abandoned + u64::from(in_flight);
         (worker.socket != 0 || dispatched != 0).then(|| WorkerCounts {
@@ -187,7 +188,7 @@ impl RequestLedger {
         })
     }
 
-    /// Returns the observed service times of each type: their sum (ns) and number.
+    /// Returns sum (ns) and number of the observed service times of each type.
     pub fn observed_times(&self, types: usize) -> Vec<(u64, u64)> {
         let read = |number: usize| {
             let kind = self.state.read::<intf::dispatch_type>(type_at(number));
@@ -202,7 +203,7 @@ impl RequestLedger {
         self.state.store(at, weight.bits().into());
     }
 
-    /// Sets the bounds. `rows`: by class, for the workers in `slots`; `first`: the values of slot 0.
+    /// Sets the bounds. `rows` has a bound by class and worker of `slots`; `first` is the bound of slot 0.
     pub(super) fn set_bounds(&self, slots: &[u32], rows: &[Vec<u32>], first: Option<u32>) {
         for (class, row) in rows.iter().take(CLASSES).enumerate() {
             let at = |slot: u32| {
@@ -214,7 +215,7 @@ impl RequestLedger {
         }
     }
 
-    /// Assigns the slot to a worker; it is opened when the worker's socket is in the array.
+    /// Assigns the slot to a worker, without opening it: the worker's socket is not in the array yet.
     pub(super) fn occupy(&self, slot: u32, socket: SocketCookie, pid: u32) {
         self.abandon_all(slot);
         self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), socket);
@@ -237,13 +238,13 @@ impl RequestLedger {
         self.set_order();
     }
 
-    /// Begins a poll: present requests get a new age.
+    /// Begins a poll: the age of all requests grows by one.
     pub(super) fn begin_poll(&self) {
         self.state.word(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
         self.state.store(offset_of!(intf::dispatch_state, polled_ms), wall_clock_ms());
     }
 
-    /// Repairs the counts after a read of the queues. `sockets`: the array. Returns whether a worker has died.
+    /// Repairs the counts after a read of the queues. `sockets`: those of the array. Returns whether a worker has died.
     pub(super) fn repair(&mut self, sockets: &BTreeMap<u32, SocketCookie>, now: Duration, timeouts: &Timeouts) -> bool {
         let mut entries: Vec<Vec<(usize, Entry)>> = vec![Vec::new(); WORKERS];
         self.entries().for_each(|(place, entry)| entries[entry.slot() as usize].push((place, entry)));
@@ -251,7 +252,7 @@ impl RequestLedger {
         for (slot, entries) in (0..).zip(&entries) {
             let socket = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, socket));
             if socket == 0 {
-                // Dispatched by another CPU just when the worker died.
+                // Another CPU dispatched these requests while the worker died.
                 entries.iter().for_each(|(place, entry)| self.abandon(*place, *entry));
                 continue;
             }
@@ -278,8 +279,8 @@ impl RequestLedger {
         self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, queued)).load(Ordering::Relaxed) as usize
     }
 
-    /// Disables a worker that does not read. The programs enable it by its first response; here too, in case that came
-    /// from another socket or its queue was emptied without one.
+    /// Disables a worker that does not read its requests, or enables it again. The programs enable it by its first
+    /// response, but that may come from another socket, or the queue may be emptied without a response.
     fn check_liveness(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
         let responses = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, completed));
@@ -323,7 +324,7 @@ impl RequestLedger {
     }
 
     fn abandon(&self, place: usize, entry: Entry) {
-        // Not if a response took it meanwhile.
+        // A response may have removed the entry meanwhile.
         if self.requests.compare_exchange(place * size_of::<u64>(), entry.0, 0) {
             self.subtract(entry.slot(), 1, entry.work());
             let abandoned = worker_at(entry.slot()) + offset_of!(intf::dispatch_worker, abandoned);
@@ -347,12 +348,12 @@ impl RequestLedger {
         self.state.word(work_at(slot)).fetch_and(!WORK_FLAGS, Ordering::AcqRel);
     }
 
-    /// Sets the slots that take turns, and the highest slot with a worker.
+    /// Sets the rotation of slots, and the highest slot with a worker.
     fn set_order(&self) {
         let flags = |slot| self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK;
         let present: Vec<u32> =
             (0..intf::MAX_DISPATCH_WORKERS).filter(|slot| flags(*slot) & intf::DISPATCH_GONE == 0).collect();
-        // The kernel's own choice knows no stalled worker.
+        // The kernel's own choice also selects stalled workers.
         let random = self.state.half(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
             == intf::DISPATCH_POLICY_RANDOM;
         let mut order = [0u8; WORKERS];

@@ -21,7 +21,7 @@ use crate::skeleton::intake::IntakeSkelBuilder;
 /// Number of counters.
 pub const COUNTERS: usize = intf::INTAKE_COUNTER_COUNT as usize;
 
-/// Program and its maps. It is detached when dropped, also when the process is killed.
+/// The program and its maps. The program is detached by a drop or the end of the process.
 #[derive(Debug)]
 pub struct IntakeProgram {
     program: OwnedFd,
@@ -31,7 +31,7 @@ pub struct IntakeProgram {
 }
 
 impl IntakeProgram {
-    /// Loads the program for a device of that address. Fails when the kernel refuses something.
+    /// Loads the program for a device with the address `mac`. Fails when the kernel rejects something.
     pub fn load(mac: MacAddress, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
         let limit = intf::MAX_INTAKE_LISTENERS as usize;
         ensure!(listeners.len() <= limit, "{} addresses of requests: expected at most {limit}", listeners.len());
@@ -53,7 +53,7 @@ impl IntakeProgram {
         })
     }
 
-    /// Attaches the program, in the driver if that can run it. Fails when another XDP program is there.
+    /// Attaches the program, in the driver if possible. Fails when the device has another XDP program.
     pub fn attach(&mut self, interface_index: u32) -> anyhow::Result<Attachment> {
         let created = XdpLink::create_in_any_mode(self.program(), interface_index);
         let (link, attachment) = created.context("attaching the XDP program: expected no other one there")?;

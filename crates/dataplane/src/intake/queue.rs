@@ -11,21 +11,21 @@ use xdp::socket::{XdpSocket, XdpSocketBuilder};
 use xdp::umem::{FrameSize, UmemCfgBuilder};
 use xdp::{RingConfigBuilder, RxRing, Umem, WakableFillRing};
 
-/// Frames of one socket, which are in the fill ring or the receive ring.
+/// Number of one socket's frames, which are in the fill ring or the receive ring.
 const FRAMES: u32 = 2048;
-/// Frames that are received in a row.
+/// Limit of frames of one batch.
 const BATCH: usize = 32;
 
 /// Method by which frames get into the memory of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyMode {
-    /// The driver receives into it.
+    /// The driver receives into the socket's memory.
     ZeroCopy,
-    /// The kernel copies them.
+    /// The kernel copies frames into the socket's memory.
     Copy,
 }
 
-/// Frames that were redirected and dropped.
+/// Numbers of redirected frames that were dropped, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Drops {
     /// The receive ring was full.
@@ -34,7 +34,7 @@ pub struct Drops {
     pub no_buffer: u64,
 }
 
-/// Socket, rings and memory. Fields are dropped in this order: the memory is the last.
+/// Socket, rings and memory. The fields are dropped in order: the memory is the last.
 pub struct Queue {
     socket: XdpSocket,
     received: RxRing,
@@ -44,8 +44,8 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// Binds a socket to a receive queue. `is_native`: the driver runs the XDP program, so it can also receive into the
-    /// socket's memory, if it supports that. Fails without CAP_NET_RAW, or when the queue has a socket.
+    /// Binds a socket to a receive queue. `is_native`: the driver runs the XDP program, and receives into the socket's
+    /// memory if it supports zero-copy. Fails without CAP_NET_RAW, or when the queue has a socket.
     pub fn bind(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
         let frames = UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAMES, ..Default::default() };
         let mut umem = Umem::map(frames.build()?).context("memory for frames")?;

@@ -1,4 +1,4 @@
-//! Buddy system: allocator of blocks of 2^k bytes, each at a multiple of its size. It does not touch the memory.
+//! Buddy allocator of blocks of 2^k bytes, each at a multiple of its size. It computes offsets, without a memory.
 
 use std::collections::BTreeSet;
 
@@ -10,17 +10,17 @@ const MIN_BLOCK: u32 = 64;
 pub struct Block {
     /// Bytes from the start of the memory; never 0.
     pub offset: u32,
-    /// log2 of its bytes.
+    /// log2 of the size in bytes.
     order: u32,
 }
 
 impl Block {
-    /// Returns the block of `bytes` at that offset.
+    /// Returns the block at `at` for `bytes` bytes.
     pub fn aligned(at: u32, bytes: u32) -> Self {
         Self { offset: at, order: order_of(bytes) }
     }
 
-    /// Returns its size.
+    /// Returns the block's size in bytes.
     pub fn bytes(self) -> u32 {
         1 << self.order
     }
@@ -32,13 +32,13 @@ fn order_of(bytes: u32) -> u32 {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Blocks {
-    /// By order: offsets of free blocks of that size.
+    /// Offsets of free blocks, by order.
     free: [BTreeSet<u32>; 32],
     bytes: u32,
 }
 
 impl Blocks {
-    /// Returns the blocks of a memory of `bytes`, a power of two. Used are the first block and `used` (offset, bytes).
+    /// Returns the blocks of a memory of `bytes` (a power of two). The first block and `used` (offset, bytes) are used.
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut blocks = Self { bytes, ..Self::default() };
         let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::aligned(at, bytes)).collect();
@@ -60,7 +60,7 @@ impl Blocks {
         self.free_range(old, bytes);
     }
 
-    /// Frees all of `start..end`.
+    /// Frees the bytes `start..end`.
     fn free_range(&mut self, mut start: u32, end: u32) {
         while start < end {
             let aligned = if start == 0 { 31 } else { start.trailing_zeros() };
@@ -71,7 +71,7 @@ impl Blocks {
         }
     }
 
-    /// Returns a free block of at least `bytes`; `None`: there is none.
+    /// Allocates a block of at least `bytes`; `None`: no such block is free.
     pub fn allocate(&mut self, bytes: u32) -> Option<Block> {
         let needed = order_of(bytes);
         let order = (needed..32).find(|order| !self.free[*order as usize].is_empty())?;
@@ -141,7 +141,7 @@ mod tests {
                 let used: u64 = allocated.iter().map(|(block, _)| 1u64 << block.order).sum();
                 prop_assert_eq!(blocks.free_bytes() + used, all.free_bytes());
             }
-            // A process that takes over finds the same.
+            // An allocator from the same used blocks, as after a take-over, has the same state.
             let again = Blocks::new(1 << 16, allocated.iter().map(|(block, bytes)| (block.offset, *bytes)));
             prop_assert_eq!(&again, &blocks);
             allocated.into_iter().for_each(|(block, _)| blocks.free(block));
