@@ -1,12 +1,12 @@
-//! Number of new connections that a server may take: a token bucket that grows by [`MAX_SHARE_MULTIPLE`] times the
-//! server's fair part of the connections that were opened, and shrinks by those that it got. A server whose bucket is
-//! empty gets none.
+//! Number of new connections that a server may take: a token bucket. It grows by [`MAX_SHARE_MULTIPLE`] times the
+//! server's fair share of opened connections, and shrinks by the connections that the server got. A server whose bucket
+//! is empty gets none.
 
-/// Multiple of its fair part of new connections that a server may take in the long run.
+/// Multiple of its fair share of new connections that a server may take in the long run.
 pub const MAX_SHARE_MULTIPLE: f64 = 2.0;
-/// Allowance of a server that has taken none, in seconds: a server that joins fills up within them.
+/// Full allowance, in seconds of fair shares: a joining server may take so many connections at once.
 const WINDOW_SECONDS: f64 = 10.0;
-/// The smallest full allowance: few connections show nothing.
+/// Minimum of the full allowance, in connections: fewer prove nothing.
 const MIN_CONNECTIONS: f64 = 64.0;
 /// Weight of the newest second in the expected connections per second.
 const EXPECTED_ALPHA: f64 = 0.1;
@@ -15,13 +15,13 @@ const EXPECTED_ALPHA: f64 = 0.1;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Allowance {
     remaining: f64,
-    /// The fair part per second, smoothed.
+    /// Smoothed fair share in connections per second.
     expected: f64,
     is_limited: bool,
 }
 
 impl Allowance {
-    /// Returns the allowance of a server that has taken none. `expected`: its fair part per second.
+    /// Returns the full allowance of a server whose fair share is `expected` connections per second.
     pub fn full(expected: f64) -> Self {
         Self { remaining: Self::max_allowance(expected), expected, is_limited: false }
     }
@@ -38,12 +38,12 @@ impl Allowance {
         self.is_limited = self.remaining < if self.is_limited { most / 2.0 } else { 0.0 };
     }
 
-    /// Whether the server may take no connection now.
+    /// Returns whether the server may take no connection now.
     pub fn is_spent(&self) -> bool {
         self.remaining < 0.0
     }
 
-    /// Whether the server took too many. It stays so until half of the allowance is there again.
+    /// Returns whether the server took too many connections. The limit ends when half of the allowance is refilled.
     pub fn is_limited(&self) -> bool {
         self.is_limited
     }
@@ -62,7 +62,7 @@ mod tests {
                 allowance.is_limited() == limited
             })
         };
-        // 2,000 of allowance, of which 200 a second are lost; then 100 a second come back.
+        // The allowance is 2,000. It shrinks by 200 a second, then grows by 100 a second.
         assert_eq!(seconds_until(&mut allowance, 400.0, true), Some(11));
         assert_eq!(seconds_until(&mut allowance, 100.0, false), Some(12));
     }

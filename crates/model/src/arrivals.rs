@@ -1,8 +1,8 @@
 //! Arrival logs: start, requests and service times of a client's connections.
 //!
-//! A log is drawn once from a seed and then replayed, open loop, under every policy: by the demo on real packets, by
-//! the simulator in virtual time. It names source address and port of every connection, so that RSS and the load
-//! balancer's hash see the same 4-tuples each time.
+//! A log is drawn once from a seed and then replayed, open loop, under every policy: by the demo with real packets, by
+//! the simulator in virtual time. The log has source address and port of every connection, so that RSS and the load
+//! balancer's hash get the same 4-tuples in each run.
 //!
 //! The file is text, one line per connection in the order of their starts:
 //!
@@ -25,10 +25,10 @@ use crate::rss::{seeded_rng, uniform_below};
 /// [`seeded_rng`]'s stream for arrival logs.
 const RNG_STREAM_ARRIVALS: u64 = 2;
 
-/// Source ports of a log: above the well-known ones, below the kernel's last ephemeral ones.
+/// Source ports of a log: above the well-known ports, and below the kernel's last ephemeral ports.
 const SOURCE_PORTS: std::ops::RangeInclusive<u16> = 10_000..=59_999;
 
-/// The first of the client's addresses in the demo's network.
+/// First client address in the demo's network.
 const FIRST_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 7);
 const DEMO_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
@@ -39,11 +39,11 @@ pub struct Arrival {
     pub start_us: u64,
     /// Index of the client's address (0 .. [`ArrivalLog::source_addresses`]).
     pub source_address: u16,
-    /// Source port (1..=65535); with the address unique in the log.
+    /// Source port (1..=65535). The pair of address and port is unique in the log.
     pub source_port: u16,
     /// Number of requests, at least 1. The client closes after the last answer.
     pub requests: u32,
-    /// Time from one request to the next (us).
+    /// Interval of the requests (us).
     pub interval_us: u32,
     /// Service time of each request (us), at least 1.
     pub service_us: u32,
@@ -81,7 +81,7 @@ pub struct ArrivalLog {
     pub duration_us: u64,
     /// Number of the client's addresses.
     pub source_addresses: u16,
-    /// The connections.
+    /// Connections in the order of their starts.
     pub arrivals: Vec<Arrival>,
 }
 
@@ -96,17 +96,17 @@ pub struct Workload {
     pub mean_load_permille: u32,
     /// Service time of each request (us), at least 1.
     pub service_us: u32,
-    /// Part of the work that elephants bring, in thousandths.
+    /// Share of the work that elephants bring, in thousandths.
     pub elephant_work_permille: u32,
     /// Rate of an elephant in thousandths of a core's mean load.
     pub elephant_rate_permille: u32,
-    /// Life of an elephant, drawn uniformly (us).
+    /// Range of an elephant's lifetime (us), drawn uniformly.
     pub elephant_life_us: (u64, u64),
-    /// Requests of a mouse, drawn uniformly.
+    /// Range of a mouse's number of requests, drawn uniformly.
     pub mouse_requests: (u32, u32),
-    /// Time between two requests of a mouse (us).
+    /// Interval of a mouse's requests (us).
     pub mouse_interval_us: u32,
-    /// Time over which the elephants of a long-running pool start (us): from then on the load is stationary.
+    /// Time within which the elephants of a long-running pool start (us). After the ramp the load is stationary.
     pub ramp_us: u64,
     /// Number of the client's addresses.
     pub source_addresses: u16,
@@ -134,7 +134,7 @@ impl Default for Workload {
 }
 
 impl Workload {
-    /// Time between two requests of an elephant (us).
+    /// Returns the interval of an elephant's requests (us).
     pub fn elephant_interval_us(&self) -> u32 {
         let rate_ppm = u64::from(self.mean_load_permille) * u64::from(self.elephant_rate_permille);
         (u64::from(self.service_us) * 1_000_000 / rate_ppm.max(1)) as u32
@@ -142,10 +142,10 @@ impl Workload {
 
     /// Draws the log of `seed`.
     ///
-    /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count. That needs no
-    /// logarithm, so the log is the same on every machine. The elephants that a long-running pool would already have
-    /// start within the ramp, each with the rest of its life: from the end of the ramp on the load is stationary.
-    /// Panics when the log needs more connections than source addresses and ports can name.
+    /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count. Uniform draws
+    /// need no logarithm, so the log is the same on every machine. The elephants that a long-running pool would already
+    /// have start within the ramp, each with the rest of its lifetime. Panics when the log needs more connections than
+    /// pairs of source address and port exist.
     pub fn generate(&self, seed: u64) -> ArrivalLog {
         let mut draw =
             ArrivalGenerator { rng: seeded_rng(seed, RNG_STREAM_ARRIVALS), used: HashSet::new(), workload: *self };
@@ -160,7 +160,8 @@ impl Workload {
         let alive = elephant_request_rate_per_s * u64::from(interval_us) / 1_000_000;
         let mut arrivals = Vec::new();
         for _ in 0..alive {
-            // An elephant alive at a random time lives longer than average: drawn in proportion to its length.
+            // Elephants that live at a random time have longer lifetimes than the average: drawn in proportion to the
+            // length.
             let life_us = loop {
                 let life_us = draw.between(life_min, life_max);
                 if draw.below(life_max) < life_us {
@@ -223,7 +224,7 @@ impl ArrivalGenerator {
         let (first, last) = (*SOURCE_PORTS.start(), *SOURCE_PORTS.end());
         let ports = u32::from(last - first) + 1;
         let all = ports as usize * usize::from(self.workload.source_addresses);
-        // Beyond half of them the search for a free one becomes slow; no log needs that many.
+        // The search for a free pair of address and port is slow when most are used; no log needs that many.
         assert!(self.used.len() < all / 2, "{} source addresses are too few for this log", all / ports as usize);
         loop {
             let address = uniform_below(&mut self.rng, u32::from(self.workload.source_addresses)) as u16;
@@ -250,11 +251,11 @@ impl fmt::Display for ArrivalLog {
     }
 }
 
-/// A mistake in an arrival log.
+/// An invalid line of an arrival log.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("arrival log, line {line}: {found:?}: expected {expected}")]
 pub struct ArrivalLogError {
-    /// Line, from 1.
+    /// Number of the line, from 1.
     pub line: usize,
     /// Text of the line.
     pub found: String,

@@ -1,17 +1,17 @@
 //! Current and previous server of each bucket of a service: source of `placement_table.consistent_before`.
 //!
-//! Connections without a cookie go by the bucket. When a bucket moves, its older connections remain at the previous
-//! server, and the new one forwards unknown packets to it (Beamer, Olteanu et al., NSDI'18, Sect. 4.2, "daisy
-//! chaining"). As there, the history is one step deep.
+//! Packets without a cookie go to their bucket's server. When a bucket moves, older connections remain at the previous
+//! server, to which the new server forwards unknown packets (Beamer, Olteanu et al., NSDI'18, Sect. 4.2, "daisy
+//! chaining"). As in Beamer, the history is one step deep.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ServerId;
 
-/// The history of all buckets of one service.
+/// Current and previous server of all buckets of one service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BucketHistory {
-    /// By bucket; empty before the first table.
+    /// Current server by bucket; empty before the first table.
     current: Vec<ServerId>,
     previous: Vec<Option<ServerId>>,
 }
@@ -22,18 +22,18 @@ impl BucketHistory {
         (now.len() == before.len()).then_some(Self { current: now, previous: before })
     }
 
-    /// By bucket, its server; empty before the first table.
+    /// Returns the current server of each bucket; empty before the first table.
     pub fn current(&self) -> &[ServerId] {
         &self.current
     }
 
-    /// By bucket, its server before it last moved.
+    /// Returns the server of each bucket before its last move.
     pub fn previous(&self) -> &[Option<ServerId>] {
         &self.previous
     }
 
-    /// Records the choice of a new table; true when a bucket moved. A bucket without eligible server keeps its last
-    /// one. Another number of buckets starts a new history, because no bucket is the same.
+    /// Records the choices of a new table; returns true when a bucket moved. A bucket without eligible server keeps its
+    /// last server. Another number of buckets starts a new history, because no bucket is the same.
     pub fn update(&mut self, consistent: &[ServerId]) -> bool {
         if consistent.is_empty() || consistent == self.current {
             return false;
@@ -50,12 +50,12 @@ impl BucketHistory {
         true
     }
 
-    /// Returns the field of a placement table: empty where no bucket has moved.
+    /// Returns the previous servers for a placement table; empty if no bucket has moved.
     pub fn previous_consistent(&self) -> Vec<Option<ServerId>> {
         if self.previous.iter().all(Option::is_none) { Vec::new() } else { self.previous.clone() }
     }
 
-    /// Returns the previous servers of the buckets of each server.
+    /// Returns, for each current server, the previous servers of its buckets.
     pub fn predecessors(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
         let mut predecessors: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
         for (now, before) in self.current.iter().zip(&self.previous) {
@@ -81,7 +81,7 @@ mod tests {
         assert!(history.update(&ids(&[1, 2, 3, 1])));
         assert_eq!(history.previous_consistent(), []);
         assert!(!history.update(&ids(&[1, 2, 3, 1])));
-        // Server 1 leaves, then 2: bucket 0 was 2's last, bucket 3 is 3's since 1 left.
+        // Server 1 leaves, then server 2: bucket 0 was last at server 2, bucket 3 is at server 3 since server 1 left.
         assert!(history.update(&ids(&[2, 2, 3, 3])));
         assert!(history.update(&ids(&[3, 3, 3, 3])));
         let before: Vec<u64> =

@@ -1,8 +1,8 @@
 //! The connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2: ConnTable and ConnStack).
 //!
-//! The cookie of a connection's packets has the slot of its entry, so that finding, taking and freeing one take
-//! constant time and no hash table. `bpf/include/intf.h` has the layouts; `bpf/lb/connection_table.h` describes the
-//! operations of packets and their correctness. Here:
+//! The cookie of a connection's packets has the slot of the connection's entry. So an entry is found, taken and freed
+//! in constant time without a hash table. `bpf/include/intf.h` has the layouts; `bpf/lb/connection_table.h` describes
+//! the operations of packets and their correctness. This module has:
 //!
 //! * this file: partitions of connections, identities of entries, and the timers after which an entry may be freed
 //! * [`table`]: operations of packets and user space on the entries, over any memory of 64-bit words
@@ -38,7 +38,7 @@ impl TableSize {
         self.0
     }
 
-    /// Partitions of 1,024 entries: a power of two.
+    /// Returns the number of partitions (of 1,024 entries), a power of two.
     pub fn partitions(self) -> u32 {
         self.0 / intf::CONNECTIONS_PER_PARTITION
     }
@@ -48,11 +48,11 @@ impl TableSize {
         (0..self.0).map(move |position| self.index_at(position))
     }
 
-    /// Returns the entry at a position in memory: the first slot of all partitions, then the second one of all ...
+    /// Returns the entry at a position in memory: first slot 0 of all partitions, then slot 1 of all partitions, ...
     ///
-    /// Partitions hand out their low slots first, so entries in use are close together however large the table is, and
-    /// take few pages. With a partition's slots side by side, 16,384 connections in a table of 2 million would be on
-    /// 2,048 pages, more than the CPU's second TLB holds; so it is 256.
+    /// Partitions use their low slots first, so the used entries of a table of any size are close together, on few
+    /// pages. 16,384 connections in a table of 2 million entries are on 256 pages. With each partition's slots side by
+    /// side they would be on 2,048 pages, more than the CPU's second TLB holds.
     pub fn index_at(self, position: u32) -> ConnectionIndex {
         ConnectionIndex::new(position % self.partitions(), position / self.partitions())
     }
@@ -74,27 +74,27 @@ impl TryFrom<u64> for TableSize {
     }
 }
 
-/// An entry: partition and slot in one number.
+/// Index of an entry: partition and slot in one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionIndex(u32);
 
 impl ConnectionIndex {
-    /// `slot` counts modulo 1,024.
+    /// Returns the index of a slot (modulo 1,024) of a partition.
     pub fn new(partition: u32, slot: u32) -> Self {
         Self(partition << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// Returns its position in the memory of a table of that size.
+    /// Returns the entry's position in the memory of a table of that size.
     pub fn position(self, size: TableSize) -> u32 {
         self.slot() * size.partitions() + self.partition()
     }
 
-    /// Its partition.
+    /// Returns the partition.
     pub fn partition(self) -> u32 {
         self.0 >> intf::CONNECTION_SLOT_BITS
     }
 
-    /// Returns its slot in the partition, which the cookie holds.
+    /// Returns the slot in the partition, which the cookie holds.
     pub fn slot(self) -> u32 {
         self.0 & intf::CONNECTION_SLOT_MASK
     }
@@ -115,7 +115,7 @@ impl OwnerNumber {
         (0..intf::MAX_OWNERS as u8).map(OwnerNumber)
     }
 
-    /// 0 to 15.
+    /// Returns the number, 0 to 15.
     pub fn get(self) -> u8 {
         self.0
     }
@@ -135,7 +135,7 @@ impl fmt::Display for OwnerNumber {
     }
 }
 
-/// Returns the content of a cookie of kind 1: owner above, slot below.
+/// Returns the content of a cookie of kind 1: the owner in the high bits, the slot in the low bits.
 pub fn cookie_number(owner: OwnerNumber, slot: u32) -> u16 {
     (u32::from(owner.0) << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK) as u16
 }
@@ -151,8 +151,8 @@ pub fn syn_tsecr(owner: OwnerNumber, slot: u32) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, slot))
 }
 
-/// Keyed hash of a connection, by a key that never changes while the table lives (the fleet's keys do).
-/// `bpf/lb/connection_table.h` gives the reason for its form.
+/// Keyed hash of a connection. Unlike the fleet's keys, the key is constant for the table's lifetime.
+/// `bpf/lb/connection_table.h` gives the reason for the hash function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionHash(u64);
 
@@ -167,22 +167,22 @@ impl ConnectionHash {
         Self(hash ^ hash >> 29)
     }
 
-    /// Its partition: the low bits.
+    /// Returns the connection's partition: the low bits.
     pub fn partition(self, size: TableSize) -> u32 {
         self.0 as u32 & (size.partitions() - 1)
     }
 
-    /// Distinguishes connections of the same partition: the upper half.
+    /// Returns the tag, which distinguishes connections of a partition: the upper half.
     pub fn tag(self) -> u32 {
         (self.0 >> intf::CONNECTION_TAG_SHIFT) as u32
     }
 
-    /// The lower half: selects a set of the flow table, or a token bucket.
+    /// Returns the lower half, which selects a set of the flow table, or a token bucket.
     pub fn low(self) -> u32 {
         self.0 as u32
     }
 
-    /// Returns the set that records the entry of its latest SYN.
+    /// Returns the set of [`table::RecentConnections`] that records the connection's latest SYN.
     pub fn recent_set(self) -> usize {
         (self.0 as u32 % (intf::RECENT_CONNECTIONS / intf::RECENT_WAYS)) as usize
     }
@@ -208,12 +208,12 @@ pub fn source_shard(key: &CookieKey, client: IpAddr) -> usize {
     (ConnectionHash::new(key, 0, SocketAddr::new(prefix, 0)).low() % intf::SOURCE_SHARDS) as usize
 }
 
-/// Free entries for one entry that a source prefix may have.
+/// Number of free entries that each entry of a source prefix needs.
 const FREE_PER_SOURCE: u32 = 4;
 
-/// Returns the limit of a source prefix in a table with `in_use` entries: a quarter of the free ones. So one prefix
-/// holds at most a quarter of the table, and `n` of them leave 4 / (n + 4) of it to others. Each may always hold its
-/// part of an equal division among the counters.
+/// Returns the limit of a source prefix in a table with `in_use` entries: a quarter of the free entries. So one prefix
+/// holds at most a quarter of the table, and `n` prefixes leave 4 / (n + 4) of the table to others. Each prefix may
+/// always hold an equal share of the table.
 pub fn entries_per_source(size: TableSize, in_use: u32) -> u32 {
     let free = size.entries().saturating_sub(in_use);
     (free / FREE_PER_SOURCE).max(size.entries() / intf::SOURCE_SHARDS).max(1)
@@ -233,7 +233,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// `connection.identity` of `bpf/include/intf.h`.
+    /// Returns `connection.identity` of `bpf/include/intf.h`.
     pub fn word(self) -> u64 {
         u64::from(self.tag) << intf::CONNECTION_TAG_SHIFT
             | u64::from(intf::CONNECTION_IN_USE)
@@ -243,7 +243,7 @@ impl Identity {
             | u64::from(self.server.get())
     }
 
-    /// `None`: the entry is free.
+    /// Returns the identity in a word; `None`: the entry is free.
     pub fn from_word(word: u64) -> Option<Self> {
         let low = word as u32;
         (low & intf::CONNECTION_IN_USE != 0).then(|| Self {
@@ -265,7 +265,7 @@ impl Clock {
         Self((monotonic.as_millis() / 100) as u32)
     }
 
-    /// Returns the time since `earlier`; 0 when that is later than `self` (a packet came after the clock was read).
+    /// Returns the time since `earlier`; 0 if `earlier` is later than `self` (a packet came after the clock was read).
     pub fn since(self, earlier: Clock) -> Duration {
         let tenths = self.0.wrapping_sub(earlier.0);
         if tenths > u32::MAX / 2 { Duration::ZERO } else { Duration::from_millis(u64::from(tenths) * 100) }
@@ -275,26 +275,26 @@ impl Clock {
 /// A snapshot of an entry in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Connection {
-    /// Its index.
+    /// Index of the entry.
     pub index: ConnectionIndex,
-    /// Its connection and server.
+    /// Identity of connection and server.
     pub identity: Identity,
-    /// The client.
+    /// Address and port of the client.
     pub client: SocketAddr,
-    /// Packets from the client; of SYNs only the first.
+    /// Number of packets from the client, without repeated SYNs.
     pub packets: u64,
-    /// Their frames' bytes.
+    /// Bytes of the counted packets' frames.
     pub bytes: u64,
     /// Time of the first packet.
     pub opened: Clock,
     /// Time of the last packet.
     pub last_seen: Clock,
-    /// FIN or RST was seen, and no SYN since.
+    /// Whether a FIN or RST has arrived, and no later SYN.
     pub closing: bool,
 }
 
 impl Connection {
-    /// The entry at `index` from its layout; `None`: it is free.
+    /// Returns the connection in the entry at `index`; `None`: the entry is free.
     pub fn from_entry(index: ConnectionIndex, entry: &intf::connection) -> Option<Self> {
         Some(Self {
             index,
@@ -309,8 +309,8 @@ impl Connection {
     }
 }
 
-/// Returns the `count` connections of most weight, the heaviest first; of equals the earliest. Keeps at most twice as
-/// many in memory.
+/// Returns the `count` heaviest connections, the heaviest first; of equal ones, the earlier first. Needs memory for
+/// twice as many.
 pub fn heaviest(
     connections: impl Iterator<Item = Connection>,
     count: usize,
@@ -338,11 +338,11 @@ pub fn heaviest(
 /// Entries without a second packet are the exception ([`Due::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timers {
-    /// From the SYN to the second packet.
+    /// Time from the SYN to the second packet.
     pub half_open: Duration,
-    /// After FIN or RST.
+    /// Time after the last packet of a connection with a FIN or RST.
     pub closing: Duration,
-    /// Otherwise.
+    /// Time after the last packet of any other connection.
     pub idle: Duration,
 }
 
@@ -357,26 +357,26 @@ impl Default for Timers {
 /// Reason for which an entry may be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
-    /// Its server left the fleet.
+    /// The server left the fleet.
     ServerGone,
-    /// Only the SYN came: most likely a flood's. Freed without a query: if the client sends after all, its packet is
-    /// broadcast and the connection heals.
+    /// Only the SYN came, most likely of a flood. Freed without a query: if the client sends after all, the packet is
+    /// broadcast and the connection continues.
     HalfOpen,
-    /// Probably closed: freed if its server has no such socket.
+    /// A FIN or RST came: freed if the server has no such socket.
     Closing,
-    /// Silent: freed if its server has no such socket.
+    /// No packet came for the idle time: freed if the server has no such socket.
     Idle,
 }
 
 impl Due {
-    /// Whether the server must be queried first.
+    /// Returns whether the server must be queried first.
     pub fn needs_server_query(self) -> bool {
         matches!(self, Due::Closing | Due::Idle)
     }
 }
 
 impl Timers {
-    /// Returns the timers as packets read them, with the time of user space's last sweep.
+    /// Returns the timers in the layout of the BPF program, with the time of user space's last sweep.
     pub fn layout(&self, swept: Clock) -> intf::connection_timers {
         let ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
         intf::connection_timers {
@@ -393,7 +393,7 @@ impl Timers {
         self.due(connection, server_known, now).is_some_and(|due| !due.needs_server_query() || unswept)
     }
 
-    /// Returns the reason to free the connection at `now`, if any. `server_known`: its server is in the fleet.
+    /// Returns the reason to free the connection at `now`, if any. `server_known`: the server is in the fleet.
     pub fn due(&self, connection: &Connection, server_known: bool, now: Clock) -> Option<Due> {
         if !server_known {
             return Some(Due::ServerGone);
@@ -494,7 +494,7 @@ mod tests {
         ] {
             assert_eq!(due(connection, start.wrapping_add(tenths - 1)), None);
             assert_eq!(due(connection, start.wrapping_add(tenths)), Some(why));
-            // Seen after the clock was read.
+            // The packet came after the clock was read.
             assert_eq!(due(connection, start.wrapping_sub(5)), None);
         }
         assert_eq!(timers.due(&connection(9, false, start), false, Clock(start)), Some(Due::ServerGone));

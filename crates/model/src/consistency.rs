@@ -1,4 +1,4 @@
-//! Consistency modes: the way from a service's packet to the server of its connection.
+//! Consistency modes: the methods by which a packet finds the server of its connection.
 
 use coreward_intf as intf;
 
@@ -6,19 +6,19 @@ use crate::ServerId;
 use crate::forwarding::Forwarding;
 use crate::tuple::{Protocol, ServerIdOutOfRange};
 
-/// `enum consistency` of `bpf/include/intf.h`.
+/// Consistency mode of a service: `enum consistency` of `bpf/include/intf.h`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Consistency {
-    /// By the server's id in the cookie (Cheetah, NSDI'20, Sect. 3.2): no memory at the load balancer.
+    /// The cookie has the server's id, so the load balancer needs no memory (Cheetah, NSDI'20, Sect. 3.2).
     #[default]
     Stateless,
-    /// By an index in the cookie into the connection table (Sect. 3.3).
+    /// The cookie has an index into the connection table (Cheetah, Sect. 3.3).
     Stateful,
-    /// None: each packet goes to the placement rule's server.
+    /// Each packet goes to the server of the placement rule.
     None,
-    /// By a hash table of connections, as in most load balancers.
+    /// A hash table has the server of each connection, as in most load balancers.
     HashTable,
-    /// By the bucket; a server forwards unknown packets to the bucket's previous server (Beamer, NSDI'18).
+    /// The bucket decides, and servers forward unknown packets to the bucket's previous server (Beamer, NSDI'18).
     Beamer,
 }
 
@@ -27,12 +27,12 @@ impl Consistency {
     pub const ALL: [Consistency; intf::CONSISTENCY_COUNT as usize] =
         [Consistency::Stateless, Consistency::Stateful, Consistency::None, Consistency::HashTable, Consistency::Beamer];
 
-    /// The value in `enum consistency`.
+    /// Returns the value in `enum consistency`.
     pub fn number(self) -> u32 {
         self as u32
     }
 
-    /// The name as configuration and wire write it: that of `bpf/include/intf.h` with dashes.
+    /// Returns the name in configuration and messages: the name in `bpf/include/intf.h` with dashes.
     pub fn name(self) -> String {
         intf::CONSISTENCY_NAMES[self as usize].replace('_', "-")
     }
@@ -55,17 +55,17 @@ impl std::str::FromStr for Consistency {
 /// Origin of the cookies in a service's TCP timestamps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Timestamps {
-    /// The servers, by `bpf/server/server.bpf.c`.
+    /// The servers stamp, by `bpf/server/server.bpf.c`.
     #[default]
     Server,
-    /// The load balancer, for servers without an agent whose answers pass through it.
+    /// The load balancer stamps the replies of servers without an agent, which must pass through it.
     LoadBalancer,
-    /// None: for clients behind devices that reject them.
+    /// No cookies, for clients behind devices that reject them.
     Off,
 }
 
 impl Timestamps {
-    /// The name as configuration and wire write it.
+    /// Returns the name in configuration and messages.
     pub fn name(self) -> &'static str {
         match self {
             Timestamps::Server => "server",
@@ -89,13 +89,13 @@ impl std::str::FromStr for Timestamps {
     }
 }
 
-/// Migration: another load balancer has some of a service's connections. It is one of the service's servers, by this
-/// id, and takes no new connections.
+/// Migration of a service: another load balancer has some of the connections. It has this id among the service's
+/// servers, and is not eligible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Transfer {
-    /// The other one had the service before: unknown packets here belong to its connections.
+    /// The other load balancer had the service before: unknown packets belong to its connections.
     AdoptedFrom(ServerId),
-    /// The other one gets new connections; those opened here remain here.
+    /// The other load balancer gets new connections; connections of this one remain.
     HandedOverTo(ServerId),
 }
 
@@ -114,7 +114,7 @@ impl Transfer {
 pub struct InvalidSetting {
     /// Name of the setting.
     pub key: String,
-    /// Its value and what was expected.
+    /// Found value, and the expectation.
     pub reason: String,
 }
 
@@ -124,7 +124,7 @@ const FORWARDING: &str = "forwarding";
 const ADOPTED_FROM: &str = "adopted_from";
 const HANDED_OVER_TO: &str = "handed_over_to";
 
-/// Data-plane settings of a service besides its address.
+/// Data-plane settings of a service, without its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceMode {
     /// Consistency mode.
@@ -133,35 +133,35 @@ pub struct ServiceMode {
     pub timestamps: Timestamps,
     /// Migration in progress.
     pub transfer: Option<Transfer>,
-    /// How packets reach servers.
+    /// Method by which packets reach servers.
     pub forwarding: Forwarding,
 }
 
 impl ServiceMode {
-    /// Whether the service's packets find their server by a cookie, if they carry one.
+    /// Returns whether the service's packets find their server by a cookie, if they carry one.
     pub fn has_cookies(self) -> bool {
         matches!(self.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
-    /// Whether servers put cookies into the timestamps of the service.
+    /// Returns whether servers put cookies into the timestamps of the service.
     pub fn is_stamped(self) -> bool {
         self.has_cookies() && self.timestamps == Timestamps::Server
     }
 
-    /// Whether servers put cookies into the timestamps of new connections.
+    /// Returns whether servers put cookies into the timestamps of new connections.
     pub fn stamps_new_connections(self) -> bool {
         self.is_stamped() && !self.is_handed_over()
     }
 
-    /// Whether another load balancer gets the first packets.
+    /// Returns whether another load balancer gets the first packets.
     pub fn is_handed_over(self) -> bool {
         matches!(self.transfer, Some(Transfer::HandedOverTo(_)))
     }
 
-    /// Whether the service can be migrated: packets that begin a connection must be recognisable, and a packet at the
-    /// wrong server must be forwarded from there.
+    /// Returns whether the service can be migrated: first packets must be recognisable, and servers must forward
+    /// packets of unknown connections.
     pub fn can_transfer(self) -> bool {
-        // The other load balancer is reached by its MAC address, by servers too.
+        // Load balancers and servers reach the other load balancer by its MAC address.
         if self.forwarding.encapsulates() {
             return false;
         }
@@ -172,8 +172,8 @@ impl ServiceMode {
         }
     }
 
-    /// Whether packets that go by their bucket name its previous server. With LB-side stamping, servers have no program
-    /// that could read it. During a migration all packets name the other load balancer.
+    /// Returns whether packets that go by their bucket name the bucket's previous server. With LB-side stamping,
+    /// servers have no program to read it. During a migration all packets name the other load balancer.
     pub fn marks_previous_server(self) -> bool {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == Timestamps::Off
@@ -194,8 +194,8 @@ impl ServiceMode {
         settings
     }
 
-    /// Parses [`ServiceMode::settings`]; those that are absent have their defaults. An unknown setting is an error:
-    /// packets must not be forwarded in another mode than requested.
+    /// Parses [`ServiceMode::settings`]; absent settings have their defaults. An unknown setting is an error: packets
+    /// must not be forwarded in another mode than requested.
     pub fn from_settings<'a>(settings: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, InvalidSetting> {
         let mut mode = Self::default();
         for (key, value) in settings {
@@ -214,8 +214,8 @@ impl ServiceMode {
         Ok(mode)
     }
 
-    /// Returns the bits of `service_slot.number` in `bpf/include/intf.h`, without the service's index. They have no
-    /// room for the forwarding.
+    /// Returns the bits of `service_slot.number` in `bpf/include/intf.h`, without the service's index. The forwarding
+    /// is not part of them.
     pub fn slot_bits(self) -> u32 {
         let timestamps = match self.timestamps {
             Timestamps::Server => 0,
@@ -252,7 +252,7 @@ impl ServiceMode {
         (mode.slot_bits() == bits).then_some(mode)
     }
 
-    /// Returns the default mode. UDP has no cookie: by flow.
+    /// Returns the default mode. UDP has no cookie, so its default is the flow table.
     pub fn default_for(protocol: Protocol) -> Self {
         match protocol {
             Protocol::Tcp => Self::default(),

@@ -45,7 +45,7 @@ impl CookieKey {
     }
 }
 
-/// Shows no secret.
+/// Hides the secret.
 impl std::fmt::Debug for CookieKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("CookieKey(..)")
@@ -55,9 +55,9 @@ impl std::fmt::Debug for CookieKey {
 /// The two keys of a fleet, and the index of the one that stamps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FleetKeys {
-    /// Both are accepted at any time.
+    /// Keys, which are both accepted at any time.
     pub keys: [CookieKey; 2],
-    /// Index of the key of new stamps.
+    /// Index of the key for new stamps.
     pub current: KeyIndex,
 }
 
@@ -71,7 +71,7 @@ pub enum KeyIndex {
 }
 
 impl KeyIndex {
-    /// 0 or 1.
+    /// Returns the index, 0 or 1.
     pub fn get(self) -> usize {
         self as usize
     }
@@ -85,7 +85,7 @@ impl KeyIndex {
     }
 }
 
-/// Content of a cookie: its kind bit and its 14 bits.
+/// Content of a cookie: the kind bit and 14 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cookie {
     /// Stateless: the server's id.
@@ -95,17 +95,17 @@ pub enum Cookie {
 }
 
 impl FleetKeys {
-    /// Returns the keys for a server's TSval `milliseconds`, when `current` counts from TSval `switch_ms` on: before
-    /// that the other one stamps. The packet's own time decides and not the time of its passage, so that TSval never
-    /// decreases (PAWS). The two times lie less than 2^31 ms apart.
+    /// Returns the keys for a server's TSval `milliseconds`, if `current` stamps from TSval `switch_ms` on, and the
+    /// other key before. The TSval decides, not the time at which the packet passes, so that TSval never decreases
+    /// (PAWS). The two times are less than 2^31 ms apart.
     pub fn at(&self, milliseconds: u32, switch_ms: u32) -> FleetKeys {
         let switched = milliseconds.wrapping_sub(switch_ms) as i32 >= 0;
         FleetKeys { current: if switched { self.current } else { self.current.other() }, ..*self }
     }
 }
 
-/// Returns SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, into which the VIP's
-/// are folded: `bpf/include/cookie.h` gives the reasons.
+/// Returns SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, combined with the VIP
+/// and its port: `bpf/include/cookie.h` gives the reasons.
 pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
     match (tuple.client(), tuple.vip()) {
@@ -138,7 +138,7 @@ fn folded(key: &CookieKey, vip: SocketAddrV6) -> u64 {
 }
 
 /// Returns the addend of the time part, modulo 2^16, from the server's own time key. It does not depend on the fleet's
-/// keys, so that a connection's time continues when those change.
+/// keys, so a change of keys does not interrupt a connection's time.
 pub fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
     hash(time_key, tuple) as u16
 }
@@ -146,7 +146,7 @@ pub fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
 /// Returns the client's TSval, stamped with the current key. `milliseconds` is the server's own TSval (its clock in ms,
 /// low 16 bits count).
 ///
-/// Never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2): the time is then taken as one millisecond later.
+/// Never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2): then the time is one millisecond later.
 pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
     let plain = match cookie {
         Cookie::Server(id) => id.get(),
@@ -172,17 +172,17 @@ pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Cookie {
     }
 }
 
-/// Returns the stamped time part from the client's TSecr: low 16 bits of the server's own TSval.
+/// Returns the time part of the client's TSecr: the low 16 bits of the server's own TSval.
 pub fn stamped_time(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> u16 {
     ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_mask(time_key, tuple))
 }
 
-/// Time by which a server's own TSval may be ahead of the clock that restores it, in ms: the kernel's and BPF's clock
-/// are read at different times and rounded differently.
+/// Time in ms by which a server's own TSval may be ahead of the restoring clock: the clocks of kernel and BPF are read
+/// at different times and rounded differently.
 pub const RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
-/// Returns the server's own TSval from the time part of a TSecr: the latest value not after `now_ms` + slack with these
-/// 16 low bits. Right for values up to 65.5 s old.
+/// Returns the server's own TSval from the time part of a TSecr: the latest value with these 16 low bits that is not
+/// after `now_ms` + slack. Correct for values up to 65.5 s old.
 pub fn restore(time: u16, now_ms: u32) -> u32 {
     let reference = now_ms.wrapping_add(RESTORE_SLACK_MS);
     reference.wrapping_sub(u32::from((reference as u16).wrapping_sub(time)))

@@ -1,9 +1,9 @@
 //! Operations of packets and of user space on the connection table.
 //!
-//! The code has three users. The data plane's user space frees entries with it, on the memory that it shares with the
-//! BPF program. The reference model of the load balancer uses it for packets.
-//! `tests/integration/connection_table_loom.rs` runs both sides against each other in every order that the memory model
-//! allows. The operations of packets follow `bpf/lb/connection_table.h` line by line.
+//! This code has three users. User space of the data plane frees entries in the memory that it shares with the BPF
+//! program. The reference model of the load balancer performs the operations of packets.
+//! `tests/integration/connection_table_loom.rs` runs both sides in every order that the memory model allows. The
+//! operations of packets follow `bpf/lb/connection_table.h` line by line.
 
 use std::mem::offset_of;
 use std::net::{IpAddr, SocketAddr};
@@ -29,9 +29,9 @@ pub enum StorageCell {
 
 /// Storage of the words.
 pub trait AtomicStorage {
-    /// Loads a word and makes all earlier writes of the side that exchanged or published it visible (acquire).
+    /// Loads a word, and makes the earlier writes of the side that stored the word visible (acquire).
     fn load(&self, word: StorageCell) -> u64;
-    /// Stores a word atomically, without order (relaxed): for words without another reader.
+    /// Stores a word atomically, without order (relaxed), if no other side reads it.
     fn store(&self, word: StorageCell, value: u64);
     /// Replaces `old` by `new`, if the word is `old` (acquire and release).
     fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool;
@@ -42,12 +42,12 @@ pub trait AtomicStorage {
 const IDENTITY: usize = offset_of!(intf::connection, identity);
 const PACKETS: usize = offset_of!(intf::connection, packets);
 const BYTES: usize = offset_of!(intf::connection, bytes);
-/// `last_seen` in the low half, `opened` in the high one.
+/// Offset of the word with `last_seen` (low half) and `opened` (high half).
 const TIMES: usize = offset_of!(intf::connection, last_seen);
 const CLIENT_ADDRESS: usize = offset_of!(intf::connection, client_address);
-/// `client_port`, `flags` and, in the high half, `next_free`.
+/// Offset of the word with `client_port`, `flags` and, in the high half, `next_free`.
 const PORT_FLAGS_NEXT: usize = offset_of!(intf::connection, client_port);
-/// In the low half.
+/// Offset of the word with `generation` in its low half.
 const GENERATION: usize = offset_of!(intf::connection, generation);
 
 const LOW_HALF: u64 = 0xffff_ffff;
@@ -66,7 +66,7 @@ pub enum NotTaken {
 /// Fields of a connection's first packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FirstPacket {
-    /// Hash of its 4-tuple.
+    /// Hash of the 4-tuple.
     pub hash: ConnectionHash,
     /// The service's slot in the load balancer's tables.
     pub service: u16,
@@ -76,7 +76,7 @@ pub struct FirstPacket {
     pub bytes: u64,
 }
 
-/// The table over some memory.
+/// Connection table in the memory `M`.
 #[derive(Debug, Clone)]
 pub struct ConnectionTable<M> {
     memory: M,
@@ -89,7 +89,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         Self { memory, size }
     }
 
-    /// Returns its size.
+    /// Returns the number of entries.
     pub fn size(&self) -> TableSize {
         self.size
     }
@@ -101,19 +101,19 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     // ---- what packets do ----
 
-    /// `take_connection()` of `bpf/lb/connection_table.h`: takes a free slot and fills it. Fails when there is none,
-    /// or other operations were always faster.
+    /// Takes a free slot and fills it: `take_connection()` of `bpf/lb/connection_table.h`. Fails when no slot is free,
+    /// or other operations were faster at each attempt.
     pub fn take(&self, packet: &FirstPacket, server: ServerId, now: Clock) -> Result<ConnectionIndex, NotTaken> {
         let partition = packet.hash.partition(self.size);
         let stack = StorageCell::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
-            // BPF has no acquiring load: there the dependent address of `next_free` orders the two.
+            // BPF has no acquiring load: the dependent address of `next_free` orders the two loads.
             let top = self.memory.load(stack);
             let Some(slot) = (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
                 return Err(NotTaken::Full);
             };
             let index = ConnectionIndex::new(partition, slot as u32);
-            // If another operation takes the entry meanwhile, this may be anything; then the exchange fails.
+            // If another operation takes the entry meanwhile, `next` has any value, but the exchange fails.
             let next = self.next_free(index);
             if self.memory.compare_exchange(stack, top, changed_top(top, next)) {
                 self.fill(index, packet, server, now);
@@ -123,8 +123,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         Err(NotTaken::Contended)
     }
 
-    /// `reuse_connection()` of `bpf/lb/stateful.h`: gives a first packet without a free slot that of an entry that
-    /// `is_expired`. Returns the connection that had it, too.
+    /// Gives a first packet without a free slot the slot of an expired entry: `reuse_connection()` of
+    /// `bpf/lb/stateful.h`. Also returns the connection that had the slot.
     pub fn reuse(
         &self,
         packet: &FirstPacket,
@@ -147,7 +147,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         })
     }
 
-    /// Writes a private entry, its identity last.
+    /// Writes an entry that no other side accesses; the identity, which publishes it, comes last.
     fn fill(&self, index: ConnectionIndex, packet: &FirstPacket, server: ServerId, now: Clock) {
         let at = |field| StorageCell::Entry(index, field);
         let generation = (self.memory.load(at(GENERATION)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
@@ -164,15 +164,15 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         self.memory.publish(at(IDENTITY), identity.word());
     }
 
-    /// `find_connection()`: returns the server of the connection whose cookie names `slot`; `None`: the entry is free
-    /// or another connection's.
+    /// Returns entry and server of the connection whose cookie names `slot`; `None`: the entry is free, or of another
+    /// connection. `find_connection()` in BPF.
     pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
         let identity = Identity::from_word(self.memory.load(StorageCell::Entry(index, IDENTITY)))?;
         (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
     }
 
-    /// `update_connection()`: counts a packet that is not a SYN.
+    /// Counts a packet that is not a SYN: `update_connection()` in BPF.
     pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: Clock) -> bool {
         self.add(index, PACKETS, 1);
         self.add(index, BYTES, bytes);
@@ -186,7 +186,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         closes
     }
 
-    /// `reopen_connection()`: another SYN of the same connection. Returns whether the connection was closing.
+    /// Records another SYN of the connection: `reopen_connection()` in BPF. Returns whether the connection was closing.
     pub fn reopen(&self, index: ConnectionIndex, now: Clock) -> bool {
         let (word, flag) =
             (StorageCell::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
@@ -198,7 +198,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     // ---- what user space does ----
 
-    /// Chains all slots of all partitions: for an unused table whose memory is all 0.
+    /// Puts all slots of an unused table, whose memory is all 0, on the stacks of their partitions.
     pub fn initialise(&self) {
         let last = intf::CONNECTIONS_PER_PARTITION - 1;
         for index in self.size.indexes() {
@@ -210,8 +210,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         }
     }
 
-    /// Takes the entry from its connection, if it still has `identity`. One of several callers succeeds: it must
-    /// [`push`](Self::push) the slot when no packet that saw the identity is in flight any longer.
+    /// Takes the entry from its connection, if it still has `identity`. One of several callers succeeds. That caller
+    /// must [`push`](Self::push) the slot when no packet that saw the identity is in flight any longer.
     pub fn release(&self, index: ConnectionIndex, identity: Identity) -> bool {
         if !self.memory.compare_exchange(StorageCell::Entry(index, IDENTITY), identity.word(), 0) {
             return false;
@@ -233,12 +233,12 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         }
     }
 
-    /// Returns the free slots of a partition from the top. Packets may take some meanwhile; no slot may be pushed.
+    /// Returns the free slots of a partition from the top. Packets may take slots meanwhile, but none may be pushed.
     pub fn free_slots(&self, partition: u32) -> Vec<ConnectionIndex> {
         let mut slots = Vec::new();
         let mut next =
             (self.memory.load(StorageCell::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32;
-        // A taken slot keeps its `next_free`, so the walk ends where the stack did when it began.
+        // A taken slot keeps its `next_free`, so the walk ends at the original bottom of the stack.
         while let Some(slot) = next.checked_sub(1).filter(|_| slots.len() < intf::CONNECTIONS_PER_PARTITION as usize) {
             let index = ConnectionIndex::new(partition, slot);
             slots.push(index);
@@ -247,20 +247,20 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         slots
     }
 
-    /// Whether the entry is free, or about to be filled.
+    /// Returns whether the entry is free, or about to be filled.
     pub fn is_free(&self, index: ConnectionIndex) -> bool {
         self.load(index, IDENTITY) == 0
     }
 
-    /// Returns the client's address of the connection at `index`, by three words of the entry. If the entry changes
-    /// hands meanwhile, it may be that of the previous connection, or a mixture.
+    /// Returns the client's address of the connection at `index`, from three words of the entry. If another connection
+    /// gets the entry meanwhile, the address may be the previous client's, or a mixture.
     pub fn client_address(&self, index: ConnectionIndex) -> Option<IpAddr> {
         let words = [0, size_of::<u64>()].map(|half| self.load(index, CLIENT_ADDRESS + half));
         let quarters = words.map(|word| [word as u32, (word >> 32) as u32]);
         (!self.is_free(index)).then(|| address_of([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
     }
 
-    /// Returns the connection at `index`, all of one connection even if packets change it meanwhile, or `None`.
+    /// Returns a consistent copy of the connection at `index`, even if packets change it meanwhile; `None`: free.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
         let identity = self.load(index, IDENTITY);
         if identity == 0 {
@@ -305,14 +305,14 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 }
 
-/// Returns the top after a change: another slot (0: none) and a count that was never there with the old one.
+/// Returns the top after a change: the new slot plus one (0: none), and the next count, against ABA.
 fn changed_top(top: u64, slot_plus_one: u32) -> u64 {
     let count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
     count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
-/// Tags and slots of connections with a recent SYN, in sets by the connection's hash: hints, because the entry's
-/// identity decides.
+/// Tags and slots of connections with a recent SYN, in sets by the connection's hash. They are hints: the identity of
+/// the entry decides.
 #[derive(Debug, Clone)]
 pub struct RecentConnections(Vec<[u32; intf::RECENT_WAYS as usize]>);
 
@@ -324,14 +324,14 @@ impl Default for RecentConnections {
 }
 
 impl RecentConnections {
-    /// Returns the slot to check ([`ConnectionTable::find`]) for the entry of a connection that opens once more.
-    /// `None`: no recent SYN of its set was the connection's.
+    /// Returns the slot to check by [`ConnectionTable::find`] for a connection that sends another SYN; `None`: the set
+    /// has no recent SYN of the connection.
     pub fn slot(&self, hash: ConnectionHash) -> Option<u32> {
         let recent = self.0[hash.recent_set()].iter().find(|recent| Self::is_recent(**recent, hash))?;
         Some(recent & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// `remember_connection()`: records the slot for the next SYN of the same connection, at the front of its set.
+    /// Records the slot for the next SYN of the connection, at the front of its set: `remember_connection()` in BPF.
     pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
         let mut moved = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
         for way in &mut self.0[hash.recent_set()] {

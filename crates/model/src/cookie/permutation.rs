@@ -1,9 +1,9 @@
 //! Permutation that hides a cookie's number, drawn by the keyed hash of the connection.
 //!
-//! Three rounds of multiplication by a drawn odd factor and a shift to the right with XOR, between a XOR and an
-//! addition of drawn numbers. A multiplication carries differences to higher bits only, a shift to lower ones. An
-//! affine permutation would not do: the quotient of two differences of hidden numbers is then equal for every
-//! connection and key.
+//! Three rounds of multiplication by a drawn odd factor and a right shift with XOR, between a XOR and an addition of
+//! drawn numbers. A multiplication carries differences to higher bits only, a shift to lower bits only. An affine
+//! permutation would not suffice: the quotient of two differences of hidden numbers would be equal for every connection
+//! and key.
 
 use coreward_intf as intf;
 
@@ -13,7 +13,7 @@ pub struct Permutation {
     bits: u32,
 }
 
-/// Multiplications. Two do not pass the test `differences_are_uniformly_distributed`.
+/// Number of multiplications. Two do not pass the test `differences_are_uniformly_distributed`.
 const ROUNDS: u32 = 3;
 
 impl Permutation {
@@ -23,7 +23,8 @@ impl Permutation {
     /// Permutation of the id in a cookie of LB-side stamping.
     pub const LB_STAMPED: Self = Self { bits: intf::LB_STAMPING_ID_BITS };
 
-    /// Returns the hidden number of `plain` in a cookie of the connection with that hash; both below 2^bits.
+    /// Returns the number that hides `plain` in a cookie of the connection with that hash; both numbers are below
+    /// 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {
         let mut number = u64::from(plain).wrapping_sub(self.addend(hash)) & self.mask();
         for round in (1..=ROUNDS).rev() {
@@ -45,7 +46,7 @@ impl Permutation {
         (1 << self.bits) - 1
     }
 
-    /// Modulo 2^bits a factor's higher bits do not count.
+    /// Returns the odd factor of a round. Its bits above `bits` have no effect.
     fn factor(self, hash: u64, round: u32) -> u64 {
         hash >> (self.bits * round) | 1
     }
@@ -109,7 +110,7 @@ mod tests {
                             convert(permutation, hash, number) ^ convert(permutation, hash, number ^ 1 << bit);
                         counts[difference as usize] += 1;
                     }
-                    // By chance 16 and 256 each.
+                    // Expected by chance: 16 and 256 each.
                     let expected_count = draws >> permutation.bits;
                     let most = counts.iter().max().unwrap();
                     assert!(*most < 30 + 2 * expected_count, "bit {bit} of {permutation:?}: {most}");
@@ -136,7 +137,7 @@ mod tests {
                 let hash = rng.next_u64();
                 hits += u32::from(permutation.reveal(hash, permutation.hide(hash, here) ^ known) == there);
             }
-            // By chance draws / count: 1.2 and 20.
+            // Expected by chance: draws / count, 1.2 and 20.
             assert!(f64::from(hits) < 8.0 + 3.0 * f64::from(draws) / f64::from(count), "{hits} of {draws}");
         }
     }
@@ -164,7 +165,8 @@ mod tests {
                 }
                 hits[2] += u32::from(known[0] ^ known[1] ^ known[2] == other[0] ^ other[1] ^ other[2]);
             }
-            // By chance draws / 2^bits: 0.6 and 10. Modulo 2^bits products agree more often, by common factors of two.
+            // Expected by chance: draws / 2^bits, 0.6 and 10. Modulo 2^bits products agree more often, by factors of
+            // two.
             let expected_count = f64::from(draws) / f64::from(1 << bits);
             assert!(hits.iter().all(|hits| f64::from(*hits) < 12.0 + 12.0 * expected_count), "{hits:?} of {draws}");
         }

@@ -56,7 +56,7 @@ pub struct Change {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReservedCores(pub [u16; 2]);
 
-/// A text that is not one number of cores, or two.
+/// A text that is neither one nor two numbers of cores.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("reserved cores {0:?}: expected a number, or one for each service as in 2:0")]
 pub struct InvalidReservedCores(pub String);
@@ -85,20 +85,20 @@ impl fmt::Display for ReservedCores {
 pub struct CoreAllocation {
     assignment: Assignment,
     reserved: ReservedCores,
-    /// By core: whether service 0 and service 1 run there.
+    /// Whether service 0 and service 1 run on each core.
     runs: Vec<[bool; 2]>,
 }
 
 const BOTH: [bool; 2] = [true, true];
 
-/// The services of a core that is the own one of `service`.
+/// Returns the state of a core that runs `service` alone.
 fn own(service: u8) -> [bool; 2] {
     [service == 0, service == 1]
 }
 
 impl CoreAllocation {
-    /// `dedicated`: both services have equally many cores. `hybrid`: they have the reserved ones, service 0 first, and
-    /// share the others.
+    /// Returns the initial allocation. `dedicated`: both services have equally many cores. `hybrid`: they have the
+    /// reserved cores, service 0 first, and share the others.
     pub fn new(assignment: Assignment, cores: u16, reserved: ReservedCores) -> Self {
         let [first, second] = match assignment {
             Assignment::CompleteShare => [0, 0],
@@ -112,13 +112,13 @@ impl CoreAllocation {
         Self { assignment, reserved, runs: (0..cores).map(runs).collect() }
     }
 
-    /// Whether `service` runs on `core`.
+    /// Returns whether `service` runs on `core`.
     pub fn runs(&self, service: u8, core: u16) -> bool {
         self.runs[usize::from(core)][usize::from(service)]
     }
 
     /// Returns the changes after a hint for `service`. `other_waits`: requests of the other service wait at the NIC.
-    /// `load`: requests of a service at a core.
+    /// `load` returns the number of requests of a service at a core.
     pub fn hint(
         &mut self,
         service: u8,
@@ -128,7 +128,7 @@ impl CoreAllocation {
     ) -> Vec<Change> {
         match self.assignment {
             Assignment::CompleteShare => Vec::new(),
-            // Service 1 takes nothing that service 0 needs.
+            // Service 1 takes no core while requests of service 0 wait.
             Assignment::Dedicated if hint == LoadHint::ScaleUp && service == 1 && other_waits => Vec::new(),
             Assignment::Dedicated => {
                 let (from, to) =
@@ -140,14 +140,14 @@ impl CoreAllocation {
         }
     }
 
-    /// Lets the own cores of service 0 follow its constant load, so that bursts only reach the shared ones: with as
-    /// many own cores as its load needs, as many of them are idle as shared ones serve it.
+    /// Adjusts the own cores of service 0 to its constant load, so that only bursts reach shared cores. The number is
+    /// right when as many own cores are idle as shared cores serve requests of service 0.
     fn fit_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<Change> {
         let idle = self.cores(own(0)).filter(|core| load(0, *core) == 0).count();
         let overflowed = self.cores(BOTH).filter(|core| load(0, *core) > 0).count();
         let [kept, other_kept] = self.reserved.0;
         if overflowed > idle {
-            // Service 1 always has a core.
+            // Service 1 always keeps a core.
             self.change_one(BOTH, own(0), (other_kept == 0).into(), |core| load(1, core))
         } else if idle > overflowed {
             self.change_one(own(0), BOTH, kept, |core| load(0, core))
@@ -160,7 +160,7 @@ impl CoreAllocation {
         (0..).zip(&self.runs).filter(move |(_, runs)| **runs == services).map(|(core, _)| core)
     }
 
-    /// Changes the services of the core with the least load, the first of equals, if more than `kept` have `from`.
+    /// Changes the least loaded core in state `from` to state `to`, if more than `kept` cores are in state `from`.
     fn change_one(&mut self, from: [bool; 2], to: [bool; 2], kept: u16, load: impl Fn(u16) -> u32) -> Vec<Change> {
         if self.cores(from).count() <= usize::from(kept) {
             return Vec::new();
@@ -197,7 +197,8 @@ mod tests {
         let mut allocation = CoreAllocation::new(Assignment::Hybrid, 6, ReservedCores([1, 1]));
         let own_cores = |allocation: &CoreAllocation| allocation.cores(own(0)).count();
         assert!(!allocation.runs(1, 0) && allocation.runs(0, 1) && allocation.runs(1, 4) && !allocation.runs(0, 5));
-        // Service 0 has requests at the first cores, up to three; service 1 at all of its own, the most at the first.
+        // Service 0 has requests at up to three cores, the first ones; service 1 at all its own cores, most at the
+        // first.
         let load = |busy: u16| {
             move |service: u8, core: u16| if service == 0 { (core < busy).into() } else { u32::from(10 - core) }
         };

@@ -1,4 +1,4 @@
-//! `jbsrq-fifo`: bounded shortest queues by priority class, where cores serve in the order of arrival.
+//! `jbsrq-fifo`: bounded shortest queues by priority class, for cores that serve in the order of arrival.
 
 use super::{Dispatcher, Header, LeastTree};
 
@@ -7,14 +7,14 @@ use super::{Dispatcher, Header, LeastTree};
 /// 1). Priority then acts through eligibility: a class may be excluded from some cores, or limited to a lower bound
 /// there.
 ///
-/// Nothing waits at the NIC. A request goes to the core with the fewest outstanding requests among those below their
-/// bound for its class. Without any, it goes to the one with the fewest that is open to the class, and is counted.
+/// Nothing waits at the NIC. A request goes to the core with the fewest outstanding requests, of the cores below their
+/// bound for the class. Without such a core, it goes to the least loaded core that is open to the class, and counts.
 #[derive(Debug, Clone)]
 pub struct ClassBoundedShortestQueue {
     outstanding: Vec<u32>,
-    /// By class, then core.
+    /// Bound by class and core.
     bounds: ClassBounds,
-    /// By class; ranks of cores that are at their bound are above [`AT_BOUND`].
+    /// Ranks of the cores by class. Ranks of cores at their bound are above [`AT_BOUND`].
     ranks: Vec<LeastTree<u32>>,
     over_bound: u64,
 }
@@ -22,7 +22,7 @@ pub struct ClassBoundedShortestQueue {
 const AT_BOUND: u32 = 1 << 30;
 const FORBIDDEN: u32 = 1 << 31;
 
-/// Outstanding requests of a core up to which it takes another one of a class; 0: it takes none.
+/// Limits of outstanding requests, by class and core: a core below its limit takes another request; 0: it takes none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBounds {
     cores: u16,
@@ -30,8 +30,8 @@ pub struct ClassBounds {
 }
 
 impl ClassBounds {
-    /// Reserves the first `reserved` cores for the highest class: the others are limited there to `barred` requests, 0
-    /// for none. At least one core is left to them. `bound` holds everywhere else.
+    /// Reserves the first `reserved` cores for the highest class. Other classes are limited to `reserved_bound`
+    /// requests on these cores, and have at least one other core. Everywhere else the limit is `bound`.
     pub fn with_reserved_cores(cores: u16, classes: u8, reserved: u16, bound: u32, reserved_bound: u32) -> Self {
         let reserved = usize::from(reserved.min(cores.saturating_sub(1)));
         let row = |class: u8| {
@@ -48,7 +48,7 @@ impl ClassBounds {
 }
 
 impl ClassBoundedShortestQueue {
-    /// Returns idle cores.
+    /// Returns a dispatcher with idle cores.
     pub fn new(bounds: ClassBounds) -> Self {
         let tree = LeastTree::new(bounds.cores, 0);
         let mut dispatcher = Self {
@@ -61,7 +61,7 @@ impl ClassBoundedShortestQueue {
         dispatcher
     }
 
-    /// Returns the number of requests that came when every core of their class was at its bound.
+    /// Returns the number of requests that arrived while every core of their class was at its bound.
     pub fn over_bound(&self) -> u64 {
         self.over_bound
     }

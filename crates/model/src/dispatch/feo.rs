@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 /// Services of one scheduler, at most: eligibility is a mask of 64 bits, as in RingLeader (Sect. 6).
 pub const MAX_SERVICES: usize = 64;
 
-/// How the members of one level are ranked against each other. The least rank is dispatched first; of equal ranks, the
-/// member with the lowest index.
+/// Ranking of the members of one level. The member of least rank is dispatched first; of equal ranks, the member with
+/// the lowest index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ranking {
     /// A member's parameter is its priority; 0 is the highest.
@@ -21,13 +21,13 @@ pub enum Ranking {
 /// Requests that [`FirstEligibleOut::pop`] considers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Selection {
-    /// The first of the eligible services.
+    /// The service of least rank among the eligible ones.
     FirstEligible,
-    /// The first of all services, even if it is not eligible and blocks the others (PIFO, SIGCOMM'16).
+    /// The service of least rank, even if it is not eligible and blocks the others (PIFO, SIGCOMM'16).
     Pifo,
 }
 
-/// A token bucket. While it is empty its service or group is not dispatched, under either [`Selection`].
+/// A token bucket. While the bucket is empty its service or group is not dispatched, under either [`Selection`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RateLimit {
     /// Time in which one token arrives, in the caller's unit of time.
@@ -36,7 +36,7 @@ pub struct RateLimit {
     pub burst: u32,
 }
 
-/// The position of a service or a group in its level.
+/// Parameters of a service or a group in its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Member {
     /// Priority, weight or relative deadline: see [`Ranking`].
@@ -55,18 +55,18 @@ impl Member {
 /// A set of services that the first level ranks as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupConfig {
-    /// Its position among the groups.
+    /// Parameters of the group among the groups.
     pub member: Member,
-    /// The ranking of its services.
+    /// Ranking of the group's services.
     pub ranking: Ranking,
 }
 
 /// A service and its queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueConfig {
-    /// Index of its group.
+    /// Index of the service's group.
     pub group: u8,
-    /// Its position in the group.
+    /// Parameters of the service in its group.
     pub member: Member,
     /// Priority when the buffer overflows: requests of the highest number are dropped first.
     pub priority: u8,
@@ -83,12 +83,13 @@ pub struct FeoConfig {
     pub queues: Vec<QueueConfig>,
     /// Requests that a dequeue considers.
     pub selection: Selection,
-    /// Requests that wait at once, at most; from 1.
+    /// Limit of waiting requests, at least 1.
     pub capacity: usize,
 }
 
 impl FeoConfig {
-    /// One level in strict priority; `priorities` has the priority of each service. The capacity is unlimited.
+    /// Returns one level in strict priority, without a limit of waiting requests. `priorities` has the priority of each
+    /// service.
     pub fn strict(priorities: impl IntoIterator<Item = u8>) -> Self {
         let queue = |priority: u8| QueueConfig { group: 0, member: Member::new(priority.into()), priority };
         Self {
@@ -124,12 +125,12 @@ pub enum FeoConfigError {
     /// A bucket that never has a token.
     #[error("burst 0: expected 1 or more")]
     Burst,
-    /// No room for any request.
+    /// A capacity of 0.
     #[error("capacity 0: expected 1 or more")]
     Capacity,
 }
 
-/// The largest weight under [`Ranking::WeightedShare`].
+/// Maximum weight under [`Ranking::WeightedShare`].
 pub const MAX_WEIGHT: u32 = 1 << 20;
 
 /// Per-service FIFO queues, and the choice of the next request among their heads.
@@ -142,7 +143,7 @@ pub struct FirstEligibleOut<T> {
     selection: Selection,
     capacity: usize,
     waiting: usize,
-    /// A dispatch changes no rank and takes no token.
+    /// Whether a dispatch changes no rank and takes no token.
     is_stateless: bool,
     /// Services with waiting requests.
     backlogged: u64,
@@ -157,7 +158,7 @@ struct Group {
     turn: SchedulingState,
     ranking: Ranking,
     virtual_time: u64,
-    /// Its services.
+    /// Bit mask of the group's services.
     members: u64,
 }
 
@@ -174,7 +175,7 @@ struct Queue<T> {
 #[derive(Debug, Clone)]
 struct SchedulingState {
     member: Member,
-    /// Virtual time at which its next request starts.
+    /// Virtual time at which the member's next request starts.
     start: u64,
     /// Time at which the bucket would be full again.
     full_at: u64,
@@ -191,7 +192,7 @@ impl SchedulingState {
         Ok(Self { member, start: 0, full_at: 0 })
     }
 
-    /// The earliest time at which the bucket has a token.
+    /// Returns the earliest time at which the bucket has a token.
     #[inline]
     fn next_token_at(&self) -> u64 {
         self.member
@@ -223,7 +224,7 @@ impl SchedulingState {
 }
 
 impl<T> FirstEligibleOut<T> {
-    /// An empty scheduler. Fails when the configuration is out of range: see [`FeoConfigError`].
+    /// Returns an empty scheduler. Fails when the configuration is out of range: see [`FeoConfigError`].
     pub fn new(config: &FeoConfig) -> Result<Self, FeoConfigError> {
         if !(1..=MAX_SERVICES).contains(&config.queues.len()) {
             return Err(FeoConfigError::Services(config.queues.len()));
@@ -256,18 +257,18 @@ impl<T> FirstEligibleOut<T> {
         Ok(Self { ranking, selection, capacity, waiting, is_stateless, backlogged, virtual_time, groups, queues })
     }
 
-    /// The number of waiting requests of `service`.
+    /// Returns the number of waiting requests of `service`.
     #[inline]
     pub fn waiting(&self, service: u8) -> usize {
         self.queues[usize::from(service)].requests.len()
     }
 
-    /// The arrival time of the request of `service` that has waited longest.
+    /// Returns the arrival time of the request of `service` that has waited longest.
     pub fn oldest(&self, service: u8) -> Option<u64> {
         self.queues[usize::from(service)].requests.front().map(|(arrived, _)| *arrived)
     }
 
-    /// Whether a push followed by a pop would return the pushed request and change nothing, if its service is eligible.
+    /// Returns whether a push and a pop would return the pushed request and change nothing, if its service is eligible.
     #[inline]
     pub fn is_transparent(&self) -> bool {
         self.waiting == 0 && self.is_stateless
@@ -292,7 +293,8 @@ impl<T> FirstEligibleOut<T> {
         dropped
     }
 
-    /// Takes the next request out, with its service. Bit s of `eligible`: a core would take a request of service s.
+    /// Removes and returns the next request, with its service. Bit s of `eligible`: a core would take a request of
+    /// service s.
     #[inline]
     pub fn pop(&mut self, now: u64, eligible: u64) -> Option<(u8, T)> {
         let service = self.select(now, eligible)?;
@@ -305,7 +307,7 @@ impl<T> FirstEligibleOut<T> {
         Some((service, request))
     }
 
-    /// The earliest time at which a rate limit lets a waiting request out, if rate limits alone hold all back.
+    /// Returns the earliest time at which a rate limit ends, if only rate limits delay all waiting requests.
     pub fn next_allowed(&self) -> Option<u64> {
         bits(self.backlogged)
             .map(|service| {
@@ -337,7 +339,7 @@ impl<T> FirstEligibleOut<T> {
         }
     }
 
-    /// The service that loses a request to the arrival of one of `arriving`.
+    /// Returns the service that loses a request when one of `arriving` arrives at a full buffer.
     fn victim(&self, arriving: u8) -> u8 {
         let key = |service: u8| {
             let arrives = usize::from(service == arriving);
@@ -364,7 +366,7 @@ impl<T> FirstEligibleOut<T> {
         (eligible >> service & 1 == 1).then_some(service)
     }
 
-    /// The first service of a group: the earliest arrival among its heads, the service's rank, the service.
+    /// Returns the first service of a group: earliest arrival of the group's requests, rank of the service, service.
     #[inline]
     fn next_service_of(&self, group: &Group, now: u64, considered: u64) -> Option<(u64, u64, u8)> {
         let mut first: Option<(u64, u64, u8)> = None;
@@ -385,7 +387,7 @@ impl<T> FirstEligibleOut<T> {
     }
 }
 
-/// The indices of the bits that are set, in ascending order.
+/// Returns the indices of the bits that are set, in ascending order.
 #[inline]
 fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
     std::iter::from_fn(move || {
@@ -403,7 +405,7 @@ mod tests {
 
     const ALL: u64 = u64::MAX;
 
-    /// One level with the parameters of its services. The first service is the last to be dropped.
+    /// Returns a configuration of one level. Requests of the first service are dropped last.
     fn config(ranking: Ranking, parameters: &[u32]) -> FeoConfig {
         let mut config = FeoConfig::strict(0..parameters.len() as u8);
         config.groups[0].ranking = ranking;
@@ -426,7 +428,7 @@ mod tests {
         feo
     }
 
-    /// RingLeader, Sect. 4.3.
+    /// The example of RingLeader, Sect. 4.3.
     #[test]
     fn ineligible_head_blocks_only_pifo() {
         let mut config = config(Ranking::StrictPriority, &[0, 1]);

@@ -1,4 +1,4 @@
-//! `jbsrq`: bounded queues at the cores, ranked by the requests that are served before one of that priority.
+//! `jbsrq`: bounded queues at the cores, ranked by the requests that are served before a new one of that priority.
 
 use std::num::NonZeroU16;
 
@@ -14,22 +14,22 @@ use super::{Dispatcher, Header, Release};
 pub struct JoinBoundedShortestRankedQueue<T = ()> {
     ranks: RankArrays,
     queue: FirstEligibleOut<T>,
-    /// By service: the most requests that waited at once since the last call of `take_waiting_peak`.
+    /// Maximum number of waiting requests since the last call of `take_waiting_peak`, by service.
     waiting_peaks: Vec<u64>,
 }
 
 /// Effects of a new request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubmitEffects<T> {
-    /// The request that the full buffer dropped, with its service; it can be the new one.
+    /// The request that the full buffer dropped, with its service; it may be the new request.
     pub dropped: Option<(u8, T)>,
-    /// The request that goes to a core now; without rate limits and with all earlier ones sent, the new one.
+    /// The request that goes to a core now; the new request, unless earlier requests or rate limits delay it.
     pub sent: Option<(Release, T)>,
 }
 
 impl JoinBoundedShortestRankedQueue {
-    /// `services` services in strict priority, each of which runs on all cores. Panics without services or with more
-    /// than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
+    /// Returns a dispatcher of `services` services in strict priority, each of which runs on all cores. Panics without
+    /// services or with more than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
     pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
         let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
         let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, depth);
@@ -38,8 +38,8 @@ impl JoinBoundedShortestRankedQueue {
 }
 
 impl<T> JoinBoundedShortestRankedQueue<T> {
-    /// Empty queues in front of the cores that `ranks` describes. Fails when `config` is out of range or has not the
-    /// services of `ranks`.
+    /// Returns empty queues in front of the cores of `ranks`. Fails when `config` is out of range, or has other
+    /// services than `ranks`.
     pub fn with_ranks(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
         if config.queues.len() != ranks.services() {
             return Err(FeoConfigError::Services(config.queues.len()));
@@ -52,17 +52,17 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         self.ranks.set_enabled(service, core, runs);
     }
 
-    /// The rank arrays.
+    /// Returns the rank arrays.
     pub fn ranks(&self) -> &RankArrays {
         &self.ranks
     }
 
-    /// The waiting requests.
+    /// Returns the waiting requests.
     pub fn queue(&self) -> &FirstEligibleOut<T> {
         &self.queue
     }
 
-    /// The number of requests of `service` that wait at the NIC.
+    /// Returns the number of requests of `service` that wait at the NIC.
     pub fn waiting(&self, service: u8) -> u64 {
         self.queue.waiting(service) as u64
     }
@@ -73,7 +73,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         std::mem::replace(&mut self.waiting_peaks[usize::from(service)], waiting)
     }
 
-    /// Queues a request that came in at `now`, then sends the next one if a core takes it. `now` must not decrease.
+    /// Queues a request that arrived at `now`, then sends the next request if a core takes it. `now` must not decrease.
     #[inline]
     pub fn submit(&mut self, now: u64, service: u8, request: T) -> SubmitEffects<T> {
         if self.queue.is_transparent()
@@ -88,8 +88,8 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         SubmitEffects { dropped, sent }
     }
 
-    /// The next request that goes to a core. To be called until it returns `None`, after feedback, after a service was
-    /// enabled, and when a rate limit ends.
+    /// Returns the next request that goes to a core. Call it until it returns `None`: after feedback, after a service
+    /// was enabled, and when a rate limit ends.
     #[inline]
     pub fn next(&mut self, now: u64) -> Option<(Release, T)> {
         let (service, request) = self.queue.pop(now, self.ranks.eligible())?;
@@ -97,7 +97,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         Some((Release { service, core }, request))
     }
 
-    /// Accounts for answered requests: see [`RankArrays::feedback`]. Fails when fewer are outstanding.
+    /// Accounts for answered requests: see [`RankArrays::feedback`]. Fails when fewer requests are outstanding.
     #[inline]
     pub fn feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
         self.ranks.feedback(service, core, count)
@@ -135,7 +135,7 @@ mod tests {
         JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, depth.try_into().unwrap())
     }
 
-    /// Sends a request of the service to the core of two by allowing no other.
+    /// Sends a request of the service to one of two cores, by disabling the other.
     fn submit_to(jbsrq: &mut JoinBoundedShortestRankedQueue, service: u8, core: u16) {
         (0..2).for_each(|other| jbsrq.set_runs(service, other, other == core));
         assert_eq!(jbsrq.place(0, &header(service, 1)), Some(core));

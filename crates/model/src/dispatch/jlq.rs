@@ -2,7 +2,7 @@
 
 use super::{Dispatcher, Header, LeastTree};
 
-/// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): every request counts with its expected service time.
+/// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): a queue's length is the sum of expected service times.
 #[derive(Debug, Clone)]
 pub struct JoinLightestQueue {
     outstanding_work: LeastTree<u64>,

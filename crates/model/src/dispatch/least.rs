@@ -1,25 +1,25 @@
-//! The least of many counters at all times.
+//! The minimum of many counters at all times.
 
-/// A tournament over the cores: the least key in constant time, a changed key in log2(cores) steps. The same shape as
-/// Turbo's comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1).
+/// A tournament tree over the cores: the minimum takes constant time, a changed key log2(cores) steps. Turbo's
+/// comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1) have the same form.
 #[derive(Debug, Clone)]
 pub struct LeastTree<K: Key> {
-    /// Node i has the children 2i and 2i+1; the leaves are the last half. A node holds its key, and below it the index
-    /// of the leaf that the key came from: one comparison settles both, and of equal keys the lowest index wins.
+    /// Node i has the children 2i and 2i+1; the leaves are the last half. A node holds a key and, in lower bits, the
+    /// index of its leaf: one comparison orders both, and of equal keys the lowest index wins.
     nodes: Vec<K::Node>,
     leaves: usize,
 }
 
 /// A value to compare.
 pub trait Key: Copy {
-    /// Room for a key and a leaf's index below it.
+    /// Number that holds a key and, in lower bits, the index of a leaf.
     type Node: Copy + Ord + std::fmt::Debug;
-    /// No leaf: more than every node.
+    /// Value above every node, for missing leaves.
     const NO_LEAF: Self::Node;
 
-    /// Packs both into one number.
+    /// Packs a key and a leaf's index into one number.
     fn node(self, leaf: u16) -> Self::Node;
-    /// Returns the leaf and its key.
+    /// Returns the leaf and the key in a node.
     fn leaf_and_key(node: Self::Node) -> (u16, Self);
 }
 
@@ -46,7 +46,7 @@ key!(u32, u64);
 key!(u64, u128);
 
 impl<K: Key> LeastTree<K> {
-    /// Returns `leaves` leaves (at least 1) with the key `key`.
+    /// Returns a tree of `leaves` leaves (at least 1) with the key `key`.
     pub fn new(leaves: u16, key: K) -> Self {
         assert!(leaves > 0, "a tournament without players");
         let width = usize::from(leaves).next_power_of_two();

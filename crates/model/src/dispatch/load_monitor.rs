@@ -5,29 +5,29 @@ use std::num::NonZeroU64;
 /// A hint about a service, from the NIC to the cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadHint {
-    /// It needs more cores.
+    /// The service needs more cores.
     ScaleUp,
-    /// It can do with fewer.
+    /// The service needs fewer cores.
     ScaleDown,
 }
 
-/// Time between two checks, in the caller's unit of time.
+/// Interval of checks, in the caller's unit of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Epoch(NonZeroU64);
 
 impl Epoch {
-    /// An epoch of any length.
+    /// Returns an epoch of any length.
     pub const fn new(length: NonZeroU64) -> Self {
         Self(length)
     }
 
-    /// An epoch of 2^`exponent`, as RingLeader's hardware counts them. `None` from 64 on.
+    /// Returns an epoch of 2^`exponent`, as in RingLeader's hardware; `None` from 64 on.
     pub fn power_of_two(exponent: u8) -> Option<Self> {
         let length = 1u64.checked_shl(exponent.into())?;
         NonZeroU64::new(length).map(Self)
     }
 
-    /// Its length.
+    /// Returns the length.
     pub const fn get(self) -> NonZeroU64 {
         self.0
     }
@@ -41,18 +41,18 @@ pub struct ScaleUp {
 }
 
 /// Condition of scaling down: the queue at the NIC is never longer than the threshold in some consecutive epochs. The
-/// paper asks for a more conservative rule than for scaling up and leaves the numbers open.
+/// paper requires a more conservative rule than for scaling up, without numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleDown {
     /// Time between two checks.
     pub epoch: Epoch,
-    /// The longest queue of a calm epoch, in requests.
+    /// Maximum queue of a calm epoch, in requests.
     pub threshold: u64,
-    /// Consecutive calm epochs that cause a hint; 0 counts as 1.
+    /// Number of consecutive calm epochs that cause a hint; 0 counts as 1.
     pub calm_epochs: u32,
 }
 
-/// The two monitors of one service. Each is enabled on its own and has epochs of its own.
+/// Monitors for scaling one service up and down. Each is enabled separately and has its own epochs.
 ///
 /// A hint disarms both monitors until [`rearm`](LoadMonitor::rearm), so a service has one hint in flight at most. The
 /// hint goes to the service's least loaded core: [`RankArrays::least_loaded`](super::RankArrays::least_loaded).
@@ -60,9 +60,9 @@ pub struct ScaleDown {
 pub struct LoadMonitor {
     scale_up: Option<(ScaleUp, Checks)>,
     scale_down: Option<(ScaleDown, Checks)>,
-    /// The longest queue in the current epoch of `scale_down`.
+    /// Maximum queue in the current epoch of `scale_down`.
     peak: u64,
-    /// Calm epochs in a row.
+    /// Number of consecutive calm epochs.
     calm: u32,
     is_hint_in_flight: bool,
 }
@@ -78,7 +78,7 @@ impl Checks {
         Self { previous: now, next: now.saturating_add(epoch.0.get()) }
     }
 
-    /// Returns the time of the previous check if one is due. Late checks do not pile up.
+    /// Returns the time of the previous check if a check is due. Missed checks are not repeated.
     fn pass(&mut self, now: u64, epoch: Epoch) -> Option<u64> {
         if now < self.next {
             return None;
@@ -109,7 +109,7 @@ impl LoadMonitor {
         }
     }
 
-    /// The time of the next check of either monitor; `None` if both are disabled.
+    /// Returns the time of the next check of either monitor; `None` if both are disabled.
     pub fn next_check(&self) -> Option<u64> {
         let up = self.scale_up.map(|(_, checks)| checks.next);
         let down = self.scale_down.map(|(_, checks)| checks.next);
@@ -118,7 +118,7 @@ impl LoadMonitor {
 
     /// Performs the checks that are due at `now`, and returns the hint to send. Scaling up comes before scaling down.
     ///
-    /// `oldest`: arrival of the request that has waited longest, if any waits; `peak`: the longest queue since the
+    /// `oldest`: arrival of the request that has waited longest, if any waits; `peak`: the maximum queue since the
     /// previous call. `now` must not decrease.
     pub fn check(&mut self, now: u64, oldest: Option<u64>, peak: u64) -> Option<LoadHint> {
         let needs_more = self.check_scale_up(now, oldest);
@@ -148,7 +148,7 @@ impl LoadMonitor {
         is_calm && self.calm >= condition.calm_epochs
     }
 
-    /// Whether a hint was sent and [`rearm`](Self::rearm) not called since.
+    /// Returns whether a hint was sent and [`rearm`](Self::rearm) not called since.
     pub fn is_hint_in_flight(&self) -> bool {
         self.is_hint_in_flight
     }
@@ -232,7 +232,7 @@ mod tests {
             let mut at_previous_check: VecDeque<(u64, usize)> = VecDeque::new();
             let (mut in_flight, mut calm, mut epoch_peak) = (false, 0, 0);
             for (now, (arrivals, departures, rearms)) in (1u64..).zip(steps) {
-                // Those that arrive with a check arrive just after it.
+                // Requests that arrive at the time of a check arrive just after it.
                 queue.drain(..departures.min(queue.len()));
                 let needs_more = now % up == 0 && queue.iter().any(|request| at_previous_check.contains(request));
                 if now % up == 0 {

@@ -1,9 +1,9 @@
 //! Dispatchers: the choice of a server's core for a request at the NIC. One file each.
 //!
-//! A dispatcher has the knowledge of a NIC: the header of an arriving request, and the departing response. It decides
-//! by its own counters, without the state of the cores. All dispatchers are pure: time and the request's hash are
-//! arguments, so that the simulator and a program in the data plane can be compared decision by decision. Of equal
-//! cores the one with the lowest index is taken, like Turbo's comparator tree (HPCA'23, Sect. V-A).
+//! A dispatcher knows what a NIC knows: the headers of arriving requests, and the departing responses. It decides by
+//! its own counters, without the state of the cores. All dispatchers are pure: time and the request's hash are
+//! arguments, so that decisions of the simulator and of the data plane can be compared. Of equal cores the core with
+//! the lowest index is selected, as in Turbo's comparator tree (HPCA'23, Sect. V-A).
 
 mod assignment;
 mod class_bounds;
@@ -41,28 +41,28 @@ pub use weight::Weight;
 /// Fields of a request at the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// The service (kind of request), from 0; a lower number has the higher priority.
+    /// Service (type of request), from 0; a lower number has higher priority.
     pub service: u8,
-    /// Expected service time, in any one unit (Turbo's request type field, HPCA'23, Sect. V-B).
+    /// Expected service time; all requests have the same unit (Turbo's request type field, HPCA'23, Sect. V-B).
     pub expected: u64,
-    /// A hash of the whole header: differs between the requests of one connection.
+    /// Hash of the whole header, which differs between the requests of one connection.
     pub hash: u32,
-    /// The RSS hash: the same for all requests of a connection.
+    /// RSS hash, which is the same for all requests of a connection.
     pub flow_hash: u32,
 }
 
 /// A request that waited at the NIC and may go to a core now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Release {
-    /// Service whose oldest waiting request goes.
+    /// Service whose oldest waiting request is released.
     pub service: u8,
-    /// Core to which it goes.
+    /// Core that gets the request.
     pub core: u16,
 }
 
 /// Dispatcher at the NIC.
 pub trait Dispatcher {
-    /// Returns the core for a request that arrived at `now`; `None`: it waits at the NIC, in the queue of its service.
+    /// Returns the core for a request that arrived at `now`; `None`: it waits at the NIC in its service's queue.
     fn place(&mut self, now: u64, header: &Header) -> Option<u16>;
 
     /// Records the response to a request of `core`.
@@ -78,7 +78,7 @@ pub trait Dispatcher {
 mod tests {
     use super::*;
 
-    /// A request of that service and expected service time.
+    /// Returns the header of a request of that service and expected service time.
     pub(super) fn header(service: u8, expected: u64) -> Header {
         Header { service, expected, hash: 0, flow_hash: 0 }
     }

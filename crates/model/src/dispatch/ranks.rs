@@ -1,12 +1,12 @@
-//! Rank arrays: the work ahead of a service's next request at each core, and the cores that take one.
+//! Rank arrays: the work ahead of a service's next request at each core, and the cores that take the request.
 
 use std::num::NonZeroU16;
 
 use super::LeastTree;
 use super::feo::MAX_SERVICES;
 
-/// Factor of a request of lower priority in the rank of a service: the cost of making it yield. From 0 to 1, in
-/// thousandths so that ranks are whole numbers.
+/// Factor of a lower-priority request in the rank of a service: the cost of preempting that request. From 0 to 1, in
+/// thousandths, so that ranks are integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lambda(u16);
 
@@ -15,14 +15,14 @@ pub struct Lambda(u16);
 #[error("lambda {0}: expected a number from 0 to 1")]
 pub struct LambdaOutOfRange(pub f64);
 
-/// Rank of a request of at least the same priority: ranks are in thousandths.
+/// Rank of one request of at least the same priority, in thousandths.
 const RANK_OF_ONE_REQUEST: u32 = 1000;
 
 impl Lambda {
     /// RingLeader's setting (NSDI'23, Sect. 7.1).
     pub const PUBLISHED: Lambda = Lambda(200);
 
-    /// Rounded to thousandths. Fails when `value` is not from 0 to 1.
+    /// Returns `value` rounded to thousandths. Fails when `value` is not from 0 to 1.
     pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
         if (0.0..=1.0).contains(&value) {
             Ok(Self((value * f64::from(RANK_OF_ONE_REQUEST)).round() as u16))
@@ -40,19 +40,19 @@ impl Lambda {
 /// Rule for the outstanding requests of a core that count in a service's rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RankRule {
-    /// JBSRQ: those of at least the service's priority in full, the others by the service's [`Lambda`] (RingLeader,
-    /// NSDI'23, Sect. 4.2).
+    /// JBSRQ: requests of at least the service's priority count in full, others by the service's [`Lambda`]
+    /// (RingLeader, NSDI'23, Sect. 4.2).
     Ranked,
-    /// Global JBSQ: all alike (RackSched, OSDI'20).
+    /// Global JBSQ: all requests count in full (RackSched, OSDI'20).
     Global,
-    /// Per-service JBSQ: those of the service itself only (nanoPU, OSDI'21). Each service has a bound of its own.
+    /// Per-service JBSQ: only requests of the service count (nanoPU, OSDI'21). Each service has its own bound.
     PerService,
 }
 
 /// A service of the rank arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankedService {
-    /// Its priority; 0 is the highest. Services can share one.
+    /// Priority; 0 is the highest. Several services can have the same priority.
     pub priority: u8,
     /// Factor of a request of lower priority.
     pub lambda: Lambda,
@@ -66,9 +66,9 @@ pub struct FeedbackError {
     pub service: u8,
     /// The core.
     pub core: u16,
-    /// Completed requests, as reported.
+    /// Number of completed requests in the feedback.
     pub count: u32,
-    /// Requests of the service that the core has.
+    /// Number of requests of the service that the core has.
     pub outstanding: u32,
 }
 
@@ -80,30 +80,30 @@ pub struct FeedbackError {
 #[derive(Debug, Clone)]
 pub struct RankArrays {
     bound: u32,
-    /// Bit s: a core would take a request of service s.
+    /// Bit mask of the services of which a core would take a request.
     eligible: u64,
     services: Vec<ServiceRanks>,
 }
 
 #[derive(Debug, Clone)]
 struct ServiceRanks {
-    /// By service: count of one of its requests in this rank, in thousandths.
+    /// Weight of one request of each service in this rank, in thousandths.
     weights: Vec<u32>,
-    /// By core: the rank, in thousandths.
+    /// Rank of each core, in thousandths.
     ranks: Vec<u32>,
-    /// By core: whether the service is enabled.
+    /// Whether the service is enabled on each core.
     enabled: Vec<bool>,
-    /// By core: requests of the service that were sent and not answered.
+    /// Number of the service's requests that were sent to each core and not answered.
     outstanding: Vec<u32>,
-    /// The ranks of the cores that would take a request; [`FULL`] for the others.
+    /// Ranks of the cores that would take a request; [`FULL`] for the others.
     least: LeastTree<u32>,
 }
 
 const FULL: u32 = u32::MAX;
 
 impl RankArrays {
-    /// Empty queues of `cores` cores (at least 1), every service enabled on every core. `depth`: the bound of a rank.
-    /// Panics without cores, or with more than [`MAX_SERVICES`] services.
+    /// Returns the ranks of `cores` idle cores (at least 1), with every service enabled on every core. `depth` is the
+    /// bound of a rank. Panics without cores, or with more than [`MAX_SERVICES`] services.
     pub fn new(cores: u16, services: &[RankedService], rule: RankRule, depth: NonZeroU16) -> Self {
         assert!(services.len() <= MAX_SERVICES, "{} services: expected at most {MAX_SERVICES}", services.len());
         let per_core = usize::from(cores);
@@ -118,8 +118,8 @@ impl RankArrays {
         Self { bound: u32::from(depth.get()) * RANK_OF_ONE_REQUEST, eligible, services: ranks.collect() }
     }
 
-    /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests that were
-    /// sent before stay there.
+    /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests at the core
+    /// stay there.
     pub fn set_enabled(&mut self, service: u8, core: u16, enabled: bool) {
         self.services[usize::from(service)].enabled[usize::from(core)] = enabled;
         self.update_eligibility(service, core);
@@ -135,40 +135,41 @@ impl RankArrays {
         self.services.len()
     }
 
-    /// The number of cores.
+    /// Returns the number of cores.
     pub fn cores(&self) -> u16 {
         self.services.first().map_or(0, |service| service.ranks.len() as u16)
     }
 
-    /// The services of which a core would take a request: bit s is service s.
+    /// Returns the services of which a core would take a request: bit s is service s.
     #[inline]
     pub fn eligible(&self) -> u64 {
         self.eligible
     }
 
-    /// The rank of `core` for `service`, in thousandths.
+    /// Returns the rank of `core` for `service`, in thousandths.
     pub fn rank(&self, service: u8, core: u16) -> u32 {
         self.services[usize::from(service)].ranks[usize::from(core)]
     }
 
-    /// Requests of `service` that `core` has.
+    /// Returns the number of requests of `service` that `core` has.
     pub fn outstanding(&self, service: u8, core: u16) -> u32 {
         self.services[usize::from(service)].outstanding[usize::from(core)]
     }
 
-    /// Requests that `core` has, of all services.
+    /// Returns the number of requests of all services that `core` has.
     pub fn load(&self, core: u16) -> u32 {
         self.services.iter().map(|service| service.outstanding[usize::from(core)]).sum()
     }
 
-    /// The core of least rank among those on which `service` is enabled, full ones included: it receives the load hint.
+    /// Returns the core of least rank on which `service` is enabled, even a full one: the core for the load hint.
     pub fn least_loaded(&self, service: u8) -> Option<u16> {
         let entry = &self.services[usize::from(service)];
         let enabled = (0..entry.enabled.len() as u16).filter(|core| entry.enabled[usize::from(*core)]);
         enabled.min_by_key(|core| entry.ranks[usize::from(*core)])
     }
 
-    /// Sends a request of `service`: returns its core and counts it there. `None`: no core takes it.
+    /// Counts a request of `service` at the core of least rank, and returns the core; `None`: no core takes the
+    /// request.
     #[inline]
     pub fn send(&mut self, service: u8) -> Option<u16> {
         let (core, rank) = self.services[usize::from(service)].least.least();
@@ -180,8 +181,8 @@ impl RankArrays {
         Some(core)
     }
 
-    /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback). Fails when
-    /// fewer are outstanding there; nothing changes then.
+    /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback). Fails, without
+    /// effect, when fewer requests are outstanding at the core.
     #[inline]
     pub fn feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
         let outstanding = &mut self.services[usize::from(service)].outstanding[usize::from(core)];
@@ -217,7 +218,7 @@ impl RankArrays {
 }
 
 impl RankRule {
-    /// Returns the count of a request of service `other` in the rank of service `own`, in thousandths.
+    /// Returns the weight of a request of service `other` in the rank of service `own`, in thousandths.
     fn weight(self, services: &[RankedService], own: usize, other: usize) -> u32 {
         match self {
             Self::Ranked if services[other].priority <= services[own].priority => RANK_OF_ONE_REQUEST,
@@ -247,7 +248,7 @@ mod tests {
         ranks.set_enabled(service, 1 - core, true);
     }
 
-    /// RingLeader, Fig. 5 (a): core 0 has three of low priority, core 1 one of high priority.
+    /// RingLeader, Fig. 5 (a): core 0 has three requests of low priority, core 1 has one of high priority.
     #[test]
     fn global_jbsq_avoids_low_priority_that_jbsrq_overtakes() {
         for (rule, expected) in [(RankRule::Global, 1), (RankRule::Ranked, 0)] {
@@ -258,7 +259,7 @@ mod tests {
         }
     }
 
-    /// Fig. 5 (b): core 0 has fewer of low priority but more of high priority, which are served first.
+    /// RingLeader, Fig. 5 (b): core 0 has fewer requests of low priority but more of high priority, which go first.
     #[test]
     fn per_service_jbsq_ignores_high_priority_that_jbsrq_counts() {
         for (rule, expected) in [(RankRule::PerService, 0), (RankRule::Ranked, 1)] {

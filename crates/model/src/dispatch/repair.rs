@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-/// Returns the positions in `ages` of one worker's requests to give up. `ages`: checks since the dispatch of each, in
-/// any order; those of the present check (age 0) are kept. `queued`: datagrams in the worker's socket.
+/// Returns the indexes in `ages` of one worker's requests to give up. `ages`: number of checks since the dispatch of
+/// each request, in any order; requests of age 0 are kept. `queued`: number of datagrams in the worker's socket.
 ///
-/// The socket's queue is a FIFO, so it holds the youngest requests. Only older ones can have been read or dropped, and
-/// they are given up when older than `timeout` checks. So no fewer requests remain than datagrams wait.
+/// The socket's queue is a FIFO, so it holds the youngest requests. Only older requests can have been read or dropped;
+/// they are given up above an age of `timeout` checks. So at least as many requests remain as datagrams wait.
 pub fn expired_requests(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
     let mut oldest_first: Vec<usize> = (0..ages.len()).filter(|at| ages[*at] > 0).collect();
     oldest_first.sort_by_key(|at| (std::cmp::Reverse(ages[*at]), *at));
@@ -15,21 +15,21 @@ pub fn expired_requests(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize>
     oldest_first
 }
 
-/// Detector of a stalled worker: datagrams wait and nothing was answered for a while.
+/// Detector of a stalled worker: datagrams wait, and the worker has not answered for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Liveness {
     responses: u64,
-    /// Time at which it last had no work, or had answered.
+    /// Last time at which the worker had no work, or had answered.
     since: Duration,
 }
 
 impl Liveness {
-    /// Starts at `now` with the worker's number of responses.
+    /// Returns a detector that starts at `now` with the worker's number of responses.
     pub fn new(now: Duration, responses: u64) -> Self {
         Self { responses, since: now }
     }
 
-    /// Whether the worker is stalled at `now`, by its responses sent and datagrams queued.
+    /// Returns whether the worker is stalled at `now`, by the numbers of its responses and of queued datagrams.
     pub fn is_stalled(&mut self, now: Duration, responses: u64, queued: usize, stall_after: Duration) -> bool {
         if responses != self.responses || queued == 0 {
             *self = Self::new(now, responses);
@@ -44,16 +44,16 @@ pub struct LearnedTime {
     mean_ns: Option<f64>,
 }
 
-/// Weight of one check: half of the average is renewed by 7 checks with responses.
+/// Weight of one check: 7 checks with responses replace half of the average.
 const CHECK_WEIGHT: f64 = 0.1;
 
 impl LearnedTime {
-    /// Starts with an expected time.
+    /// Returns an average that starts with an expected time.
     pub fn expected(time: Duration) -> Self {
         Self { mean_ns: Some(time.as_nanos() as f64) }
     }
 
-    /// Adds the service times since the previous check: their sum and number.
+    /// Adds sum (ns) and number of the service times since the previous check.
     pub fn observe(&mut self, sum_ns: u64, count: u64) {
         if count > 0 {
             let observed = sum_ns as f64 / count as f64;
@@ -73,12 +73,12 @@ mod tests {
 
     #[test]
     fn request_that_may_be_queued_is_not_abandoned() {
-        // Two wait: the youngest, however old they are (a worker that was stopped).
+        // The two youngest requests wait in the queue, at any age (the worker was stopped).
         assert_eq!(expired_requests(&[30, 20, 25, 40], 2, 10), [3, 0]);
         assert_eq!(expired_requests(&[30, 20, 25, 40], 4, 10), []);
         assert_eq!(expired_requests(&[30, 20, 25, 40], 9, 10), []);
         assert_eq!(expired_requests(&[3, 20, 10, 11], 0, 10), [1, 3]);
-        // A later request is not taken for older than one that waits in the queue.
+        // Requests of age 0 may be newer than the count of the queue, so older ones may be the queued ones.
         assert_eq!(expired_requests(&[0, 0, 20, 20], 2, 10), []);
         assert_eq!(expired_requests(&[], 0, 10), []);
     }

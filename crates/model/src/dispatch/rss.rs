@@ -3,7 +3,7 @@
 use super::{Dispatcher, Header, LeastTree};
 use crate::rss::IndirectionTable;
 
-/// The core by the indirection table: all requests of a connection go to the same core.
+/// Dispatcher by the indirection table: all requests of a connection go to the same core.
 #[derive(Debug, Clone)]
 pub struct BucketHash {
     table: IndirectionTable,
@@ -36,13 +36,13 @@ impl Dispatcher for BucketHash {
     fn completed(&mut self, _core: u16, _header: &Header) {}
 }
 
-/// Groups buckets so that loads of cores are as equal as possible: the heaviest bucket first, each to the core with the
-/// least so far (Graham's LPT rule, 1969: at most 4/3 of the best possible maximum). `loads` has one load per bucket,
-/// `backlog` the present work of each core, both in one unit and at most 2^48. The result is the core of each bucket.
+/// Returns a core for each bucket, so that loads are nearly equal: the heaviest bucket first, each to the least loaded
+/// core so far (Graham's LPT rule, 1969: at most 4/3 of the optimal maximum). `loads` has one load per bucket,
+/// `backlog` the present work of each core, both in the same unit and at most 2^48.
 pub fn regroup(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     let mut heaviest_first: Vec<usize> = (0..loads.len()).collect();
     heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));
-    // A bucket counts one more than its load, in units too small to outweigh a load: idle buckets are spread, too.
+    // Each bucket counts a tiny unit more than its load, so that idle buckets are spread, too.
     let scale = loads.len() as u64 + 1;
     let mut totals = LeastTree::<u64>::new(backlog.len() as u16, 0);
     (0..).zip(backlog).for_each(|(core, backlog)| totals.set(core, backlog * scale));

@@ -1,9 +1,9 @@
-//! `random` and `rr`: requests are spread over the cores whatever their load (Turbo, HPCA'23, Sect. III: d-FCFS(r),
-//! d-FCFS(rr)).
+//! `random` and `rr`: requests are spread over the cores regardless of their load (Turbo, HPCA'23, Sect. III:
+//! d-FCFS(r), d-FCFS(rr)).
 
 use super::{Dispatcher, Header};
 
-/// The core by a hash of the request's header: uniformly at random.
+/// Dispatcher by a hash of the request's header: a uniformly random core.
 #[derive(Debug, Clone)]
 pub struct RandomCore {
     cores: u16,
@@ -31,7 +31,7 @@ pub(super) fn below(hash: u32, count: u16) -> u16 {
     ((u64::from(hash) * u64::from(count)) >> 32) as u16
 }
 
-/// The cores in turn.
+/// Dispatcher that rotates over the cores.
 #[derive(Debug, Clone)]
 pub struct RoundRobinCore {
     cores: u16,

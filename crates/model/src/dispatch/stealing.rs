@@ -2,14 +2,13 @@
 
 use super::LeastTree;
 
-/// An idle core takes from the longest queue. ZygOS (SOSP'17) and Shenango (NSDI'19) check the others' queues in random
-/// order. The longest is what they would find if checking were free, so this is the upper bound of stealing at its
-/// cost.
+/// Work stealing from the longest queue. ZygOS (SOSP'17) and Shenango (NSDI'19) check queues in random order. The
+/// longest queue is the best find, so this policy is the upper bound of work stealing.
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
-    /// The least key is the longest queue's.
+    /// Keys that are smaller for longer queues.
     lengths: LeastTree<u32>,
-    /// [`IDLE`] or [`BUSY`].
+    /// [`IDLE`] or [`BUSY`] for each core.
     states: LeastTree<u32>,
 }
 
@@ -20,19 +19,19 @@ const EMPTY: u32 = u32::MAX;
 /// A steal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Steal {
-    /// The core that takes the first request.
+    /// Core that takes the first request of the queue.
     pub thief: u16,
-    /// The core from whose queue it is taken.
+    /// Core whose queue loses the request.
     pub victim: u16,
 }
 
 impl LongestQueueStealing {
-    /// Returns idle cores with empty queues.
+    /// Returns a dispatcher with idle cores and empty queues.
     pub fn new(cores: u16) -> Self {
         Self { lengths: LeastTree::new(cores, EMPTY), states: LeastTree::new(cores, IDLE) }
     }
 
-    /// Sets whether `core` works.
+    /// Sets whether `core` serves a request.
     pub fn set_busy(&mut self, core: u16, busy: bool) {
         self.states.set(core, if busy { BUSY } else { IDLE });
     }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// A service time rounded to 11 bits: a mantissa and a power of two, from 1 ns to more than an hour. So a response
-/// subtracts exactly what its request added, whatever was learned in between.
+/// A service time rounded to a mantissa of 11 bits and a power of two, from 1 ns to more than an hour. The entry stores
+/// it, so a response subtracts exactly what its request added, even if the learned time has changed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Weight(u16);
 
@@ -11,7 +11,7 @@ const MANTISSA_BITS: u32 = 11;
 const MANTISSA_MASK: u16 = (1 << MANTISSA_BITS) - 1;
 
 impl Weight {
-    /// The longest weight: 2047 << 31 ns, 73 minutes.
+    /// Maximum weight: 2047 << 31 ns, 73 minutes.
     pub const MAX: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
 
     /// Returns the nearest weight, within 1/2048; longer times count as [`Weight::MAX`].
