@@ -26,9 +26,9 @@ metrics! {
     );
 }
 
-/// Retry interval: doubles from the first to the second value, once per round of all controllers.
+/// First and last retry interval. The interval doubles after all controllers have been tried.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// Retry interval after a rejection: an operator must act first.
+/// Retry interval after a rejection, which only an operator can end.
 const REJECTED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Interval of HTTP/2 pings to a silent controller, and the limit for their answers.
@@ -38,9 +38,9 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 /// for window updates. The configuration of ten thousand servers fits, too.
 const WINDOW_BYTES: u32 = 1 << 20;
 
-/// A leader of an older term is rejected for this time after the newer one's last message: the longest lease, during
-/// which a frozen machine may believe that it leads. Not longer: another etcd (`coreward store copy`, a restored
-/// snapshot) may count terms from the start.
+/// Time for which a leader of an older term is rejected after the newer leader's last message. It is the longest lease,
+/// during which a frozen machine may believe that it leads. A longer time would block another etcd that counts terms
+/// from the start (`coreward store copy`, a restored snapshot).
 const TERM_MEMORY: Duration = Duration::from_secs(60);
 
 pub struct Connection {
@@ -52,8 +52,8 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Prepares the connection. With `tls` a role of `expected` must answer, without it nothing is verified. Watches
-    /// the certificates on the current runtime.
+    /// Prepares the connection. With `tls` the peer must have a role of `expected`; without `tls` the peer is not
+    /// verified. Watches the certificates on the current runtime.
     pub fn new(
         controllers: Controllers,
         tls: Option<&CredentialFiles>,
@@ -73,12 +73,12 @@ impl Connection {
         Ok(Self { attempts: turns, newest_term: TermTracker::default(), tls, expected, controllers })
     }
 
-    /// Returns warnings for the operator: certificates that end soon.
+    /// Returns warnings for the operator: certificates that expire soon.
     pub fn warnings(&self) -> Vec<String> {
         self.tls.as_ref().map(|tls| tls.warnings()).unwrap_or_default()
     }
 
-    /// Adds the ends of certificates.
+    /// Adds the expiry times of certificates.
     pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_expiry(tls, page));
     }
@@ -88,7 +88,7 @@ impl Connection {
         self.controllers.addresses()[self.attempts.current]
     }
 
-    /// Connects to that controller within two seconds.
+    /// Connects to [`Self::controller`] within two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
         let address = self.controller();
         let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected)));
@@ -104,21 +104,21 @@ impl Connection {
         }
     }
 
-    /// Returns a started stream. Fails if its leader's term is older than one seen lately.
+    /// Returns a started stream. Fails if the leader's term is older than the newest known term.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
         self.newest_term.check(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
-    /// Notes that the controller answered: it leads.
+    /// Records that the controller answered, so it leads.
     pub fn record_message(&mut self) {
         self.attempts.record_answer();
         self.newest_term.record_message(Instant::now());
     }
 
-    /// Logs the end of a stream, selects the next controller, and returns the time to wait. It is random, so that a
-    /// fleet does not reconnect at once.
+    /// Logs the end of a stream, selects the next controller, and returns the time to wait. The time is random, so that
+    /// a fleet does not reconnect all at once.
     pub fn record_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
         let (controller, end) = (self.controller(), self.end(error));
         let pause = self.attempts.record_end(&end);
@@ -136,7 +136,7 @@ impl Connection {
                     %controller,
                     %next,
                     error,
-                    "no stream to the controller: what is in force stays"
+                    "no stream to the controller: the configuration stays in force"
                 );
             }
             (_, None) => {
@@ -144,7 +144,7 @@ impl Connection {
                     event = "controller-lost",
                     %controller,
                     %next,
-                    "the controller ended the stream: what is in force stays"
+                    "the controller ended the stream: the configuration stays in force"
                 );
             }
         }
@@ -158,7 +158,7 @@ impl Connection {
             Code::Unavailable => {
                 let named = status.metadata().get(LEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
                 let place = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
-                // An address outside of our file is not trusted.
+                // An address that the daemon's file does not contain is not trusted.
                 named.and_then(place).map_or(End::Lost, End::NotTheLeader)
             }
             _ => End::Lost,
@@ -166,7 +166,7 @@ impl Connection {
     }
 }
 
-/// Returns the cause that an operator can act on.
+/// Returns the root cause of the error, on which an operator can act.
 fn reason(error: &anyhow::Error) -> String {
     match error.downcast_ref::<Status>() {
         Some(status) if std::error::Error::source(status).is_some() => error.root_cause().to_string(),
@@ -176,7 +176,7 @@ fn reason(error: &anyhow::Error) -> String {
     }
 }
 
-/// Adds the ends of a process's certificates.
+/// Adds the expiry times of a process's certificates.
 pub fn add_expiry(tls: &Tls, page: &mut Snapshot) {
     let mut ends = std::collections::BTreeMap::new();
     for (which, certificate) in tls.certificates() {
@@ -196,11 +196,11 @@ enum End {
     NotTheLeader(usize),
 }
 
-/// Order of attempts, without clock and randomness.
+/// Order of connection attempts, separated from clock and randomness.
 struct AttemptOrder {
     count: usize,
     current: usize,
-    /// Attempts since the last answer.
+    /// Number of attempts since the last answer.
     failed: usize,
     has_answered: bool,
     pause: Duration,
@@ -215,13 +215,13 @@ impl AttemptOrder {
         (self.has_answered, self.failed, self.pause) = (true, 0, RETRY_INTERVALS.0);
     }
 
-    /// Returns the retry interval.
+    /// Records the end of an attempt and returns the retry interval.
     fn record_end(&mut self, end: &End) -> Duration {
         let answered = std::mem::take(&mut self.has_answered);
         self.failed += usize::from(!answered);
         match end {
             End::NotTheLeader(leader) => self.current = *leader,
-            // The controller that answered last is likely back first, and has our state.
+            // The controller that answered last probably returns first, and has this daemon's state.
             _ if answered => {}
             _ => self.current = (self.current + 1) % self.count,
         }
@@ -238,14 +238,14 @@ impl AttemptOrder {
     }
 }
 
-/// Newest term, without clock.
+/// Newest term of a leader. Time is an argument.
 #[derive(Default)]
 struct TermTracker {
     newest: Option<(u64, Instant)>,
 }
 
 impl TermTracker {
-    /// Checks the term of a new stream; `None`: the controller has no terms.
+    /// Checks the term of a new stream; `None`: a controller with its own store has no terms.
     fn check(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest) {
             (Some(term), Some((newest, last_message)))
@@ -269,7 +269,7 @@ impl TermTracker {
     }
 }
 
-/// Returns a random time from half of the interval to all of it.
+/// Returns a random time between half of the interval and the full interval.
 fn jittered(interval: Duration) -> Duration {
     // Without randomness all daemons wait equally long, which is harmless.
     let part = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);

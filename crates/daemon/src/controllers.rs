@@ -1,4 +1,4 @@
-//! `controller` in a daemon's file: one address, or a list of them.
+//! `controller` in a daemon's file: one address, or a list of addresses.
 
 use std::fmt;
 use std::net::SocketAddr;

@@ -1,11 +1,12 @@
-//! Capabilities of a daemon: it drops those that it does not need, however it was started.
+//! Capabilities of a daemon: it drops unneeded ones, regardless of the way it was started.
 
 use anyhow::Context as _;
 use caps::{CapSet, Capability, CapsHashSet};
 use coreward_metrics::table::Component;
 use nix::sys::prctl;
 
-/// Returns the capabilities kept for the daemon's life. Those for BPF stay: programs are reloaded with changed
+/// Returns the capabilities that the daemon keeps. BPF capabilities remain, because changed services need other
+/// programs.
 /// services.
 pub fn retained(daemon: Component) -> &'static [Capability] {
     use Capability::{
@@ -15,8 +16,8 @@ pub fn retained(daemon: Component) -> &'static [Capability] {
         Component::Controller | Component::Rack => &[],
         // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
         Component::Lb => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW],
-        // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes, for servers that packets are
-        // handed on to. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users
+        // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes for servers that receive
+        // forwarded packets. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users
         // (/proc/PID/fd).
         Component::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
         // Services may have ports below 1024.
@@ -26,7 +27,8 @@ pub fn retained(daemon: Component) -> &'static [Capability] {
 }
 
 /// Drops every other capability for good, also for child processes, and forbids core dumps and ptrace(2) without
-/// CAP_SYS_PTRACE, since keys are in memory. Capabilities belong to threads: call it before the first is started.
+/// CAP_SYS_PTRACE, since keys are in memory. Must be called before the first thread is started, because capabilities
+/// belong to threads.
 pub fn confine(daemon: Component) -> anyhow::Result<()> {
     let retained: CapsHashSet = retained(daemon).iter().copied().collect();
     let has = |set| caps::read(None, set).context("cannot read this process's capabilities");
@@ -46,7 +48,7 @@ pub fn confine(daemon: Component) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets `set` to `retained` unless equal: a unit's filter without capabilities forbids capset(2).
+/// Sets `set` to `retained` unless they are equal, because a unit's filter may forbid capset(2).
 fn reduce(set: CapSet, retained: &CapsHashSet) -> anyhow::Result<()> {
     if caps::read(None, set)? == *retained {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Life of a daemon: its [service manager](service_manager), signals, its metrics, and its [`Connection`] to the
+//! Common parts of daemons: [service manager](service_manager), signals, metrics, and the [`Connection`] to the
 //! controllers.
 
 mod connection;
@@ -19,20 +19,20 @@ pub use service_manager::block_within;
 
 const HANDLED_SIGNALS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
 
-/// Blocks signals until [`run_until_shutdown`] handles them; by default they would end the daemon. Call it before other
-/// threads exist and before files are read.
+/// Blocks signals until [`run_until_shutdown`] handles them; by default signals would end the daemon. Must be called
+/// before other threads exist and before files are read.
 pub fn hold_signals() -> anyhow::Result<()> {
     Ok(SigSet::from_iter(HANDLED_SIGNALS).thread_block()?)
 }
 
 /// Reports readiness and runs `work` until SIGTERM or SIGINT. The watchdog is fed by the runtime of `work`: if `work`
-/// blocks a runtime of one thread, the service manager restarts the daemon. SIGHUP is left to `work`.
+/// blocks a runtime of one thread, the service manager restarts the daemon. `work` handles SIGHUP.
 pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let _ends_nothing = signal(SignalKind::hangup())?;
     service_manager::notify_ready();
     let outcome = tokio::select! {
-        // The work is polled first: it installs its SIGHUP handler before signals are unblocked.
+        // `work` is polled first: it installs its SIGHUP handler before signals are unblocked.
         biased;
         outcome = work => outcome,
         never = release_signals() => match never? {},
@@ -60,8 +60,8 @@ async fn feed_watchdog() -> std::convert::Infallible {
     }
 }
 
-/// Raises the soft limit of open files to the hard one: each agent's connection and health check takes one. The default
-/// of 1,024 is for programs that use select(2).
+/// Raises the soft limit of open files to the hard one: each agent's connection and each health check needs one. The
+/// default of 1,024 is for programs that use select(2).
 pub fn raise_file_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raised = getrlimit(Resource::RLIMIT_NOFILE)

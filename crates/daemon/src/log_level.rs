@@ -1,4 +1,4 @@
-//! The log level of a daemon at run time: SIGUSR1 sets debug, SIGUSR2 the level of the start.
+//! The log level of a daemon at run time: SIGUSR1 sets debug, SIGUSR2 restores the initial level.
 
 use std::convert::Infallible;
 use std::sync::OnceLock;
@@ -9,7 +9,8 @@ type SetDebug = Box<dyn Fn(bool) + Send + Sync>;
 
 static SET_DEBUG: OnceLock<SetDebug> = OnceLock::new();
 
-/// Registers the setter of the level: true sets debug, false the level of the start. Without it signals change nothing.
+/// Registers the setter of the level: true sets debug, false the initial level. Without a setter the signals have no
+/// effect.
 pub fn set_by(set_debug: impl Fn(bool) + Send + Sync + 'static) {
     let _ = SET_DEBUG.set(Box::new(set_debug));
 }

@@ -17,20 +17,20 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use coreward_metrics::snapshot::Snapshot;
 
-/// OpenMetrics 1.0, as prometheus-client writes it.
+/// Media type of OpenMetrics 1.0, which prometheus-client writes.
 const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// Limit of concurrent connections; others wait.
+/// Limit of concurrent connections; further connections wait.
 const CONNECTIONS: usize = 8;
-/// Limit from the connection to the end of the answer.
+/// Time limit from the connection to the end of the answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const HEADERS_LIMIT: usize = 16 << 10;
 
-/// Pending scrapes; each is answered with a page.
+/// Pending scrapes; each is answered with a snapshot.
 #[derive(Debug, Default)]
 pub struct Scrapes(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
 
 impl Scrapes {
-    /// Listens at `address`; without one there are no scrapes.
+    /// Listens at `address`; `None`: there are no scrapes.
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
         let listener = bind(address)?;
@@ -59,7 +59,7 @@ impl Scrapes {
     }
 }
 
-/// Serves the pages of `collect` in a thread of its own; `begin` runs there first. Without an address does nothing.
+/// Serves the snapshots of `collect` in a separate thread, which calls `begin` first. Does nothing without an address.
 pub fn serve(
     address: Option<SocketAddr>,
     begin: impl FnOnce() + Send + 'static,
@@ -107,7 +107,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // For example out of files: others need time to end.
+                // For example too many open files: other connections need time to end.
                 tracing::warn!(event = "accept-failed", %error, "cannot accept a connection for metrics");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
@@ -122,7 +122,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
                 .max_buf_size(HEADERS_LIMIT)
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), answer);
-            // A slow client, or one of another protocol, is disconnected.
+            // Disconnects slow clients, and clients of another protocol.
             let _ = tokio::time::timeout(TIMEOUT, connection).await;
             drop(place);
         });

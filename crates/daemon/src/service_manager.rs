@@ -1,21 +1,22 @@
-//! Readiness and watchdog of the service manager (sd_notify(3)). Without one, notifications go nowhere.
+//! Readiness and watchdog of the service manager (sd_notify(3)). Without a service manager, notifications have no
+//! effect.
 
 use std::time::Duration;
 
 use sd_notify::NotifyState;
 
-/// Reports that the daemon works.
+/// Reports that the daemon is ready.
 pub fn notify_ready() {
     notify(NotifyState::Ready);
 }
 
-/// Reports that the daemon ends.
+/// Reports that the daemon is about to end.
 pub fn notify_stopping() {
     notify(NotifyState::Stopping);
 }
 
-/// Runs work that does not feed the watchdog for longer than its interval, within `limit`. So the kernel's verifier may
-/// take its time with a program on a slow machine: a restart would only repeat it.
+/// Runs work that does not feed the watchdog for up to `limit`. The kernel's verifier may need longer than the
+/// watchdog's interval on a slow machine, where a restart would not help.
 pub fn block_within<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let Some(interval) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else { return work() };
     let set = |limit: Duration| notify(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
@@ -25,7 +26,7 @@ pub fn block_within<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     outcome
 }
 
-/// Returns half of the watchdog's interval, between two notifications; `None`: there is no watchdog.
+/// Returns half of the watchdog's interval, the time between two notifications; `None`: no watchdog is set.
 pub fn watchdog_interval() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| (limit / 2).max(Duration::from_millis(1)))
 }
@@ -50,7 +51,7 @@ impl Default for Watchdog {
 }
 
 impl Watchdog {
-    /// Notifies the watchdog if a notification is due. `now`: of a monotonic clock.
+    /// Notifies the watchdog if a notification is due. `now`: time of a monotonic clock.
     pub fn feed(&mut self, now: Duration) {
         if let Some(interval) = self.interval.filter(|_| now >= self.next) {
             notify_watchdog();

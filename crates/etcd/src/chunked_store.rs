@@ -1,4 +1,4 @@
-//! State in named parts, of which a change replaces some. The state of 10,000 servers exceeds etcd's limits: requests
+//! State in named parts, some of which a change replaces. The state of 10,000 servers exceeds etcd's limits: requests
 //! of 1.5 MB, transactions of 128 operations. So a change first writes its parts under its number. One transaction then
 //! replaces the manifest, which names the parts in force. Chunks without a manifest are deleted by the next leader.
 
@@ -13,18 +13,18 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 use crate::leadership::{Leadership, WriteOutcome};
 
-/// Layout of the manifest.
+/// Version of the manifest's layout.
 const FORMAT: u32 = 1;
-/// etcd's --max-txn-ops is 128.
+/// Limit of operations in a transaction, below the default of etcd's --max-txn-ops, 128.
 const MAX_OPERATIONS: usize = 100;
-/// etcd's --max-request-bytes is 1.5 MiB.
+/// Limit of a request in bytes, below the default of etcd's --max-request-bytes, 1.5 MiB.
 const MAX_BYTES: usize = 1_000_000;
-/// Chunks per read.
+/// Number of chunks per read.
 const PAGE: i64 = 64;
 const MAX_ANSWER: usize = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// State by part.
+/// State by name of the part.
 pub type Chunks = BTreeMap<String, Vec<u8>>;
 
 /// State of the leader, the only writer.
@@ -32,7 +32,7 @@ pub struct ChunkedStore {
     leadership: Arc<Leadership>,
     prefix: String,
     manifest: Manifest,
-    /// Modification revision of the manifest; 0: none.
+    /// Modification revision of the manifest; 0: no manifest.
     revision: i64,
     saved: Chunks,
 }
@@ -64,7 +64,7 @@ impl ChunkedStore {
         &self.saved
     }
 
-    /// Returns the writer's leadership.
+    /// Returns the leadership of the writer.
     pub fn leadership(&self) -> &Arc<Leadership> {
         &self.leadership
     }
@@ -99,7 +99,7 @@ impl ChunkedStore {
             let problem = format!("format {}: expected {FORMAT}", manifest.format);
             return Err(self.content_error(&key, problem));
         }
-        // At the manifest's revision all its parts exist.
+        // Read at the manifest's revision, at which all its parts exist.
         let at = found.header().map_or(0, etcd_client::ResponseHeader::revision);
         let mut values = self.read_all(at, false).await?;
         for (name, number) in &manifest.parts {
@@ -114,7 +114,7 @@ impl ChunkedStore {
     async fn read_all(&self, at: i64, keys_only: bool) -> Result<Chunks, EtcdError> {
         let mut all = Chunks::new();
         let mut from = self.all_parts_key().into_bytes();
-        // '0' follows '/'.
+        // '0' is the character after '/', so this key ends the range.
         let end = format!("{}/parts0", self.prefix);
         loop {
             let mut options = GetOptions::new().with_range(end.clone()).with_limit(PAGE).with_revision(at);
@@ -152,7 +152,7 @@ impl ChunkedStore {
         Ok(())
     }
 
-    /// Replaces the state; writes only differences. Without an answer from etcd it retries until the lease ends: then
+    /// Replaces the state; writes only differences. Without an answer from etcd it retries until the lease ends. Then
     /// the outcome is unknown, and this process no longer leads.
     pub async fn save(&mut self, parts: Chunks) -> Result<(), EtcdError> {
         let mut next = Manifest { number: self.manifest.number + 1, ..self.manifest.clone() };
@@ -180,9 +180,9 @@ impl ChunkedStore {
         self.revision = self.switch(&last, &encoded).await?;
         (self.manifest, self.saved) = (next, parts);
         for batch in later.chunks(MAX_OPERATIONS) {
-            // The change is in force; the next leader deletes what is left.
+            // The change is in force; the next leader deletes remaining chunks.
             if let Err(error) = self.leadership.write_if_leading(None, batch).await {
-                tracing::warn!(event = "chunks-left", %error, "unused chunks stay in etcd");
+                tracing::warn!(event = "chunks-left", %error, "cannot delete unused chunks in etcd");
             }
         }
         Ok(())

@@ -1,12 +1,12 @@
-//! The clock by which a lease ends.
+//! Clock of leases.
 
 use std::ops::Add;
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 
-/// Point in time by CLOCK_BOOTTIME, which also counts while the machine sleeps. CLOCK_MONOTONIC does not: a machine
-/// that wakes up would take its lease for valid.
+/// Point in time by CLOCK_BOOTTIME, which also counts while the machine sleeps. CLOCK_MONOTONIC does not: after a sleep
+/// a machine would consider an expired lease valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Deadline(Duration);
 
@@ -16,7 +16,7 @@ impl Deadline {
         Self(clock_gettime(ClockId::CLOCK_BOOTTIME).expect("the kernel has CLOCK_BOOTTIME").into())
     }
 
-    /// Returns the time left; zero if it has passed.
+    /// Returns the remaining time; zero if the deadline has passed.
     pub fn remaining(self) -> Duration {
         self.0.saturating_sub(Self::now().0)
     }

@@ -1,5 +1,5 @@
 //! Members of etcd, tried in turn, so a member that hangs costs a second and not the lease. etcd-client can balance
-//! over members, but leaves a request with the member that has it.
+//! over members, but does not move a request to another member.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -34,12 +34,12 @@ pub struct Cluster {
     latencies: Mutex<LatencyHistogram>,
     /// Leases granted to this process; `None` after [`Cluster::leave`].
     leases: Mutex<Option<BTreeSet<i64>>>,
-    /// Own thread, so that a busy controller keeps its lease alive; `None` while dropping.
+    /// Runtime with a thread of its own, so that a busy controller keeps its lease alive; `None` during the drop.
     runtime: Option<Runtime>,
 }
 
 impl Cluster {
-    /// Prepares connections to endpoints `http://HOST:PORT` or `https://HOST:PORT`, at least one. Does no I/O yet.
+    /// Prepares connections to endpoints `http://HOST:PORT` or `https://HOST:PORT`, at least one. Does no I/O.
     pub fn new(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Self, EtcdError> {
         let thread = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -93,7 +93,8 @@ impl Cluster {
         self.call(deadline, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
     }
 
-    /// Revokes this process's leases and blocks new ones. Returns whether there were any; on an error they expire.
+    /// Revokes this process's leases and blocks new ones. Returns whether there were any. On an error they expire by
+    /// themselves.
     pub async fn leave(&self) -> Result<bool, EtcdError> {
         let held = self.leases().take().unwrap_or_default();
         let deadline = Deadline::now() + TIMEOUT;
@@ -108,7 +109,7 @@ impl Cluster {
         self.runtime().spawn(work)
     }
 
-    /// Runs `work` to its end. Panics in asynchronous code.
+    /// Runs `work` to its end. Panics if called from asynchronous code.
     pub fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
         self.runtime().block_on(work)
     }
@@ -177,7 +178,7 @@ async fn connect(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<C
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // The last user may drop this where blocking is not allowed.
+        // The last user may drop the runtime in asynchronous code, where blocking is not allowed.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -186,7 +187,7 @@ impl Drop for Cluster {
 
 struct Silence {
     message: String,
-    /// The reason is a certificate. Often a connection rejected after the handshake only breaks.
+    /// Whether a certificate is the reason. Often a connection that is rejected after the handshake only breaks.
     is_of_tls: bool,
 }
 
@@ -202,7 +203,7 @@ impl Silence {
             return Self { message: failure.to_string(), is_of_tls: true };
         }
         let words = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
-        // The HTTP/2 layer passes on only the text.
+        // The HTTP/2 layer passes on only the error's text.
         match words.split_once("received fatal alert: ") {
             Some((_, alert)) => {
                 let expected = "expected `certificate` and `key` of [etcd.tls] that an authority of its \
@@ -217,7 +218,7 @@ impl Silence {
     }
 }
 
-/// Returns whether every member would give this error.
+/// Returns whether every member would return this error.
 fn is_final(error: &Error) -> bool {
     match error {
         Error::GRpcStatus(status) => matches!(

@@ -1,8 +1,8 @@
 //! Leader election: the owner of the key PREFIX/leader leads for the time of its lease. Every write names the key's
 //! create revision (the term), so a deposed leader that was stopped or cut off cannot write.
 //!
-//! The leader counts its lease from before its request, by its own clock. So the lease ends here before it ends in
-//! etcd, and there are never two leaders. Clocks may differ in speed by [`LEASE_MARGIN_DIVISOR`].
+//! The leader counts its lease from the time before its request, by its own clock. So the lease ends here before it
+//! ends in etcd, and there are never two leaders. Clocks may differ in speed by [`LEASE_MARGIN_DIVISOR`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,9 +18,9 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 use crate::cluster::{Cluster, TIMEOUT};
 
-/// Unused part of a lease: 1 / MARGIN.
+/// Divisor of the unused part of a lease: the last tenth is not used.
 const LEASE_MARGIN_DIVISOR: u32 = 10;
-/// Renewals per lease: several may fail.
+/// Number of renewals during a lease, of which several may fail.
 const RENEWALS: u32 = 5;
 /// Longest wait for a watch event before the key is read again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -33,7 +33,8 @@ pub struct Candidate {
     pub prefix: String,
     /// Content of the leader's key, for followers.
     pub value: String,
-    /// Longest time without etcd for a leader, and without a leader after its death. Whole seconds, at least 2.
+    /// Limit of the time for which a leader continues without etcd, and of the time without a leader after a failure.
+    /// Whole seconds, at least 2.
     pub lease: Duration,
 }
 
@@ -43,7 +44,7 @@ pub enum LeaderState {
     Nobody,
     /// Content of the leader's key.
     Leader(String),
-    /// etcd did not answer: the reason.
+    /// etcd did not answer, for this reason.
     Unknown(String),
 }
 
@@ -63,7 +64,7 @@ impl Candidate {
         format!("{}/leader", self.prefix)
     }
 
-    /// Waits for the leader's key and takes it. Calls `seen` with each change meanwhile.
+    /// Waits for the leader's key and takes it. Calls `seen` with each change until then.
     pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(LeaderState)) -> Leadership {
         let mut reported = None;
         loop {
@@ -92,7 +93,7 @@ impl Candidate {
         }
     }
 
-    /// Takes the leader's key; fails if another process has it.
+    /// Takes the leader's key; fails if another process holds it.
     pub async fn campaign_once(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
         match self.attempt(&cluster).await? {
             Attempt::Elected(leadership) => Ok(leadership),
@@ -126,7 +127,8 @@ impl Candidate {
             cluster.call(began + TIMEOUT, |mut client| async move { client.lease_grant(seconds, None).await });
         let granted = granted.await?;
         let (lease, time) = (granted.id(), Duration::from_secs(granted.ttl().unsigned_abs()));
-        // A campaign may outlast `leave`: the key would block others for a lease.
+        // A campaign may continue after `leave`. Its key would then block other controllers for the duration of a
+        // lease.
         if !cluster.register_lease(lease) {
             return Err(EtcdError::Deposed("this process is ending".to_owned()));
         }
@@ -148,7 +150,7 @@ impl Candidate {
         time: Duration,
     ) -> Result<Attempt, EtcdError> {
         let key = self.key();
-        // Counted from before the first attempt: never too long.
+        // Counted from the time before the first attempt, so the lease is never counted too long.
         let lease_end = began + (time - time / LEASE_MARGIN_DIVISOR);
         let take = |mut client: Client| {
             let nobody = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
@@ -240,7 +242,7 @@ async fn renew(
                 let _ = ending.send(Some(format!("etcd has ended its lease: {reason}")));
                 return;
             }
-            // Retried until the lease ends.
+            // Renewals are retried until the lease ends.
             Err(error) => tracing::warn!(event = "lease-not-renewed", %error, "cannot renew the leader's lease"),
         }
     }
@@ -257,7 +259,7 @@ impl Leadership {
         !self.lease_end().remaining().is_zero()
     }
 
-    /// Returns the end of the lease without a renewal.
+    /// Returns the end of the lease if it is not renewed.
     pub fn lease_end(&self) -> Deadline {
         Deadline::at(Duration::from_nanos(self.lease_end.load(Ordering::Relaxed)))
     }
@@ -269,14 +271,14 @@ impl Leadership {
             match tokio::time::timeout(CLOCK_POLL_INTERVAL, ended.wait_for(Option::is_some)).await {
                 Ok(Ok(reason)) => return reason.clone().unwrap_or_default(),
                 Ok(Err(_)) => return "its lease is not renewed".to_owned(),
-                // The renewing thread may be late, too.
+                // The thread that renews the lease may be late, too.
                 Err(_) if !self.is_valid() => return "its lease has ended".to_owned(),
                 Err(_) => {}
             }
         }
     }
 
-    /// Revokes the lease, so that others need not wait for its end.
+    /// Revokes the lease, so that other controllers need not wait for its end.
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewing.abort();
         self.lease_end.store(0, Ordering::Relaxed);
@@ -327,7 +329,7 @@ pub(crate) enum WriteOutcome {
     Written {
         revision: i64,
     },
-    /// The revision of `also` differs: its present content.
+    /// The revision of `also` differs; contains the present value.
     Conflict(Option<etcd_client::KeyValue>),
 }
 

@@ -21,7 +21,8 @@ pub mod local;
 
 pub use etcd_client::{Certificate, Identity, TlsOptions};
 
-/// Segments after the prefix. In a prefix they would be among another fleet's records, which its leader deletes.
+/// Segments after the prefix. A prefix must not contain them: its keys would be among another fleet's records, which
+/// that fleet's leader deletes.
 pub const OWN_SEGMENTS: [&str; 3] = ["leader", "manifest", "parts"];
 
 /// Failure of a request to etcd.
@@ -38,7 +39,7 @@ pub enum EtcdError {
     Rejected(String),
     #[error("this controller no longer leads: {0}")]
     Deposed(String),
-    /// A record of another program or a later version.
+    /// A record was written by another program or a later version.
     #[error("{key} in etcd: {problem}")]
     Content { key: String, problem: String },
 }

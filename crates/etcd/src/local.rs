@@ -9,21 +9,21 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub struct Member {
     pub name: String,
     pub client: SocketAddr,
-    /// Address for other members.
+    /// Address at which other members connect.
     pub peer: SocketAddr,
 }
 
 /// TLS files of a member (PEM).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientTls {
-    /// Authorities of clients' certificates.
+    /// Certificates of the authorities that sign clients' certificates.
     pub ca: PathBuf,
     pub certificate: PathBuf,
     pub key: PathBuf,
 }
 
 impl Member {
-    /// Returns `count` members at `address`, with two ports each from `port` on.
+    /// Returns `count` members at `address`, with two consecutive ports each, starting at `port`.
     pub fn cluster(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
         let member = |number: u16| Self {
             name: format!("etcd{}", number + 1),
@@ -83,7 +83,7 @@ impl Member {
     }
 }
 
-/// Outside of `ip_local_port_range` (32768 to 60999), so the kernel gives none of them to another process.
+/// Outside of `ip_local_port_range` (32768 to 60999), so the kernel assigns none of these ports to another process.
 const PORTS: std::ops::Range<u16> = 12_000..32_000;
 
 /// Returns a free port that this process has not returned before; processes start at different ports.

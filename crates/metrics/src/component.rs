@@ -101,7 +101,7 @@ pub fn base_snapshot(part: Component) -> Snapshot {
     page
 }
 
-/// Adds a server's counters. `syns`: by the predicted receive queue, and by others.
+/// Adds a server's counters. `syns`: SYNs on the predicted receive queue, and on others.
 pub fn server_counters<'a>(
     page: &mut Snapshot,
     server: &str,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Upper bounds of the buckets (s); one more has longer durations.
+/// Upper bounds of the buckets (s); a further bucket counts longer durations.
 pub const BOUNDS: [f64; 13] = [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
 
 /// Durations since the start of the process.
@@ -20,7 +20,7 @@ impl LatencyHistogram {
         self.sum += seconds;
     }
 
-    /// Returns the sum (s).
+    /// Returns the sum of all durations (s).
     pub fn sum(&self) -> f64 {
         self.sum
     }
@@ -30,7 +30,7 @@ impl LatencyHistogram {
         self.counts.iter().sum()
     }
 
-    /// Returns each bucket's count, not cumulative, with its upper bound.
+    /// Returns each bucket's count, not cumulative, with the bucket's upper bound (s).
     pub fn buckets(&self) -> [(f64, u64); BOUNDS.len() + 1] {
         std::array::from_fn(|class| (BOUNDS.get(class).copied().unwrap_or(f64::MAX), self.counts[class]))
     }

@@ -1,4 +1,4 @@
-//! Prometheus metrics of the daemons. (`coreward-daemon` serves them.)
+//! Prometheus metrics of the daemons. `coreward-daemon` serves them.
 //!
 //! * [`table`]: declarations: name, kind, labels, daemons, help
 //! * [`snapshot`]: values, with a limit of series per metric

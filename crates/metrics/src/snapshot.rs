@@ -12,12 +12,13 @@ use prometheus_client::registry::Registry;
 use crate::latency::LatencyHistogram;
 use crate::table::{Family, Histogram, Kind, Metric};
 
-/// Limit of series per metric. The others are one series with this label: the sum, or the largest.
+/// Limit of series per metric. Further series are combined into one series with the label [`OTHERS`]: their sum or
+/// maximum.
 pub const MAX_SERIES: usize = 2_000;
-/// Label of the series beyond [`MAX_SERIES`].
+/// Label of the combined series beyond [`MAX_SERIES`].
 pub const OTHERS: &str = "(others)";
 
-/// Values by labels.
+/// Values of one metric, each with its labels.
 type Series = Vec<(Vec<String>, f64)>;
 
 /// Values of metrics, in the order of their names.
@@ -34,8 +35,8 @@ impl Snapshot {
         push(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
 
-    /// Adds the values of a metric with two labels, the second one numbered from 0: ten thousand servers have half a
-    /// million cores.
+    /// Adds values whose second label is their position, from 0. A fleet of ten thousand servers has half a million
+    /// cores.
     pub fn add_numbered(&mut self, family: &'static Family<2>, label: &str, values: impl Iterator<Item = f64>) {
         let (metric, series) = self.series(family.metric());
         for (number, value) in values.enumerate() {
@@ -57,18 +58,17 @@ impl Snapshot {
         self.series.keys().chain(self.latencies.keys()).copied()
     }
 
-    /// Returns the text in OpenMetrics 1.0.
+    /// Returns the snapshot as text in OpenMetrics 1.0.
     pub fn text(&self) -> String {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(self.clone()));
         let mut text = String::new();
-        // Writing to a String does not fail.
         let _ = text::encode(&mut text, &registry);
         text
     }
 }
 
-/// Adds a value, or combines it with the others beyond [`MAX_SERIES`].
+/// Adds a value, or combines it with earlier values beyond [`MAX_SERIES`].
 fn push(series: &mut Series, kind: Kind, value: f64, labels: impl FnOnce() -> Vec<String>) {
     let is_full = series.len() == MAX_SERIES;
     match series.last_mut() {
@@ -99,7 +99,7 @@ impl Collector for Snapshot {
                 if counts { ConstCounter::new(value).encode(encoder) } else { ConstGauge::new(value).encode(encoder) }
             };
             if metric.labels.is_empty() {
-                // A family without labels would get `{}` after its name, which not every reader accepts.
+                // Without labels the encoder writes `{}` after the name, which not every parser accepts.
                 encode(series.iter().map(|(_, value)| value).sum(), family)?;
                 continue;
             }

@@ -18,7 +18,7 @@ pub enum Component {
 }
 
 impl Component {
-    /// All of them.
+    /// All components.
     pub const ALL: &[Component] = &[
         Component::Controller,
         Component::Lb,
@@ -41,15 +41,15 @@ impl Component {
     }
 }
 
-/// Kind of a metric, and the combination of its series beyond the limit.
+/// Kind of a metric. The kind decides how series beyond the limit are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Counter; combined by the sum.
+    /// Counter; series are combined by their sum.
     Counter,
-    /// Number of things; combined by the sum.
+    /// Gauge that counts objects; series are combined by their sum.
     Gauge,
     Histogram,
-    /// Age, fraction or generation; combined by the largest.
+    /// Gauge of an age, fraction or generation; series are combined by their maximum.
     MaxGauge,
 }
 
@@ -58,7 +58,7 @@ pub struct Metric {
     pub name: &'static str,
     pub kind: Kind,
     pub labels: &'static [&'static str],
-    /// Daemons that serve it.
+    /// Daemons that serve the metric.
     pub parts: &'static [Component],
     pub help: &'static str,
 }
@@ -88,20 +88,20 @@ pub const fn histogram(name: &'static str, parts: &'static [Component], help: &'
 }
 
 impl<const LABELS: usize> Family<LABELS> {
-    /// Returns the declaration.
+    /// Returns the declaration of the metric.
     pub const fn metric(&self) -> &Metric {
         &self.0
     }
 }
 
 impl Histogram {
-    /// Returns the declaration.
+    /// Returns the declaration of the metric.
     pub const fn metric(&self) -> &Metric {
         &self.0
     }
 }
 
-/// Metrics of all crates that are linked into the program, in no order.
+/// Metrics of all crates that are linked into the program, in any order.
 #[linkme::distributed_slice]
 pub static METRICS: [&'static Metric];
 

@@ -45,7 +45,7 @@ pub struct Limits {
     pub handshake: Duration,
     pub handshakes: usize,
     pub handshakes_per_address: usize,
-    /// Concurrent connections of one certificate's owner.
+    /// Limit of concurrent connections with one identity.
     pub connections_per_identity: usize,
 }
 
@@ -128,7 +128,7 @@ impl ConnectionAcceptor {
         Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
     }
 
-    /// Accepts connections with a valid certificate of one of these roles. `protocols`: for ALPN.
+    /// Returns an acceptor of connections with a valid certificate of one of these roles. `protocols`: for ALPN.
     pub fn guarded(
         tls: Arc<Tls>,
         accepted: &[Role],
@@ -179,12 +179,12 @@ impl ConnectionAcceptor {
                     continue;
                 }
             };
-            // Before a task is spawned, so a flood costs only this.
+            // Limits are checked before a task is spawned, so that a flood costs little.
             let Ok(place) = self.reserve_slot(address) else { continue };
             let (acceptor, admitted) = (self.clone(), admitted.clone());
             tokio::spawn(async move {
                 if let Ok(connection) = acceptor.accept_peer(stream, address, place).await {
-                    // The receiver may be gone.
+                    // Fails if the receiver has been dropped, which closes the connection.
                     drop(admitted.send(Ok(connection)).await);
                 }
             });
@@ -195,7 +195,7 @@ impl ConnectionAcceptor {
         HandshakeSlot::take(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
     }
 
-    /// Accepts one connection of another listener. A rejection is counted and logged.
+    /// Accepts one connection that another listener received. A rejection is counted and logged.
     pub async fn admit_connection(
         self: Arc<Self>,
         stream: TcpStream,
@@ -293,7 +293,7 @@ impl ConnectionAcceptor {
         let Some(protection) = &self.protection else { return };
         if let Some(verifier) = protection.with_fewer_authorities() {
             let tracked: Vec<Arc<TrackedConnection>> = self.connections().tracked.values().cloned().collect();
-            // With thousands of connections this takes as long as thousands of handshakes.
+            // A thread, because verification of thousands of certificates takes as long as thousands of handshakes.
             std::thread::spawn(move || tracked.iter().for_each(|connection| connection.verify(&verifier)));
         }
         for connection in self.connections().tracked.values().filter(|connection| !connection.is_closed()) {
@@ -406,12 +406,12 @@ pub struct AcceptedConnection {
 }
 
 impl AcceptedConnection {
-    /// Returns the peer.
+    /// Returns the peer of the connection.
     pub fn caller(&self) -> &Caller {
         &self.caller
     }
 
-    /// Returns fingerprint and end (since 1970) of its certificate; `None`: it has none.
+    /// Returns fingerprint and end (since 1970) of the peer's certificate, if it has one.
     pub fn certificate(&self) -> Option<(Fingerprint, Duration)> {
         self.guard.as_ref().map(|guard| (guard.connection.fingerprint, guard.connection.not_after))
     }
@@ -448,7 +448,7 @@ impl AsyncRead for AcceptedConnection {
         if let Some(guard) = &self.guard {
             *guard.connection.reader.lock() = Some(context.waker().clone());
         }
-        // After the waker is registered, so a close in between wakes it.
+        // Checked after the waker is registered, so that a close in between wakes the task.
         if self.is_closed() {
             return Poll::Ready(Err(closed()));
         }

@@ -1,4 +1,4 @@
-//! A small certificate authority of one's own: a key and a certificate in a directory.
+//! A certificate authority of the operator: a key and a certificate in a directory.
 //!
 //! ```text
 //! ca.crt                      whose word counts, for everybody: one certificate, two during a roll-over
@@ -7,7 +7,7 @@
 //! previous.crt                signed before (roll-over, second step)
 //! ```
 //!
-//! A key is put into its place last: what was interrupted has not been done yet, and is done by the same command again.
+//! Each step writes the key last. The same command repeats and completes an interrupted step.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use crate::certificate::{Certificate, unix_now};
 use crate::disk::{self, write, write_secret};
 use crate::identity::{Identity, Name, Role};
 
-/// Tolerated difference of clocks: certificates begin so much earlier.
+/// Tolerated difference of clocks. The validity of certificates begins earlier by this time.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
 /// Unit of validity.
 pub const DAY: Duration = Duration::from_secs(86_400);
@@ -40,9 +40,9 @@ pub struct Authority {
 /// Validity of a certificate (since 1970).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validity {
-    /// Begin.
+    /// Begin of the validity.
     pub not_before: Duration,
-    /// End.
+    /// End of the validity.
     pub not_after: Duration,
 }
 
@@ -58,7 +58,7 @@ impl Validity {
 pub struct IssuedCertificate {
     /// The certificate.
     pub certificate: String,
-    /// The key to it.
+    /// Key of the certificate.
     pub key: String,
 }
 
@@ -176,7 +176,7 @@ impl Authority {
         Ok(IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() })
     }
 
-    /// Takes one step to the next authority. Fails if it is another step's turn.
+    /// Executes one step to the next authority. Fails if another step is due.
     pub fn roll_over(&self, step: RollOver, length: Duration) -> anyhow::Result<()> {
         let is_there = |file: &str| self.path(file).exists();
         match step {

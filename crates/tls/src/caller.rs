@@ -11,7 +11,7 @@ use crate::identity::{Identity, Role};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
     pub address: SocketAddr,
-    /// Identity of its certificate; `None`: no TLS, or a token instead.
+    /// Identity of the peer's certificate; `None`: no TLS, or a token instead of a certificate.
     pub identity: Option<Identity>,
     pub is_protected: bool,
 }
@@ -31,7 +31,7 @@ impl Caller {
         request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
     }
 
-    /// Requires one of these roles, else PERMISSION_DENIED. Without TLS everything is allowed.
+    /// Requires one of these roles, or fails with PERMISSION_DENIED. Without TLS every peer is permitted.
     pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
         match &self.identity {
             None if !self.is_protected => Ok(()),
@@ -44,7 +44,7 @@ impl Caller {
         }
     }
 
-    /// Requires `role` and `name`, else PERMISSION_DENIED.
+    /// Requires `role` and `name`, or fails with PERMISSION_DENIED.
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.require(&[role])?;
         match &self.identity {

@@ -13,7 +13,7 @@ use crate::identity::{Identity, SCHEME};
 pub struct Certificate {
     /// Subject, such as `CN=coreward CA`.
     pub subject: String,
-    /// Identity; `None`: of an authority, or not coreward's.
+    /// Identity; `None`: the certificate of an authority, or not issued for coreward.
     pub identity: Option<Identity>,
     /// Other names and addresses.
     pub addresses: Vec<String>,
@@ -26,7 +26,7 @@ pub struct Certificate {
 }
 
 impl Certificate {
-    /// Parses DER. The error is a text; a certificate with several identities is one.
+    /// Parses DER. Fails on a certificate with several identities, too.
     pub fn read(der: &CertificateDer<'_>) -> Result<Self, String> {
         let (_, parsed) =
             X509Certificate::from_der(der).map_err(|error| format!("not an X.509 certificate: {error}"))?;
@@ -53,12 +53,12 @@ impl Certificate {
         })
     }
 
-    /// Returns the validity left at `now` (since 1970); zero: expired.
+    /// Returns the remaining validity at `now` (since 1970); zero: expired.
     pub fn remains(&self, now: Duration) -> Duration {
         self.not_after.saturating_sub(now)
     }
 
-    /// Returns whether less than a third of its validity remains.
+    /// Returns whether less than a third of the validity remains.
     pub fn is_old(&self, now: Duration) -> bool {
         self.remains(now) < self.not_after.saturating_sub(self.not_before) / 3
     }
@@ -85,7 +85,7 @@ impl Fingerprint {
     }
 
     pub fn sha256(bytes: &[u8]) -> Self {
-        // rustls' hash avoids another implementation.
+        // The hash of rustls avoids another dependency.
         let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");
         let hash = suite.common.hash_provider.hash(bytes);
         let mut bytes = [0; 32];

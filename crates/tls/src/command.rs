@@ -147,7 +147,7 @@ fn host(text: &str) -> Result<String, String> {
     ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| expected())
 }
 
-/// A bundle is written over by one for the same part only.
+/// Checks that files of a certificate are only replaced by those of the same owner.
 fn ensure_same_owner(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
     let path = bundle.join("own.crt");
     let Ok(certificates) = read_certificates(&path) else { return Ok(()) };

@@ -31,7 +31,7 @@ pub struct Connector {
 }
 
 impl Connector {
-    /// `tls`: own credentials and accepted roles; without it the connection is plain.
+    /// Creates a connector. `tls`: own credentials and accepted roles; `None`: the connection is plain.
     pub fn new(address: SocketAddr, tls: Option<(Arc<Tls>, &'static [Role])>) -> Self {
         Self { address, tls }
     }
@@ -48,7 +48,7 @@ impl Connector {
 
 async fn complete_handshake(config: Arc<ClientConfig>, host: ServerName<'static>, stream: TcpStream) -> io::Result<Io> {
     let connected = TlsConnector::from(config).connect(host, stream).await;
-    // Our message instead of the library's.
+    // Replaces the library's message.
     let stream = connected.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
     Ok(Io::Tls(Box::new(stream.into())))
 }
@@ -58,14 +58,15 @@ async fn complete_handshake(config: Arc<ClientConfig>, host: ServerName<'static>
 pub struct HttpsConnector(Arc<ClientConfig>);
 
 impl HttpsConnector {
-    /// Uses a certificate; the controller must be of the same fleet.
+    /// Creates a connector with a certificate. The controller must belong to the same fleet.
     pub fn with_certificate(files: &CredentialFiles, host: Host) -> Result<Self, CredentialError> {
         let config = Credentials::load(files)?.client(&[Role::Controller], host, HTTP);
         let config = config.map_err(|error| CredentialError { key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))
     }
 
-    /// Uses no certificate, but a token. The controller's must be signed by an authority of the file.
+    /// Creates a connector without a certificate, for clients with a token. `ca`: authorities that may sign the
+    /// controller's certificate.
     pub fn without_certificate(ca: &Path, host: Host) -> Result<Self, CredentialError> {
         Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP)?)))
     }

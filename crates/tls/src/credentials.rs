@@ -1,4 +1,4 @@
-//! Certificates and key of the files, and the TLS configurations made of them.
+//! Certificates and key of the files, and TLS configurations from them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -74,7 +74,7 @@ impl Credentials {
         let identity = own.identity.clone().ok_or_else(nobody)?;
         let key = secret_key(&files.key)?;
         let credentials = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
-        // Building a configuration checks that key and certificate belong together.
+        // A configuration can be built only if key and certificate belong together.
         credentials.client(&[Role::Controller], Host::Any, "h2").map_err(|error| {
             credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))
         })?;
@@ -111,7 +111,7 @@ impl Credentials {
         let builder = ServerConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
         let mut config = builder.with_single_cert(self.chain.clone(), self.key.clone_key())?;
-        // As in `client`: no resumption.
+        // No resumption, for the same reason as in `client`.
         (config.send_tls13_tickets, config.session_storage) = (0, Arc::new(NoServerSessionStorage {}));
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         Ok(config)
@@ -124,7 +124,7 @@ fn secret_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialError> {
         .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
 }
 
-/// Returns the configuration for connections without an own certificate to these roles, of any fleet.
+/// Returns the configuration for connections to these roles of any fleet, without an own certificate.
 pub fn client_without_certificate(
     ca: &Path,
     expected: &[Role],

@@ -11,7 +11,7 @@ pub(crate) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     write_with_mode(path, text.as_bytes(), 0o644)
 }
 
-/// Writes a file that only its owner can read, atomically: an error leaves the old one.
+/// Writes a file that only its owner can read, atomically: on an error the old file remains.
 pub fn write_secret(path: &Path, content: impl AsRef<[u8]>) -> anyhow::Result<()> {
     write_with_mode(path, content.as_ref(), 0o600)
 }
@@ -19,7 +19,7 @@ pub fn write_secret(path: &Path, content: impl AsRef<[u8]>) -> anyhow::Result<()
 fn write_with_mode(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let new = path.with_extension("new");
     let write = || {
-        // A file of an earlier attempt may be readable by others.
+        // The temporary file of an earlier attempt may be readable by others.
         match fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -45,13 +45,13 @@ fn perform_change(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyho
         #[cfg(test)]
         interruption::check()?;
         change()?;
-        // A rename is durable once its directory is.
+        // A rename is durable after its directory is synced.
         path.parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
     };
     change().with_context(|| path.display().to_string())
 }
 
-/// Simulation of a kill between two changes.
+/// Simulates a kill between two changes of files.
 #[cfg(test)]
 pub(crate) mod interruption {
     use std::cell::Cell;

@@ -17,7 +17,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Reason {
     Timeout,
-    /// No TLS, or not 1.3.
+    /// The peer does not use TLS 1.3.
     NotTls,
     NoCertificate,
     /// Certificate of an authority that is not in `ca`.
@@ -28,14 +28,14 @@ pub enum Reason {
     NoIdentity,
     /// Certificate of another fleet.
     OtherFleet,
-    /// Role that may not connect here.
+    /// Role that this listener does not accept.
     WrongRole,
-    /// Name or host that differs from the certificate's.
+    /// Name or host that the certificate does not have.
     WrongName,
     Revoked,
     /// The peer rejects our certificate.
     RefusedByPeer,
-    /// Limit of connections, of its address or certificate.
+    /// Too many connections from the address, or with the certificate.
     TooMany,
     /// Other failure, such as a broken connection.
     Broken,
@@ -177,16 +177,16 @@ impl Failure {
     }
 }
 
-/// "valid from 2026-11-24T19:00:00Z, and this machine's clock is at 2026-11-22T19:00:00Z".
+/// Returns a text such as "valid from 2026-11-24T19:00:00Z, and this machine's clock is at 2026-11-22T19:00:00Z".
 fn describe_clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
     let date = |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
     format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", date(bound), date(now))
 }
 
-/// Returns the meaning of the peer's alert for its receiver.
+/// Returns the meaning of a TLS alert from the peer.
 fn describe_alert(alert: AlertDescription) -> String {
     let why = match alert {
-        // RFC 8446: also a certificate that is not valid yet.
+        // RFC 8446: peers send this alert for certificates that are not valid yet, too.
         AlertDescription::CertificateExpired => {
             return "the peer refuses our certificate: by the peer's clock it has expired or is not valid yet; compare \
                     the clocks (timedatectl) and its dates (coreward certs show)"

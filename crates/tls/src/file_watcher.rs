@@ -7,7 +7,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Watched files with their known modification times.
+/// Watched files with their last modification times.
 #[derive(Debug)]
 pub struct FileWatcher {
     paths: Vec<PathBuf>,
@@ -21,13 +21,13 @@ impl FileWatcher {
         watcher
     }
 
-    /// Takes the present files as known. Call it before reading them, so that no change is missed.
+    /// Stores the present modification times. Must be called before the files are read, so that no change is missed.
     pub fn take(&self) {
         *self.known() = self.now();
     }
 
-    /// Waits for a changed, new or removed file, for at least one interval: files that belong together are written one
-    /// after the other.
+    /// Waits for a changed, new or removed file, for at least one interval, because related files are written one after
+    /// the other.
     pub async fn changed(&self) {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
@@ -50,7 +50,7 @@ impl FileWatcher {
     }
 }
 
-/// Returns the modification time; `None`: no such file.
+/// Returns the modification time; `None`: the file does not exist.
 fn written(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
 }

@@ -1,5 +1,5 @@
 //! Identity of a certificate: the URI `coreward://FLEET/ROLE/NAME` among its subject alternative names, as in SPIFFE.
-//! Any public-key infrastructure can issue it, and it has no addresses, which change.
+//! Any public-key infrastructure can issue it. It contains no addresses, because these change.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,14 +8,14 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 
 /// Unreserved characters of RFC 3986 stay as they are.
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
-/// The URI's scheme.
+/// Scheme of the URI.
 pub const SCHEME: &str = "coreward://";
 const MAX_NAME_BYTES: usize = 64;
 
 /// Role of a certificate's owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
-    /// Controller, trusted by all others.
+    /// Controller, trusted by all other roles.
     Controller,
     Agent,
     /// Load balancer: gets the cookie keys and tables.
@@ -91,7 +91,8 @@ impl FromStr for Name {
 pub struct Identity {
     pub fleet: Name,
     pub role: Role,
-    /// Name of the server in the document, or of the load balancer in its file; otherwise for logs.
+    /// Name of the server in the document, or of the load balancer in its file. For other roles the name is only for
+    /// logs.
     pub name: Name,
 }
 

@@ -1,8 +1,8 @@
 //! Mutual TLS 1.3 between the daemons.
 //!
-//! Each daemon has a certificate of the fleet's authority with its [`identity`]. Both sides verify the other's
-//! ([`verify`]); further permissions depend on the [`Caller`]. Changed files are read again ([`Tls`]). A connection
-//! lives until its certificate expires or is revoked.
+//! Each daemon has a certificate of the fleet's authority with its [`identity`]. Both sides verify the peer's
+//! certificate ([`verify`]); further permissions depend on the [`Caller`]. Changed files are read again ([`Tls`]). A
+//! connection lives until its certificate expires or is revoked.
 //!
 //! * [`acceptor`], [`connect`]: both sides
 //! * [`table`]: `[tls]` in a daemon's file

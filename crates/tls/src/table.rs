@@ -13,17 +13,17 @@ use crate::tls::Tls;
 config_struct! {
     /// Own certificate and trusted authorities. Without this table connections are neither encrypted nor authenticated.
     struct Table {
-        /// File with the authorities' certificates (PEM), relative to this one; several while one takes over from
-        /// another.
+        /// File with the authorities' certificates (PEM), relative to this file; several during the replacement of an
+        /// authority.
         ca: Spanned<PathBuf>,
-        /// File with this part's own certificate, and what leads from it to an authority (PEM).
+        /// File with the daemon's own certificate and the chain to an authority (PEM).
         certificate: Spanned<PathBuf>,
-        /// File with the key to it (PEM), readable by its owner only.
+        /// File with the key of the certificate (PEM), readable by its owner only.
         key: Spanned<PathBuf>,
     }
 }
 
-/// `[tls]`, if its files are usable for TLS: they are checked while the file is read, even if other keys are wrong.
+/// Reads `[tls]` and checks that its files are usable, even if other keys are wrong.
 impl FromToml for CredentialFiles {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let Table { ca, certificate, key } = Table::read(value, reader)?;
@@ -54,7 +54,7 @@ impl FromToml for CredentialFiles {
     }
 }
 
-/// Loads what `[tls]` names; without it nothing. Fails when a file cannot be used.
+/// Loads the credentials of `[tls]`; `None` without `[tls]`. Fails if a file is unusable.
 pub fn load(files: Option<&CredentialFiles>) -> anyhow::Result<Option<std::sync::Arc<Tls>>> {
     Ok(files.cloned().map(Tls::load).transpose()?)
 }

@@ -11,7 +11,7 @@ use crate::credentials::{CredentialError, CredentialFiles, Credentials};
 use crate::file_watcher::FileWatcher;
 use crate::identity::Identity;
 
-/// Interval of log lines about a certificate that ends soon.
+/// Interval of log lines about a certificate that expires soon.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
 /// Credentials of a process.
@@ -43,14 +43,14 @@ impl Tls {
         self.credentials().identity.clone()
     }
 
-    /// Returns own and authorities' certificates with their label in the metric.
+    /// Returns own and authorities' certificates, each with its label in metrics.
     pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
         let credentials = self.credentials();
         let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));
         std::iter::once(("own", credentials.own.clone())).chain(authorities).collect()
     }
 
-    /// Returns warnings for the operator: certificates that end soon.
+    /// Returns warnings for the operator: certificates that expire soon.
     pub fn warnings(&self) -> Vec<String> {
         let now = unix_now();
         let old = self.certificates().into_iter().filter(|(_, certificate)| certificate.is_old(now));
@@ -65,7 +65,7 @@ impl Tls {
         .collect()
     }
 
-    /// Reads the files again. If one is unusable, or for another identity, the previous ones stay.
+    /// Reads the files again. If a file is unusable or for another identity, the previous credentials remain.
     pub fn reload(&self) -> Result<(), CredentialError> {
         self.watcher.take();
         let new = Credentials::load(&self.files)?;
@@ -85,7 +85,7 @@ impl Tls {
         Ok(())
     }
 
-    /// Reloads changed files, all on SIGHUP, and logs certificates that end soon.
+    /// Reloads changed files, all on SIGHUP, and logs certificates that expire soon.
     pub async fn maintenance_loop(self: Arc<Self>) -> std::convert::Infallible {
         let mut hangup = signal(SignalKind::hangup()).ok();
         let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
@@ -105,13 +105,13 @@ impl Tls {
                 }
             };
             if read && let Err(error) = self.reload() {
-                tracing::warn!(event = "certificates-not-reloaded", %error, "the certificates of before stay in force");
+                tracing::warn!(event = "certificates-not-reloaded", %error, "the previous certificates stay in force");
             }
         }
     }
 }
 
-/// Returns the validity left, in days or less.
+/// Returns the remaining validity as text, in days or smaller units.
 fn shown(certificate: &Certificate) -> String {
     let remains = certificate.remains(unix_now());
     let whole = match remains.as_secs() {

@@ -1,5 +1,5 @@
-//! Verification of the peer's certificate: authority, validity, fleet and role. Daemons do not compare hosts, which
-//! change. Commands do ([`Host`]), since a person has chosen the host.
+//! Verification of the peer's certificate: authority, validity, fleet and role. Daemons do not compare hosts, because
+//! addresses change. Commands compare them ([`Host`]), because a person has chosen the host.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -38,9 +38,9 @@ impl RevocationList {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Host {
     Any,
-    /// The given host, if the certificate has hosts.
+    /// The host of the request, if the certificate names hosts.
     Requested,
-    /// One of these, as a host or as the name of the identity.
+    /// One of these names, as a host or as the name of the identity.
     OneOf(Vec<String>),
 }
 
@@ -74,7 +74,7 @@ impl Host {
 /// Accepted fleet and roles.
 #[derive(Debug)]
 struct Expected {
-    /// `None`: any.
+    /// Fleet of the peer; `None`: any.
     fleet: Option<Name>,
     roles: Vec<Role>,
 }
@@ -106,7 +106,7 @@ pub struct ServerVerifier {
 }
 
 impl ServerVerifier {
-    /// Accepts `roles` of `fleet`, or of any fleet if `None`.
+    /// Creates a verifier that accepts `roles` of `fleet`, or of any fleet if `None`.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &CryptoProvider,
@@ -119,7 +119,7 @@ impl ServerVerifier {
     }
 }
 
-/// Signature methods of both verifiers: TLS 1.3, by `self.algorithms`.
+/// Defines the signature methods of both verifiers: TLS 1.3, by `self.algorithms`.
 macro_rules! signatures_of_tls13 {
     () => {
         fn verify_tls12_signature(
@@ -169,7 +169,7 @@ impl ServerCertVerifier for ServerVerifier {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientCertificates {
     Required,
-    /// Optional: clients may authenticate otherwise.
+    /// Certificates are optional: clients may authenticate with a token.
     Accepted,
 }
 
@@ -182,7 +182,7 @@ pub struct ClientVerifier {
 }
 
 impl ClientVerifier {
-    /// Accepts `roles` of `fleet` that are not revoked. Fails without an authority.
+    /// Creates a verifier that accepts `roles` of `fleet` unless revoked. Fails without an authority.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &Arc<CryptoProvider>,

@@ -1,4 +1,4 @@
-//! Addresses: 4 bytes for IPv4, 16 for IPv6, in the order of the packet.
+//! Addresses on the wire: 4 bytes for IPv4, 16 for IPv6, in network byte order.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -14,7 +14,7 @@ pub fn address_bytes(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Fails when `bytes` are neither 4 nor 16.
+/// Parses an address. Fails unless it has 4 or 16 bytes.
 pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     if let Ok(octets) = <[u8; 4]>::try_from(bytes) {
         return Ok(octets.into());
@@ -25,12 +25,12 @@ pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     Ok(octets.into())
 }
 
-/// Returns the address; `None` without bytes. Fails when `bytes` are neither none, 4 nor 16.
+/// Parses an address that may be absent (empty). Fails unless it has 0, 4 or 16 bytes.
 pub fn parse_optional_address(field: &str, bytes: &[u8]) -> Result<Option<IpAddr>, WireError> {
     if bytes.is_empty() { Ok(None) } else { parse_address(field, bytes).map(Some) }
 }
 
-/// Fails when `port` is 0 or above 65,535.
+/// Parses a port. Fails if it is 0 or above 65,535.
 pub fn parse_port(field: &str, port: u32) -> Result<u16, WireError> {
     match u16::try_from(port) {
         Ok(port) if port > 0 => Ok(port),
@@ -38,7 +38,7 @@ pub fn parse_port(field: &str, port: u32) -> Result<u16, WireError> {
     }
 }
 
-/// Fails when `id` does not fit a cookie.
+/// Parses a server id. Fails if it does not fit a cookie.
 pub fn parse_server_id(field: &str, id: u32) -> Result<coreward_model::ServerId, WireError> {
     u64::from(id).try_into().map_err(|error| WireError::new(field, error))
 }

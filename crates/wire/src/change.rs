@@ -1,5 +1,4 @@
-//! Changes of the fleet's configuration: a load balancer of ten thousand servers receives the changed one, not all of
-//! them.
+//! Changes of the fleet's configuration. With ten thousand servers, a load balancer receives only changed services.
 
 use std::collections::HashMap;
 
@@ -51,7 +50,7 @@ impl FleetChange {
         message.encode_to_vec().into()
     }
 
-    /// Returns the change, and its unusable services apart. Fails when `bytes` are no change, or a contradictory one.
+    /// Parses a change. Returns unusable services separately. Fails if `bytes` are not a consistent change.
     pub fn decode(bytes: Bytes) -> Result<(Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
         let configuration = message.configuration.ok_or_else(|| WireError::missing("configuration"))?;
@@ -61,7 +60,7 @@ impl FleetChange {
         Ok((Self { base_number: base, number, configuration, removed_services: gone }, refused))
     }
 
-    /// Returns the next configuration.
+    /// Returns the next configuration. `before`: the configuration with the number `base_number`.
     pub fn apply_to(self, before: FleetConfiguration) -> FleetConfiguration {
         let mut services = before.services;
         services.retain(|service| !self.removed_services.contains(&service.index));

@@ -21,7 +21,7 @@ use prost::bytes::Bytes;
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{Context as _, WireError, v1};
 
-/// Index of a service in tables: 0 to 1,023. (The data plane's own arrays may use another one.)
+/// Index of a service in tables: 0 to 1,023. The data plane's arrays may use other indexes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 
@@ -32,12 +32,12 @@ impl ServiceIndex {
     /// The lowest index.
     pub const FIRST: Self = Self(0);
 
-    /// `None` when `index` is not below [`ServiceIndex::COUNT`].
+    /// Returns the index; `None` if it is not below [`ServiceIndex::COUNT`].
     pub fn new(index: u32) -> Option<Self> {
         ((index as usize) < Self::COUNT).then_some(Self(index as u16))
     }
 
-    /// The number.
+    /// Returns the number.
     pub fn get(self) -> u16 {
         self.0
     }
@@ -57,9 +57,9 @@ pub struct FleetConfiguration {
     pub generation: u64,
     /// The cookie keys.
     pub keys: FleetKeys,
-    /// Each with its own address and index.
+    /// Services, each with a unique address and index.
     pub services: Vec<Service>,
-    /// All load balancers of the fleet, each with its own name and number.
+    /// All load balancers of the fleet, each with a unique name and number.
     pub load_balancers: Vec<Peer>,
     /// Time between two messages of traffic.
     pub report_interval: Duration,
@@ -67,69 +67,69 @@ pub struct FleetConfiguration {
     pub table_lifetime: Duration,
 }
 
-/// A load balancer, as known to the others and itself.
+/// A load balancer, as all load balancers of the fleet know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// Its name in its own file.
+    /// Name in the load balancer's file.
     pub name: String,
-    /// Number of its connection table in cookies; `None`: it has none.
+    /// Number of the load balancer's connection table in cookies; `None`: it has no table.
     pub owner: Option<OwnerNumber>,
     /// Address in the servers' network; `None`: unknown.
     pub address: Option<IpAddr>,
-    /// False: the controller has not received a message from it for [`LOST_AFTER`].
+    /// Whether the controller has received a message from the load balancer within [`LOST_AFTER`].
     pub alive: bool,
 }
 
-/// Silence after which a load balancer counts as lost. A restarted daemon is back earlier. TCP retransmits after 0.2,
-/// 0.6, 1.4 and 3.0 s: by then its packets should have another way.
+/// Silence after which a load balancer counts as lost. A restarted daemon returns earlier. TCP retransmits after 0.2,
+/// 0.6, 1.4 and 3.0 s: by the last time, packets should have another path.
 pub const LOST_AFTER: Duration = Duration::from_secs(2);
 
-/// Interval of a load balancer's state messages: four before it counts as lost.
+/// Interval of a load balancer's state messages: a quarter of [`LOST_AFTER`].
 pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A service and its pool.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Service {
-    /// Its name in the controller's file.
+    /// Name in the fleet's document.
     pub name: String,
     /// VIP, port and protocol.
     pub address: ServiceAddress,
-    /// Its index in tables.
+    /// Index of the service in tables.
     pub index: ServiceIndex,
     /// Consistency mode.
     pub mode: ServiceMode,
-    /// The policy's name.
+    /// Name of the policy.
     pub policy: String,
     /// Telemetry that the policy needs from each server.
     pub traffic: TelemetryLevel,
-    /// Key that masks the time part of its cookies; present only with LB-side stamping.
+    /// Key that masks the time part of the service's cookies; present only with LB-side stamping.
     pub time_key: Option<CookieKey>,
-    /// Health check; `None`: none.
+    /// Health check of the servers, if any.
     pub check: Option<Arc<Check>>,
-    /// Its new connections when all servers are down.
+    /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
-    /// Its servers, with distinct ids.
+    /// Servers of the service, with distinct ids.
     pub servers: Vec<Server>,
 }
 
 /// A server of a service.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Server {
-    /// Its name in the controller's file.
+    /// Name in the fleet's document.
     pub name: String,
     /// Id in cookies.
     pub id: ServerId,
     /// Address in the load balancer's own network.
     pub address: IpAddr,
-    /// Whether it takes new connections; established ones reach it in any case.
+    /// Whether the server takes new connections. Established connections always reach it.
     pub eligible: bool,
-    /// Whether it has left the service: it is not checked.
+    /// Whether the server has left the service and needs no checks.
     pub has_left: bool,
-    /// Its weight.
+    /// Weight of the server.
     pub weight: Weight,
-    /// Its configured capacity.
+    /// Configured capacity of the server.
     pub capacity: Option<Capacity>,
-    /// VLAN of its frames.
+    /// VLAN of frames to the server.
     pub vlan: Vlan,
 }
 
@@ -148,11 +148,11 @@ pub struct AgentConfiguration {
     pub fleet_rss_key: RssKey,
     /// Seed of this server's indirection table.
     pub server_id: ServerId,
-    /// Previous servers of this server's buckets, for daisy chaining. May change without a new generation.
+    /// Previous servers of this server's buckets, for daisy chaining. This list may change without a new generation.
     pub previous_servers: Vec<PreviousServer>,
-    /// Whether an operator waits for the remaining connections: they are counted more often.
+    /// Whether an operator waits for the end of connections, which the agent then counts more often.
     pub draining: bool,
-    /// This server's address, to which load balancers send; `None`: from a controller of an older version.
+    /// This server's address, to which load balancers send; `None`: the controller has an older version.
     pub address: Option<IpAddr>,
 }
 
@@ -165,10 +165,10 @@ pub struct PreviousServer {
     pub address: IpAddr,
 }
 
-/// A service in its server's configuration.
+/// A service in the configuration of a server's agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StampedService {
-    /// Its name in the controller's file.
+    /// Name in the fleet's document.
     pub name: String,
     /// VIP, port and protocol.
     pub address: ServiceAddress,
@@ -358,7 +358,8 @@ impl FleetConfiguration {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
-    /// Returns number and configuration, and its unusable services. Fails when `bytes` are no valid configuration.
+    /// Parses a message. Returns number, configuration and unusable services. Fails if another part of `bytes` is
+    /// invalid.
     pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
         let number = message.number;
@@ -474,7 +475,7 @@ impl TryFrom<&v1::PreviousServer> for PreviousServer {
 }
 
 impl AgentConfiguration {
-    /// Returns the configuration, and its unusable services apart. Fails when another part is invalid.
+    /// Parses a message. Returns the configuration and unusable services. Fails if another part is invalid.
     pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
         let refused = remove_unusable_stamped(&mut message);
         Ok(((&message).try_into()?, refused))
@@ -500,26 +501,26 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
     }
 }
 
-/// An unusable service.
+/// Service that this version cannot use.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RefusedService {
-    /// Its name.
+    /// Name of the service.
     pub name: String,
-    /// Its index in the message, if it has one.
+    /// Index of the service in the message, if it has one.
     pub index: u32,
     /// Reason.
     pub reason: WireError,
-    /// Its usable servers.
+    /// Usable servers of the service.
     pub servers: Option<Vec<Server>>,
 }
 
 impl RefusedService {
-    /// Returns the previous service with the present servers: drains take effect.
+    /// Returns the previous service with the servers of the unusable one, so that drains take effect.
     pub fn with_servers_of(&self, before: &Service) -> Service {
         Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
     }
 
-    /// Returns the message for the controller; `generation`: of the configuration.
+    /// Returns the message for the controller; `generation`: generation of the configuration.
     pub fn message(&self, generation: u64) -> v1::RefusedUpdate {
         v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
     }

@@ -8,12 +8,12 @@ use std::fmt;
 pub struct WireError {
     /// Path in the message, such as `services[2].address.port`.
     pub field: String,
-    /// Its value and what was expected.
+    /// Value that was found, and what was expected.
     pub problem: String,
 }
 
 impl WireError {
-    /// Returns an error; `problem` has the value and the expectation.
+    /// Returns an error. `problem` contains the value and the expectation.
     pub fn new(field: impl Into<String>, problem: impl fmt::Display) -> Self {
         Self { field: field.into(), problem: problem.to_string() }
     }
@@ -24,7 +24,7 @@ impl WireError {
     }
 }
 
-/// Adds the field to an error.
+/// Adds the name of a field to an error.
 pub trait Context<T> {
     /// Prefixes the field's name to the path of an error.
     fn within(self, field: impl fmt::Display) -> Result<T, WireError>;

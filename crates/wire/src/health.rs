@@ -14,24 +14,24 @@ use crate::{Context as _, WireError, v1};
 /// Results of a load balancer's checks of all servers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthMessage {
-    /// By service, in any order.
+    /// Results by service and server, in any order.
     pub servers: Vec<(ServiceIndex, ServerId, CheckedServer)>,
 }
 
 /// Result of one load balancer's checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CheckedServer {
-    /// `None`: not enough checks so far.
+    /// Verdict on the server; `None`: not enough checks so far.
     pub verdict: Option<Verdict>,
     /// Duration of the verdict.
     pub since: Duration,
-    /// Error of the newest check; empty: it passed, or none has ended.
+    /// Error of the newest check; empty: the check passed, or no check has ended.
     pub error: String,
-    /// Duration of the newest answer; zero: there was none.
+    /// Latency of the newest answer; zero: no answer.
     pub latency: Duration,
-    /// Completed checks.
+    /// Number of completed checks.
     pub checks: u64,
-    /// Failed checks.
+    /// Number of failed checks.
     pub failures: u64,
 }
 

@@ -53,7 +53,7 @@ pub use traffic::{ServerTraffic, TrafficMessage};
 pub const LEADER: &str = "coreward-leader";
 
 /// Metadata of a stream's beginning: the term of the answering controller, in decimal. Grows with every leader; absent
-/// for a controller with a store of its own.
+/// if the controller has a store of its own.
 pub const TERM_HEADER: &str = "coreward-term";
 
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.

@@ -18,12 +18,12 @@ pub fn write_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
     numbers.flat_map(f64::to_le_bytes).collect::<Vec<u8>>().into()
 }
 
-/// Returns how many numbers there are: each has one byte without the continuation bit.
+/// Returns the number of elements: each has one byte without the continuation bit.
 pub fn count(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
-/// Returns the numbers; `None` for an incomplete or too large one, which is the last.
+/// Returns the numbers; `None` for an incomplete or too large number, after which the list ends.
 pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     let mut rest = bytes;
     std::iter::from_fn(move || match rest.split_first()? {
@@ -41,12 +41,12 @@ pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     })
 }
 
-/// Returns the error of a `None` from [`read`].
+/// Returns the error for a list in which [`read`] found an invalid number.
 pub fn error_unreadable(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
 
-/// Returns how many numbers there are. Fails when the last one is incomplete.
+/// Returns the number of elements. Fails if the last one is incomplete.
 pub fn count_doubles(field: &str, bytes: &[u8]) -> Result<usize, WireError> {
     let expected = || WireError::new(field, format!("{} bytes: expected 8 for each number", bytes.len()));
     bytes.len().is_multiple_of(size_of::<f64>()).then_some(bytes.len() / size_of::<f64>()).ok_or_else(expected)

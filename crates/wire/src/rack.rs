@@ -17,14 +17,14 @@ use crate::report::MAX_CORES;
 use crate::rss::parse_key;
 use crate::{Context as _, ServiceIndex, WireError, packed, v1};
 
-/// Above the cores of any rack. With it, and no load above 16 (`MAX_LOAD` of the model), the sums of a thousand racks
-/// stay below 2^64, and can be subtracted again.
+/// Limit above the number of cores of any rack. With it, and no load above 16 (`MAX_LOAD` of the model), sums over a
+/// thousand racks stay below 2^64, and can be subtracted again.
 const MAX_CORES_OF_BIN: u64 = 1 << 18;
 /// Largest load in 2^-32 of a core, the unit of sums.
 const MAX_RACK_LOAD: u64 = (MAX_LOAD as u64) << 32;
 
-/// A controller accepts twice as much at once; one summary is smaller (2,048 buckets, 8 candidates of each, one RSS
-/// key: 200 kB).
+/// Limit of a message in bytes, half of a controller's limit. One summary is smaller: 200 kB with 2,048 buckets, 8
+/// candidates each and one RSS key.
 const MAX_MESSAGE: usize = 2 << 20;
 
 /// Configuration of a rack: its servers and their services.
@@ -34,7 +34,7 @@ pub struct RackConfiguration {
     pub report_interval: Duration,
     /// Shortest interval of an agent's full reports, unless its server drains or something changed.
     pub detail_interval: Duration,
-    /// Weight of the newest report.
+    /// Weight of the newest report in a core's load.
     pub alpha: Alpha,
     /// Servers whose agents are connected through the rack.
     pub servers: Vec<RackServer>,
@@ -45,39 +45,39 @@ pub struct RackConfiguration {
 /// A server whose agent is connected through the rack.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackServer {
-    /// The agent's stream.
+    /// Number of the agent's stream.
     pub stream: u64,
-    /// Its id.
+    /// Id of the server.
     pub id: ServerId,
-    /// Its weight.
+    /// Weight of the server.
     pub weight: Weight,
-    /// Its capacity; `None`: by its cores.
+    /// Capacity of the server; `None`: the number of its cores.
     pub capacity: Option<Capacity>,
 }
 
 /// A service in a rack's configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackService {
-    /// Its index.
+    /// Index of the service.
     pub index: ServiceIndex,
-    /// The policy's name; an older rack may not know it.
+    /// Name of the policy, which a rack of an older version may not know.
     pub policy: String,
     /// Number of buckets.
     pub buckets: BucketCount,
     /// Whether each datagram is placed on its own.
     pub places_requests: bool,
-    /// Its servers in the rack.
+    /// Servers of the service in the rack.
     pub members: Vec<RackMember>,
 }
 
 /// A server of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RackMember {
-    /// Its id.
+    /// Id of the server.
     pub id: ServerId,
-    /// Whether it takes new connections.
+    /// Whether the server takes new connections.
     pub eligible: bool,
-    /// Whether it gets its full share: it is not in slow start.
+    /// Whether the server gets its full share, because its slow start has ended.
     pub has_full_share: bool,
 }
 
@@ -125,7 +125,7 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
     }
 }
 
-/// Returns the summaries of a rack, in as many messages as needed; at least one, as a sign of life.
+/// Returns the summaries of a rack, in as many messages as needed. Returns at least one message, as a sign of life.
 pub fn rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
     let mut packed = PackedMessages { bytes: 0, messages: vec![v1::RackMessage::default()] };
     for agent in agents {
@@ -222,7 +222,7 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     message
 }
 
-/// Returns service and summary. Fails with the invalid field, and the expectation.
+/// Parses a summary and its service. The error names the invalid field and the expectation.
 pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSummary), WireError> {
     let service = ServiceIndex::parse("service_index", message.service_index)?;
     let mut servers = parse_servers(message)?;
@@ -294,7 +294,7 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, SpreadBins), W
     Ok((class, bins))
 }
 
-/// Parses a list. It is on the hot path: each message has thousands of candidates. `ids`: of the summary's servers.
+/// Parses a list. This is the hot path: each message has thousands of candidates. `ids`: ids of the summary's servers.
 fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
     let count = packed::count(&message.server);
     check_length("core", packed::count(&message.core), count)?;
@@ -328,7 +328,7 @@ fn is_load(field: &str, load: f64) -> Result<(), WireError> {
 
 fn is_load_of(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
     let most = MAX_LOAD * f64::from(cores);
-    // Smoothing may round up.
+    // Smoothing may round a load up.
     if (0.0..=most * 1.000_001).contains(&load) {
         return Ok(());
     }

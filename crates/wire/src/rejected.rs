@@ -1,4 +1,4 @@
-//! Rejected updates, as they are counted and printed.
+//! Counting and shortening of rejected updates.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +12,8 @@ impl v1::RefusedUpdate {
 }
 
 impl v1::LoadBalancerState {
-    /// Returns the number of warnings that `coreward status` prints: faults of the machine, and refusals. Refusals with
-    /// one reason count once.
+    /// Returns the number of warnings in `coreward status`: faults of the machine, and rejected updates. Rejections
+    /// with the same reason count once.
     pub fn warning_count(&self) -> usize {
         let refusals: BTreeSet<_> =
             self.refused.iter().map(|refused| (refused.table, refused.generation, refused.short_reason())).collect();

@@ -11,7 +11,7 @@ use prost::Message as _;
 use crate::sanitize::{readable_dispatched, readable_refused, retain_known_counters, sanitize};
 use crate::{Context as _, ReportedRss, WireError, v1};
 
-/// A report, all values absolute.
+/// Report of an agent. Counters are totals, not differences.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// Time of sending by the server's wall clock (since 1970).
@@ -22,17 +22,17 @@ pub struct Report {
     pub readings: CoreReadings,
     /// Open TCP connections.
     pub open_connections: u32,
-    /// Grows when the RSS changes.
+    /// Number that grows when the RSS changes.
     pub rss_generation: u64,
-    /// `None`: unchanged since an earlier report.
+    /// RSS of the NIC; `None`: unchanged since an earlier report.
     pub rss: Option<ReportedRss>,
     /// SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
-    /// SYNs that arrived on another one.
+    /// SYNs that arrived on another receive queue.
     pub rss_mismatched: u64,
-    /// Generation of the newest configuration of this stream that is in force; 0: none yet.
+    /// Generation of the newest configuration from this stream that is in force; 0: none yet.
     pub configuration_generation: u64,
-    /// `None`: as in the stream's previous report.
+    /// Details; `None`: unchanged since the stream's previous report.
     pub details: Option<ReportDetails>,
 }
 
@@ -44,7 +44,7 @@ fn has_address(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }
 
-/// Parts of a report that tables do not need: most of its cost, and sent less often.
+/// Parts of a report that tables do not need. They are most of a report's cost, so agents send them less often.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ReportDetails {
     /// Counters of the server's BPF programs by name.
@@ -66,7 +66,7 @@ pub struct CountedConnections {
     pub elapsed: Duration,
     /// Generation of the agent's configuration that was in force when the count began.
     pub configuration_generation: u64,
-    /// By service name: all of TCP in that configuration, also those without connections.
+    /// Connections by service name, for all TCP services of that configuration, including those without connections.
     pub services: BTreeMap<String, u32>,
 }
 
@@ -93,25 +93,27 @@ impl From<CountedConnections> for v1::CountedConnections {
 /// An unusable report.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReportError {
-    /// The rest may be right, but the announced generation is unusable.
+    /// The RSS is invalid. Other parts may be valid, but the announced generation is unusable.
     #[error("{0}")]
     Rss(WireError),
-    /// With 0 every report would be too old; with a long time a dead agent would keep others from the server.
+    /// The time to live is out of range. With 0 every report would be too old; with a long time a dead agent would
+    /// block others.
     #[error("time_to_live_ms: {0}: expected 1 to {MAX_TIME_TO_LIVE_MS}")]
     TimeToLive(u32),
-    /// More than one server can have.
+    /// A list is longer than a server permits.
     #[error("{field}: {count}: expected at most {limit}")]
     TooLarge {
-        /// The field.
+        /// Name of the list's field.
         field: &'static str,
-        /// Number in the report.
+        /// Number of elements in the report.
         count: usize,
         /// Limit.
         limit: usize,
     },
 }
 
-/// Limit of the time to live. Reports come every second at least; behind a rack, full ones once a minute.
+/// Limit of the time to live. Agents report at least every second, and send full reports through a rack at least once a
+/// minute.
 pub const MAX_TIME_TO_LIVE_MS: u32 = 180_000;
 /// The largest message that a controller or a rack reads from an agent.
 pub const AGENT_MESSAGE_BYTES: usize = 256 << 10;
@@ -122,7 +124,7 @@ const MAX_WARNINGS: usize = 64;
 const MAX_DISPATCHED: usize = 1024;
 /// Limit of counted services: the number of service indexes.
 const MAX_COUNTED: usize = 1024;
-/// Limit of workers of all UDP services: a worker has a core, or shares one.
+/// Limit of workers of all UDP services: each worker has a core, or shares one.
 const MAX_WORKERS: usize = 4096;
 
 impl TryFrom<v1::Report> for Report {
@@ -174,7 +176,7 @@ impl TryFrom<v1::Report> for Report {
 
 /// Removes display lists, such as tables of 4,096 workers, from a report that is too large.
 pub fn limited_report(mut report: v1::Report) -> v1::Report {
-    // Room for the rest of the message, and the warning.
+    // Room for the other parts of the message, and for the warning.
     const ENVELOPE_BYTES: usize = 256;
     if report.encoded_len() > AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
         report.dispatch.clear();

@@ -1,4 +1,4 @@
-//! A server's RSS as its agent reports it.
+//! A server's RSS, as its agent reports it.
 
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 
@@ -10,7 +10,7 @@ use crate::{WireError, v1};
 pub struct ReportedRss {
     /// Source: "ethtool" or "testbed emulation".
     pub source: String,
-    /// `None`: the NIC does not show it.
+    /// RSS key and indirection table; `None`: the NIC does not show them.
     pub rss: Option<Rss>,
 }
 
@@ -44,7 +44,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     }
 }
 
-/// Parses a key with its input's transform. Fails on a wrong length or an unknown transform.
+/// Parses a key and the transformation of its input. Fails on a wrong length or an unknown transform.
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let input = InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;

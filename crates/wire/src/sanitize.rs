@@ -1,5 +1,5 @@
-//! Sanitizing of foreign text for display: no control characters (a terminal would obey them), and limits of length and
-//! number.
+//! Sanitizing of foreign text for display: no control characters, which a terminal would execute, and limits of length
+//! and number.
 
 use std::collections::HashMap;
 

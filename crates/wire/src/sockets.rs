@@ -1,5 +1,4 @@
-//! Queries for the sockets of idle connections: from a load balancer to the agent of the server, relayed by the
-//! controller.
+//! Queries for the sockets of idle connections. The controller relays them from a load balancer to the server's agent.
 
 use std::net::SocketAddr;
 
@@ -11,10 +10,10 @@ use crate::{Context as _, WireError, v1};
 /// Limit of connections in a query.
 pub const MAX_CLIENTS: usize = 256;
 
-/// Query: connections of these clients to a service that still have a socket at the server.
+/// Query of a load balancer: which of these clients' connections to a service still have a socket at the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketQuery {
-    /// Number of the query at its load balancer.
+    /// Number that the load balancer gave the query.
     pub number: u64,
     /// Session of the load balancer at the controller.
     pub load_balancer_session: u64,
@@ -29,11 +28,11 @@ pub struct SocketQuery {
 /// The answer to a [`SocketQuery`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketAnswer {
-    /// As in the query.
+    /// Number of the query.
     pub number: u64,
-    /// As in the query.
+    /// Session of the query.
     pub load_balancer_session: u64,
-    /// For each client of the query whether there is a socket; at most [`MAX_CLIENTS`]. Empty: the agent is away.
+    /// Whether a socket exists, for each client of the query; at most [`MAX_CLIENTS`]. Empty: no agent is connected.
     pub is_open: Vec<bool>,
 }
 

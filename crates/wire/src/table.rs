@@ -17,7 +17,7 @@ pub fn encode(service: ServiceIndex, table: &PlacementTable) -> Bytes {
     message(service, table).encode_to_vec().into()
 }
 
-/// Fails when `bytes` are no table that the data plane could hold.
+/// Parses a table. Fails if `bytes` are not a table that the data plane could hold.
 pub fn decode(bytes: Bytes) -> Result<(ServiceIndex, PlacementTable), WireError> {
     let message = v1::PlacementTable::decode(bytes).map_err(|error| WireError::new("table", error))?;
     parse(&message)
@@ -161,7 +161,7 @@ fn parse_members(message: &v1::PlacementTable) -> Result<Vec<Member>, WireError>
         .collect()
 }
 
-/// Checks that the lists fit each other: every position that the data plane computes exists.
+/// Checks that the lists have consistent lengths: every position that the data plane computes exists.
 fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
     let buckets = table.bucket_count.get() as usize;
     let per_bucket = table.candidates_per_bucket as usize;

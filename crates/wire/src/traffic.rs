@@ -12,7 +12,7 @@ use crate::{Context as _, WireError, v1};
 /// A message of traffic.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TrafficMessage {
-    /// First packets by service.
+    /// Number of first packets by service.
     pub opened: BTreeMap<ServiceIndex, u64>,
     /// Traffic to each server, of all services together.
     pub servers: BTreeMap<ServerId, ServerTraffic>,
@@ -47,7 +47,7 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
         for (position, service) in message.services.iter().enumerate() {
             let within = format!("services[{position}]");
             let index = ServiceIndex::parse("service_index", service.service_index).within(&within)?;
-            // Either of the two.
+            // A message has the count of the service, or of each of its servers.
             let of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
             parsed.opened.insert(index, service.opened.max(of_servers));
             parsed.add_servers(&service.servers, &within)?;
@@ -62,7 +62,7 @@ impl TrafficMessage {
         for server in servers {
             let id = parse_server_id("server_id", server.server_id).within(within)?;
             let total = self.servers.entry(id).or_default();
-            // Forged counters may have any value.
+            // Saturating, because forged counters may have any value.
             total.opened = total.opened.saturating_add(server.opened);
             total.closed = total.closed.saturating_add(server.closed);
             total.packets = total.packets.saturating_add(server.packets);
