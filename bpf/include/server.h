@@ -149,7 +149,7 @@ struct cpu_busy_time {
 	 * Idle: 2 * busy time. Busy: 2 * (busy time - when it became busy) + 1. Times in ns, CLOCK_MONOTONIC; arithmetic
 	 * modulo 2^64.
 	 */
-	__u64 account;
+	__u64 encoded_busy_ns;
 	/* 1: a task other than idle runs. */
 	__u32 running;
 	/* While idle: interrupts and softirqs that run, one inside the other. */

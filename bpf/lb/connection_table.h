@@ -332,6 +332,7 @@ static __noinline int take_connection(struct xdp_md *ctx, const struct packet *p
 
 /* ---- the cookie of kind 1 -------------------------------------------------------------------------------------- */
 
+/* Returns the number of the load balancer that has the entry. */
 static __always_inline __u32 cookie_owner(__u32 cookie)
 {
 	return cookie >> CONNECTION_SLOT_BITS & (MAX_OWNERS - 1);

@@ -20,8 +20,8 @@
 	(FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                    \
 	 __builtin_offsetof(struct timestamp_words, tsecr))
 /* Ethertype and version. Big-endian in the packet: 86 dd 6 (traffic class). */
-#define FAST_PATH_IPV6_ETHERTYPE_MASK 0x00f0ffffu
-#define FAST_PATH_IPV6_ETHERTYPE 0x0060dd86u
+#define IPV6_ETHERTYPE_VERSION_MASK 0x00f0ffffu
+#define IPV6_ETHERTYPE_VERSION 0x0060dd86u
 
 static __always_inline bool is_ipv6_frame(const void *data, const void *data_end)
 {
@@ -33,7 +33,7 @@ static __always_inline bool is_fast_path_tcp_ipv6(const void *data, const void *
 {
 	__u32 length, data_offset_byte;
 
-	if ((PACKET_U32(data, ETH_HLEN - 2) & FAST_PATH_IPV6_ETHERTYPE_MASK) != FAST_PATH_IPV6_ETHERTYPE ||
+	if ((PACKET_U32(data, ETH_HLEN - 2) & IPV6_ETHERTYPE_VERSION_MASK) != IPV6_ETHERTYPE_VERSION ||
 	    PACKET_U8(data, IPV6_AT(next_header)) != IPPROTO_TCP)
 		return false;
 	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));

@@ -37,13 +37,13 @@ static __always_inline struct cpu_busy_time *this_cpu(void)
 
 static __always_inline void set_busy(struct cpu_busy_time *time, __u32 busy)
 {
-	__u64 account = time->account, now;
+	__u64 encoded = time->encoded_busy_ns, now;
 
-	if ((account & 1) == busy)
+	if ((encoded & 1) == busy)
 		return;
 	now = 2 * bpf_ktime_get_ns();
 	/* One store: user space reads whole words. */
-	time->account = busy ? account - now + 1 : account + now - 1;
+	time->encoded_busy_ns = busy ? encoded - now + 1 : encoded + now - 1;
 }
 
 /* TP_PROTO(bool preempt, struct task_struct *prev, struct task_struct *next, unsigned int prev_state) */

@@ -45,25 +45,25 @@ impl CpuLoad {
         if cpu >= intf::MAX_CPUS as usize {
             return 0;
         }
-        let offset = cpu * size_of::<intf::cpu_busy_time>() + offset_of!(intf::cpu_busy_time, account);
-        let mut account = self.cpus.load(offset);
+        let offset = cpu * size_of::<intf::cpu_busy_time>() + offset_of!(intf::cpu_busy_time, encoded_busy_ns);
+        let mut encoded = self.cpus.load(offset);
         loop {
-            let busy_ns = busy_ns(account, monotonic_ns());
             // An unchanged word means that the CPU was always busy, or always idle, while the clock was read.
+            let busy_ns = busy_ns(encoded, monotonic_ns());
             let again = self.cpus.load(offset);
-            if again == account {
+            if again == encoded {
                 return busy_ns;
             }
-            account = again;
+            encoded = again;
         }
     }
 }
 
-/// Returns the busy time in ns that `cpu_busy_time.account` encodes, at `now_ns`.
-fn busy_ns(account: u64, now_ns: u64) -> u64 {
-    match account % 2 {
-        0 => account / 2,
-        _ => account.wrapping_sub(1).wrapping_add(2 * now_ns) / 2,
+/// Returns the busy time in ns that `cpu_busy_time.encoded_busy_ns` has, at `now_ns`.
+fn busy_ns(encoded: u64, now_ns: u64) -> u64 {
+    match encoded % 2 {
+        0 => encoded / 2,
+        _ => encoded.wrapping_sub(1).wrapping_add(2 * now_ns) / 2,
     }
 }
 

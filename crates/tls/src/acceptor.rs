@@ -72,7 +72,7 @@ pub struct ConnectionAcceptor {
 struct Protection {
     tls: Arc<Tls>,
     accepted: Vec<Role>,
-    certificates: ClientCertificates,
+    client_certificates: ClientCertificates,
     protocols: &'static [&'static str],
     revoked: RevocationList,
     /// Credentials at the last check of open connections.
@@ -132,15 +132,22 @@ impl ConnectionAcceptor {
     pub fn guarded(
         tls: Arc<Tls>,
         accepted: &[Role],
-        certificates: ClientCertificates,
+        client_certificates: ClientCertificates,
         protocols: &'static [&'static str],
         revoked: RevocationList,
         limits: Limits,
         failures: Arc<Failures>,
     ) -> Arc<Self> {
         let (accepted, config, believed) = (accepted.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
-        let protection =
-            Some(Protection { tls, accepted, certificates, protocols, revoked, checked_credentials: believed, config });
+        let protection = Some(Protection {
+            tls,
+            accepted,
+            client_certificates,
+            protocols,
+            revoked,
+            checked_credentials: believed,
+            config,
+        });
         Arc::new(Self { protection, limits, failures, connections: Mutex::default() })
     }
 
@@ -318,7 +325,7 @@ impl Protection {
         if Arc::ptr_eq(&before, &credentials) || before.authorities.iter().all(is_still) {
             return None;
         }
-        let verifier = credentials.client_verifier(&self.accepted, self.certificates, self.revoked.clone());
+        let verifier = credentials.client_verifier(&self.accepted, self.client_certificates, self.revoked.clone());
         let verifier = verifier.inspect_err(|error| {
             tracing::warn!(
                 event = "connections-not-verified",
@@ -337,7 +344,7 @@ impl Protection {
         {
             return Ok(config.clone());
         }
-        let new = credentials.server(&self.accepted, self.certificates, self.revoked.clone(), self.protocols);
+        let new = credentials.server(&self.accepted, self.client_certificates, self.revoked.clone(), self.protocols);
         let new = Arc::new(new.map_err(|error| Failure { reason: Reason::Broken, message: format!("{error:#}") })?);
         *config = Some((credentials, new.clone()));
         Ok(new)

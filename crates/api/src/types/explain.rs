@@ -27,14 +27,14 @@ pub enum PacketKind {
 #[into_params(parameter_in = Query)]
 pub struct Explain {
     /// VIP and port of the service.
-    #[param(value_type = Socket, inline, example = "10.200.0.1:80")]
+    #[param(value_type = SocketAddressSchema, inline, example = "10.200.0.1:80")]
     pub vip: SocketAddr,
     /// Protocol of the service.
     #[serde(default = "tcp", with = "super::serde_text")]
     #[param(value_type = Option<ProtocolName>, inline)]
     pub protocol: Protocol,
     /// Address and port of the client.
-    #[param(value_type = Socket, inline, example = "192.0.2.7:40312")]
+    #[param(value_type = SocketAddressSchema, inline, example = "192.0.2.7:40312")]
     pub client: SocketAddr,
     /// Relation to the connection.
     #[serde(default)]
@@ -51,9 +51,9 @@ fn tcp() -> Protocol {
 }
 
 /// Schema of a socket address: an IPv4 address, or an IPv6 address in brackets, and a port from 1 on.
-pub struct Socket;
+pub struct SocketAddressSchema;
 
-impl PartialSchema for Socket {
+impl PartialSchema for SocketAddressSchema {
     fn schema() -> RefOr<Schema> {
         let octet = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
         let ipv4 = format!("({octet}\\.){{3}}{octet}");
@@ -71,9 +71,9 @@ fn ipv6_pattern() -> String {
     ends.into_iter().chain(between).collect::<Vec<_>>().join("|")
 }
 
-impl ToSchema for Socket {
+impl ToSchema for SocketAddressSchema {
     fn name() -> Cow<'static, str> {
-        Cow::Borrowed("Socket")
+        Cow::Borrowed("SocketAddress")
     }
 }
 
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn schema_accepts_the_addresses_that_parse() {
-        let schema = serde_json::to_value(Socket::schema()).unwrap();
+        let schema = serde_json::to_value(SocketAddressSchema::schema()).unwrap();
         let schema = jsonschema::validator_for(&schema).unwrap();
         for text in [
             "10.200.0.1:80",

@@ -59,7 +59,7 @@ pub struct FleetApplied {
 pub struct FleetChange {
     /// "server s1", "service web"; empty: the whole fleet.
     pub what: String,
-    /// The key; null: the whole server or service was added or removed.
+    /// Changed configuration key; null: the whole server or service was added or removed.
     pub key: Option<String>,
     /// Old value; null: not set.
     pub old: Option<String>,

@@ -323,7 +323,7 @@ impl Term {
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
         let Self { manager, shared, changes } = self;
         tokio::select! {
-            () = make_tables(&shared, manager.restarted()) => Ok(()),
+            () = make_tables(&shared, manager.has_predecessor()) => Ok(()),
             outcome = process_changes(manager, &shared, changes, hangup) => outcome,
             () = maintenance_loop(&shared) => Ok(()),
         }

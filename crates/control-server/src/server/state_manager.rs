@@ -55,7 +55,7 @@ pub struct StateManager {
     records: Records,
     store: Store,
     clock: RecordClock,
-    restarted: bool,
+    has_predecessor: bool,
     revoked: RevocationList,
     counts: Arc<Counts>,
 }
@@ -180,7 +180,7 @@ impl StateManager {
         }
         let store = open()?;
         let stored = store.load()?;
-        let restarted = stored.is_some();
+        let has_predecessor = stored.is_some();
         let clock = RecordClock::from(stored.as_ref().and_then(|records| records.clock));
         let (fleet, records, refused) = match (start(file, stored.as_ref(), clock.now()), &stored) {
             (Ok((fleet, records)), _) => (fleet, records, false),
@@ -201,7 +201,7 @@ impl StateManager {
         let counts = Arc::new(Counts::default());
         counts.file_refused.store(refused, Ordering::Relaxed);
         let mut manager =
-            Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, revoked, counts };
+            Self { path: path.to_owned(), config, fleet, records, store, clock, has_predecessor, revoked, counts };
         match (manager.save(&manager.records.clone()), stored) {
             (Ok(()), _) => {}
             // With a full disk a controller continues from the records, without changes.
@@ -241,8 +241,8 @@ impl StateManager {
     }
 
     /// Returns whether another process led this fleet before.
-    pub fn restarted(&self) -> bool {
-        self.restarted
+    pub fn has_predecessor(&self) -> bool {
+        self.has_predecessor
     }
 
     pub fn clock(&self) -> RecordClock {

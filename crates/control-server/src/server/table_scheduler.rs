@@ -11,9 +11,9 @@ use super::controller_state::ControllerState;
 /// least every 2 s.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Makes tables, forever. `restarted`: load balancers have tables of an earlier process.
-pub async fn make_tables(shared: &ControllerState, restarted: bool) {
-    let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
+/// Makes tables, forever. `has_predecessor`: load balancers have tables of an earlier process.
+pub async fn make_tables(shared: &ControllerState, has_predecessor: bool) {
+    let limit = Instant::now() + if has_predecessor { SETTLE_LIMIT } else { Duration::ZERO };
     while Instant::now() < limit && !shared.have_all_reported() {
         tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
     }

@@ -50,7 +50,7 @@ pub struct Vip(pub SocketAddr);
 
 impl Vip {
     /// Returns the address of the service with this transport protocol.
-    pub fn with(self, protocol: Protocol) -> ServiceAddress {
+    pub fn with_protocol(self, protocol: Protocol) -> ServiceAddress {
         ServiceAddress { socket: self.0, protocol }
     }
 }

@@ -143,7 +143,7 @@ impl Services<'_> {
             let pool = self.pool(service, &positions, reader);
             let Some(protocol) = service.protocol.value else { continue };
             let mode = service::mode(service, protocol, reader);
-            let address = service.vip.value.map(|vip| vip.with(protocol));
+            let address = service.vip.value.map(|vip| vip.with_protocol(protocol));
             vips.insert(address, &service.vip.span, reader);
             if let Some(address) = address {
                 self.reject_server_address(address.socket.ip(), &service.vip.span, reader);

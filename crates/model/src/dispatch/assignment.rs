@@ -83,7 +83,7 @@ impl fmt::Display for ReservedCores {
 /// The core allocator of the operating system, for two services of which 0 has priority.
 #[derive(Debug, Clone)]
 pub struct CoreAllocation {
-    assignment: Assignment,
+    mode: Assignment,
     reserved: ReservedCores,
     /// Whether service 0 and service 1 run on each core.
     runs: Vec<[bool; 2]>,
@@ -99,8 +99,8 @@ fn own(service: u8) -> [bool; 2] {
 impl CoreAllocation {
     /// Returns the initial allocation. `dedicated`: both services have equally many cores. `hybrid`: they have the
     /// reserved cores, service 0 first, and share the others.
-    pub fn new(assignment: Assignment, cores: u16, reserved: ReservedCores) -> Self {
-        let [first, second] = match assignment {
+    pub fn new(mode: Assignment, cores: u16, reserved: ReservedCores) -> Self {
+        let [first, second] = match mode {
             Assignment::CompleteShare => [0, 0],
             Assignment::Dedicated => [cores / 2, cores - cores / 2],
             Assignment::Hybrid => {
@@ -109,7 +109,7 @@ impl CoreAllocation {
             }
         };
         let runs = |core| [core < cores.saturating_sub(second), core >= first];
-        Self { assignment, reserved, runs: (0..cores).map(runs).collect() }
+        Self { mode, reserved, runs: (0..cores).map(runs).collect() }
     }
 
     /// Returns whether `service` runs on `core`.
@@ -126,7 +126,7 @@ impl CoreAllocation {
         other_waits: bool,
         load: impl Fn(u8, u16) -> u32,
     ) -> Vec<Change> {
-        match self.assignment {
+        match self.mode {
             Assignment::CompleteShare => Vec::new(),
             // Service 1 takes no core while requests of service 0 wait.
             Assignment::Dedicated if hint == LoadHint::ScaleUp && service == 1 && other_waits => Vec::new(),

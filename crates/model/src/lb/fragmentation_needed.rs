@@ -42,7 +42,7 @@ impl LoadBalancer {
             return intf::LB_COUNTER_DROP_EXCEEDS_MTU;
         }
         let sender = packet::source_mac(frame);
-        *frame = if is_ipv6 { error_ipv6(frame, mtu) } else { error(frame, mtu) };
+        *frame = if is_ipv6 { icmpv6_packet_too_big(frame, mtu) } else { icmp_fragmentation_needed(frame, mtu) };
         set_macs(frame, sender, self.own_mac);
         intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED
     }
@@ -65,7 +65,7 @@ fn may_answer_ipv6(frame: &[u8]) -> bool {
 }
 
 /// Returns the error about the packet of `frame`, without MAC addresses.
-fn error(frame: &[u8], mtu: usize) -> Vec<u8> {
+fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
     let quoted = &frame[ETHERNET_HEADER..][..QUOTED];
     let [client, vip] = packet::ipv4_addresses(quoted);
     let mut message = vec![DESTINATION_UNREACHABLE, FRAGMENTATION_NEEDED, 0, 0];
@@ -79,7 +79,7 @@ fn error(frame: &[u8], mtu: usize) -> Vec<u8> {
 }
 
 /// The same in IPv6.
-fn error_ipv6(frame: &[u8], mtu: usize) -> Vec<u8> {
+fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
     let quoted = &frame[ETHERNET_HEADER..][..QUOTED_IPV6];
     let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted[at..at + 16]).expect("16 bytes"));
     let (client, vip) = (address(8), address(24));
