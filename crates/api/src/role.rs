@@ -39,6 +39,7 @@ impl fmt::Display for Role {
 /// An authenticated caller.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Caller {
+    /// Role of the caller.
     pub role: Role,
     /// Its address.
     pub address: IpAddr,

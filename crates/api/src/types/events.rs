@@ -36,6 +36,7 @@ pub struct Event {
     pub id: u64,
     /// Time (ms since 1970).
     pub at_unix_ms: u64,
+    /// Severity of the event.
     pub severity: Severity,
     /// Kind of the event, with the same name in all versions.
     pub event: EventId,
