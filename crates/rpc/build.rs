@@ -1,4 +1,4 @@
-//! Generates the services of `proto/coreward.proto`; their messages are those of `coreward-wire`.
+//! Generates the services of `proto/coreward.proto`; `coreward-wire` has the messages.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=../wire/proto");

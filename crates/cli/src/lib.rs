@@ -9,8 +9,8 @@ use std::process::ExitCode;
 
 pub use log::start_logging;
 
-/// Prints `text` to standard output; a reader that has gone (`| head`) is no error. Fails when standard output cannot
-/// be written for another reason.
+/// Prints `text` to standard output; a closed pipe (`| head`) is no error. Fails when standard output cannot be written
+/// for another reason.
 pub fn print(text: &str) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
@@ -18,13 +18,13 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Returns a command's exit status; an error goes to standard error, with the command's name.
+/// Returns a command's exit status; writes the error and the command's name to standard error.
 #[must_use]
 pub fn exit_status(command: &str, result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The reader may have gone.
+            // Fails if the reader has closed the pipe.
             let _ = writeln!(std::io::stderr(), "{command}: {error:#}");
             ExitCode::FAILURE
         }

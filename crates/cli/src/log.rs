@@ -1,4 +1,4 @@
-//! The log on standard error: lines for people, or one JSON object a line.
+//! Log on standard error: lines of text, or one JSON object per line.
 
 use std::fmt;
 use std::io::IsTerminal as _;
@@ -33,14 +33,14 @@ pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
     builder.init();
     move |debug| {
         let next = if debug { EnvFilter::new("info,coreward=debug") } else { as_started() };
-        // The subscriber lives as long as the process.
+        // Fails only if the subscriber has been dropped, and it lives as long as the process.
         let _ = filter.reload(next);
     }
 }
 
 enum LogFormat {
     Text(Format),
-    /// One object a line: `timestamp` (RFC 3339, UTC), `level`, `message`, and the event's fields by name.
+    /// One object per line: `timestamp` (RFC 3339, UTC), `level`, `message`, and the event's fields by name.
     Json,
 }
 

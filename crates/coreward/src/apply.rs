@@ -1,4 +1,4 @@
-//! `coreward apply`: what another document of the fleet changes, a question, and then all of it or nothing.
+//! `coreward apply`: shows the changes of another fleet document, asks, and applies the document or nothing.
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
@@ -36,7 +36,7 @@ pub struct ApplyArgs {
 /// Interval of checks for acknowledgements.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Fails when the document is wrong, the controller refuses it, or the answer is no.
+/// Runs the command. Fails if the document is wrong, the controller rejects it, or the operator declines.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let proposed = ProposedFleet::read(&client, &args.file)?;
@@ -44,17 +44,17 @@ pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     if is_done && args.wait { wait(&client, args.timeout.into()) } else { Ok(()) }
 }
 
-/// Shows what it changes, asks, and puts it in force; whether it has.
+/// Shows the changes, asks, and applies the document. Returns whether it was applied.
 fn confirm_and_apply(proposed: ProposedFleet, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
     let only_looked = dry_run || proposed.is_in_force();
-    // One object: of what is done, where something is.
+    // JSON output is one object, the result.
     if only_looked || format == Format::Text {
         print(&proposed.difference(format.into())?)?;
     }
     if only_looked {
         return Ok(!dry_run);
     }
-    // JSON has shown nothing yet.
+    // With JSON output the operator has not seen the changes.
     let may_ask = format == Format::Text;
     anyhow::ensure!(yes || may_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
     anyhow::ensure!(yes || confirm()?, "nothing was changed");
@@ -80,7 +80,8 @@ fn is_in_force(seen: &Acknowledgements) -> bool {
     seen.waiting_count == 0 && seen.refused_count == 0 && seen.lost.is_empty()
 }
 
-/// Whether waiting longer changes nothing: a part refuses this configuration, or all that are connected have answered.
+/// Returns whether further waiting is useless: a daemon rejects this configuration, or all connected ones have
+/// answered.
 fn is_final(seen: &Acknowledgements) -> bool {
     let newest = seen.configuration_generation;
     let refuses_it = |refused: &RefusedUpdate| refused.what == "configuration" && refused.generation == newest;

@@ -14,7 +14,7 @@ pub struct AuditArgs {
     limit: u16,
 }
 
-/// Fails when the controller cannot be reached, or rejects the request.
+/// Runs the command. Fails if the controller cannot be reached, or rejects the request.
 pub fn audit(args: &AuditArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let audit = block_on(client.audit(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
@@ -24,7 +24,7 @@ pub fn audit(args: &AuditArgs) -> anyhow::Result<()> {
     print(&audit.entries.iter().map(line).collect::<String>())
 }
 
-/// "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
+/// Returns a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
 fn line(entry: &AuditEntry) -> String {
     let at = format_time(entry.at_unix_ms);
     let AuditEntry { id, who, from_address, action, target, before, after, .. } = entry;

@@ -47,7 +47,7 @@ pub enum Kind {
     Rack,
 }
 
-/// Fails when there is a mistake.
+/// Runs the command. Fails if there is a mistake.
 pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     if let Some(kind) = args.schema {
         return print(&format!("{:#}", kind.schema()));
@@ -73,13 +73,13 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
 
 struct Checked<'a> {
     file: &'a Path,
-    /// `None`: unknown.
+    /// Kind of the file; `None`: unknown.
     kind: Option<Kind>,
     mistakes: Option<Diagnostics>,
 }
 
 impl<'a> Checked<'a> {
-    /// Reads it once: it may be a pipe.
+    /// Reads the file once, because it may be a pipe.
     fn new(file: &'a Path, kind: Option<Kind>) -> Self {
         let source = match Source::read(file) {
             Ok(source) => source,
@@ -129,7 +129,7 @@ impl Kind {
         }
     }
 
-    /// Reads it as the daemon does.
+    /// Checks a file as its daemon does.
     pub fn check(self, source: &Source) -> Result<(), Diagnostics> {
         match self {
             Self::Controller => ControllerConfig::parse(source).map(|_| ()),
@@ -142,7 +142,7 @@ impl Kind {
         }
     }
 
-    /// From the same description as the parser.
+    /// Returns the JSON schema, from the same description as the parser.
     pub fn schema(self) -> Value {
         match self {
             Self::Controller => schema::<ControllerFile>("coreward controller"),
@@ -155,7 +155,7 @@ impl Kind {
         }
     }
 
-    /// A controller's file with the fleet's that it names.
+    /// Checks a controller's file and the fleet's file that it names.
     fn check_with_fleet_file(self, source: &Source) -> Result<(), Diagnostics> {
         let own = self.check(source);
         let named = match self {
@@ -172,8 +172,8 @@ impl Kind {
         }
     }
 
-    /// The kind that knows most of the file's keys; of several the one that the file is named after, then the one that
-    /// it has the fewest mistakes as. Fails when as good be one as another.
+    /// Returns the kind that has most of the file's keys; of several the kind in the file's name, then the one with the
+    /// fewest mistakes. Fails if several kinds are left.
     fn of(source: &Source) -> Result<Self, Diagnostics> {
         let keys = source.keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
@@ -196,14 +196,14 @@ impl Kind {
     }
 }
 
-/// The files of `[etcd.tls]`, as the daemon uses them.
+/// Checks the files of `[etcd.tls]` as the daemon does.
 fn etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
     let wrong = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
     leader_election::cluster(&etcd).map(drop).map_err(wrong)
 }
 
-/// The fleet's file that a controller's names, also when something else in that is wrong.
+/// Returns the path of the fleet's file in a controller's file, even if other keys are wrong.
 fn fleet_of(controller: &Source) -> Option<PathBuf> {
     let table: toml::Table = controller.parse().ok()?;
     Some(controller.path().parent()?.join(table.get("fleet")?.as_str()?))

@@ -1,4 +1,4 @@
-//! Controllers of a command, and its proof.
+//! Options of commands: the controllers, and the caller's proof.
 
 use std::path::PathBuf;
 
@@ -41,7 +41,7 @@ pub struct ContactArgs {
 }
 
 impl ContactArgs {
-    /// Returns the client. Fails when a file cannot be read, or is unsuitable.
+    /// Returns the client. Fails if a file cannot be read, or is invalid.
     pub fn client(&self) -> anyhow::Result<Client> {
         let files = |((ca, certificate), key)| CredentialFiles { ca, certificate, key };
         let certificate = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(files);

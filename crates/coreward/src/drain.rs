@@ -1,4 +1,4 @@
-//! `coreward drain` and `coreward undrain`: a server takes no new connections from now on, and how many remain.
+//! `coreward drain` and `coreward undrain`.
 
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     runtime()?.block_on(async {
         let request = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &request).await?;
-        // One object: of what is so at the end.
+        // JSON output is one object, the final state.
         let is_text = args.query.format == Format::Text;
         if is_text || !args.wait {
             print(&format_status(&status, args.query.format)?)?;
@@ -91,7 +91,8 @@ enum WaitOutcome {
     Some(String),
 }
 
-/// Waits until no connection remains, or the timeout. A controller that is down may return, and the drain is on record.
+/// Waits until no connection remains, or until the timeout. The drain is stored, so the wait continues while no
+/// controller answers.
 async fn wait(
     client: &Client,
     mut status: DrainStatus,
@@ -137,7 +138,7 @@ async fn wait(
     }
 }
 
-/// Returns whether the error is the controller's final answer.
+/// Returns whether the error is a final answer of the controller.
 fn is_final(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }
@@ -158,7 +159,7 @@ fn format_status(status: &DrainStatus, format: Format) -> anyhow::Result<String>
     }
 }
 
-/// "s1 is draining by command: 12 connections remain (api 2, web 10)".
+/// Returns a line such as "s1 is draining by command: 12 connections remain (api 2, web 10)".
 fn describe(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
     let Some(drained) = &status.drained else {

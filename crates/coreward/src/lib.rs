@@ -1,4 +1,4 @@
-//! The one command; each sub-command is a crate's, nothing is decided here.
+//! The command `coreward`. Each sub-command calls the crate that implements it.
 
 mod apply;
 mod audit;
@@ -251,7 +251,7 @@ impl From<Format> for show::Format {
     }
 }
 
-/// Returns the command's definition: names, options and help of every sub-command.
+/// Returns the definition of the command: names, options and help of every sub-command.
 #[must_use]
 pub fn command() -> clap::Command {
     Cli::command()
@@ -266,7 +266,7 @@ pub fn main() -> ExitCode {
 }
 
 impl Command {
-    /// Returns whether it runs until a signal, with its own handling of signals and secrets.
+    /// Returns whether the sub-command runs until a signal, with its own handling of signals and secrets.
     fn is_daemon(&self) -> bool {
         match self {
             Self::Controller(_) | Self::Rack(_) => true,

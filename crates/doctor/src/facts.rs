@@ -18,7 +18,6 @@ use coreward_model::ServiceAddress;
 
 use crate::nat_rules::NatRule;
 
-/// Role of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Role {
     /// `coreward lb`
@@ -30,7 +29,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns the name on the command line.
+    /// Returns the role's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Role::Lb => "lb",
@@ -43,7 +42,7 @@ impl Role {
 /// Settings of the daemon's file, or defaults.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Device of the services' packets; a controller has none.
+    /// Device of the services' packets; `None` for a controller.
     pub interface: Option<String>,
     /// Directory of the pins.
     pub pin_directory: Option<PathBuf>,
@@ -53,34 +52,31 @@ pub struct Settings {
     pub manage_timestamps: bool,
     /// Whether load is the busy time of CPUs.
     pub load_by_cpu_time: bool,
-    /// Agent: selection of workers.
+    /// Agent: whether and how it selects workers.
     pub steer: Steer,
     /// Load balancer: XDP mode.
     pub xdp_mode: XdpMode,
-    /// Load balancer: routing table of its announcements.
+    /// Load balancer: routing table for announced VIPs.
     pub announce_table: Option<u32>,
 }
 
-/// All facts.
+/// All facts about a machine.
 #[derive(Debug, Clone)]
 pub struct Facts {
-    /// Role.
     pub role: Role,
-    /// Settings.
     pub settings: Settings,
-    /// Kernel.
     pub kernel: Kernel,
     /// Missing capabilities.
     pub missing_rights: Vec<&'static str>,
-    /// Hard limit of open files, which a daemon can use.
+    /// Hard limit of open files, to which a daemon raises its limit.
     pub open_files: u64,
-    /// Sysctls by path below /proc/sys; missing ones are absent.
+    /// Sysctls by path below /proc/sys; missing sysctls have no entry.
     pub sysctls: BTreeMap<String, String>,
     /// File system of the pins.
     pub bpf_file_system: BpfFileSystem,
-    /// Reason why pins cannot be taken over.
+    /// Reason why a new process cannot take over the pins.
     pub pins_problem: Option<String>,
-    /// Device; `None`: it does not exist, or was not named.
+    /// Device of the services' packets; `None`: not configured, or missing.
     pub device: Option<Device>,
     /// Addresses of all devices.
     pub addresses: Vec<Address>,
@@ -88,11 +84,10 @@ pub struct Facts {
     pub default_routes: BTreeSet<String>,
     /// Online CPUs.
     pub cpus: usize,
-    /// Clocks.
     pub clock: Clock,
     /// Firewalls and connection tracking.
     pub netfilter: Netfilter,
-    /// Controller that answered, or the error; `None`: no address, or this is its machine.
+    /// Controller that answered, or the error; `None`: no address is configured, or this machine is a controller's.
     pub controller: Option<Result<SocketAddr, String>>,
     /// Services of this machine.
     pub services: Vec<Service>,
@@ -100,7 +95,7 @@ pub struct Facts {
     pub servers: BTreeMap<String, Server>,
     /// Reports rejected as sent in the future.
     pub reports_from_the_future: u64,
-    /// Announcement of VIPs; `None`: not by coreward.
+    /// Announcement of VIPs; `None`: coreward announces no VIPs.
     pub announcement: Option<Announcement>,
     /// Facts about a controller.
     pub controller_facts: Option<ControllerFacts>,
@@ -115,9 +110,9 @@ pub struct Facts {
 pub struct PollingThread {
     /// Thread id.
     pub thread: u32,
-    /// Name.
+    /// Name of the thread.
     pub name: String,
-    /// Its CPU.
+    /// CPU of the thread.
     pub cpu: usize,
 }
 
@@ -139,7 +134,7 @@ pub struct CertificateFacts {
 /// Requirements of announced VIPs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Announcement {
-    /// Routing table.
+    /// Number of the routing table.
     pub table: u32,
     /// `ip rule` entries that use the table, or the error.
     pub rules: Result<Vec<String>, String>,
@@ -147,10 +142,9 @@ pub struct Announcement {
     pub daemon: Option<String>,
 }
 
-/// Kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
-    /// Release, as of `uname -r`.
+    /// Kernel release, which `uname -r` prints.
     pub release: String,
     /// Whether /sys/kernel/btf/vmlinux exists.
     pub type_information: bool,
@@ -170,25 +164,25 @@ pub struct BpfFileSystem {
 /// Device of the services' packets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
-    /// Whether it is up, with a carrier.
+    /// Whether the device is up and has a carrier.
     pub running: bool,
-    /// Whether it has a MAC address.
+    /// Whether the device has a MAC address.
     pub ethernet: bool,
-    /// MTU, bytes.
+    /// MTU in bytes.
     pub mtu: u32,
     /// Name of the driver.
     pub driver: String,
     /// Channels; `None`: the driver does not report them.
     pub channels: Option<Channels>,
-    /// Whether it merges received packets in hardware.
+    /// Whether the device merges received packets in hardware.
     pub lro: bool,
-    /// Whether RSS hashes packets of this type by their ports; absent: the driver does not report it.
+    /// Whether RSS hashes packets of this type by their ports; no entry: the driver does not report it.
     pub port_hashing: BTreeMap<FlowType, bool>,
-    /// XDP programs.
+    /// XDP programs on the device.
     pub xdp: Xdp,
-    /// Whether the other end has an XDP program; `None`: no veth, or the other end is not visible.
+    /// Whether the other end has an XDP program; `None`: the device is no veth, or its other end is not visible.
     pub veth_peer_has_xdp: Option<bool>,
-    /// Counters, other than 0, of frames that XDP sent and the driver dropped.
+    /// Counters above 0 of frames that XDP sent and the driver dropped.
     pub xdp_send_errors: Vec<(String, u64)>,
     /// Id of coreward's program, by its pinned link.
     pub own_program_id: Option<u32>,
@@ -200,20 +194,20 @@ pub struct Device {
     pub rss: Result<(usize, InputTransform), RssProblem>,
     /// Whether the driver moves open connections (ATR); `None`: it cannot.
     pub moves_connections: Option<bool>,
-    /// Whether it removes VLAN tags of received frames.
+    /// Whether the device removes VLAN tags of received frames.
     pub strips_vlan_tags: bool,
-    /// VLAN devices on it.
+    /// VLAN devices on this device.
     pub vlans: Vec<String>,
-    /// Whether /sys is of this network namespace; otherwise RPS and interrupts are not visible.
+    /// Whether /sys belongs to this network namespace. If not, RPS and interrupts are not visible.
     pub is_sysfs_visible: bool,
 }
 
 /// Reason why the receive queue of a connection is unknown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RssProblem {
-    /// It shows no table.
+    /// The device shows no indirection table.
     None(String),
-    /// It uses another hash, or reports none.
+    /// The device uses another hash, or reports none.
     Other(String),
 }
 
@@ -224,12 +218,12 @@ pub struct Address {
     pub device: String,
     /// Address.
     pub address: IpAddr,
-    /// Netmask, of the same family.
+    /// Netmask, of the same address family.
     pub mask: IpAddr,
 }
 
 impl Address {
-    /// Returns whether `other` is in its network.
+    /// Returns whether `other` is in the address's network.
     pub fn reaches(&self, other: IpAddr) -> bool {
         match (self.address, self.mask, other) {
             (IpAddr::V4(own), IpAddr::V4(mask), IpAddr::V4(other)) => own & mask == other & mask,
@@ -239,12 +233,11 @@ impl Address {
     }
 }
 
-/// Clocks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Clock {
     /// Clock source of the kernel; empty: unknown.
     pub source: String,
-    /// Whether the wall clock is synchronised (NTP); `None`: unknown.
+    /// Whether the wall clock is synchronised (NTP); `None`: not known.
     pub synchronised: Option<bool>,
 }
 
@@ -257,14 +250,14 @@ pub struct Netfilter {
     pub legacy_tables: Vec<String>,
 }
 
-/// Chain.
+/// Chain of nftables.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Chain {
     /// Family, table and name.
     pub name: String,
-    /// Hook; empty without one.
+    /// Hook; empty: the chain has no hook.
     pub hook: String,
-    /// Whether its policy is to drop.
+    /// Whether the chain's policy is to drop.
     pub drops_by_default: bool,
     /// Whether a rule accepts packets or jumps to another chain.
     pub accepts_packets: bool,
@@ -276,20 +269,20 @@ pub struct Chain {
     pub rules: Vec<NatRule>,
 }
 
-/// Service.
+/// Service of the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// Name.
+    /// Name of the service.
     pub name: String,
     /// VIP, port, protocol.
     pub address: ServiceAddress,
     /// Whether load balancers stamp it (`timestamps = "lb"`).
     pub stamped_by_lb: bool,
-    /// Whether it is stamped at all.
+    /// Whether anything stamps the service's packets.
     pub stamped: bool,
-    /// How packets reach its servers.
+    /// Forwarding of packets to the servers.
     pub forwarding: Forwarding,
-    /// Its sockets here, or the error; `None`: not served by this machine.
+    /// Sockets of the service on this machine, or the error; `None`: the machine does not serve it.
     pub sockets: Option<Result<Sockets, String>>,
 }
 
@@ -304,7 +297,7 @@ impl Service {
 pub struct Server {
     /// Address for load balancers.
     pub address: IpAddr,
-    /// Whether load balancers send it frames without a tag: by `forwarding = "l2"`, in no VLAN.
+    /// Whether load balancers send untagged frames to the server, by `forwarding = "l2"`.
     pub is_on_segment: bool,
 }
 
@@ -313,9 +306,9 @@ pub struct Server {
 pub struct Sockets {
     /// Number of sockets.
     pub count: usize,
-    /// Whether they have SO_REUSEPORT; `None`: unknown.
+    /// Whether the sockets have SO_REUSEPORT; `None`: unknown.
     pub reuseport: Option<bool>,
-    /// Allowed CPUs of each process that waits for one.
+    /// Allowed CPUs of each process that waits for one of the sockets.
     pub workers: Vec<BTreeSet<usize>>,
 }
 
@@ -324,11 +317,11 @@ pub struct Sockets {
 pub struct ControllerFacts {
     /// Listening address.
     pub listen: SocketAddr,
-    /// Error of binding it.
+    /// Error of binding the address.
     pub listen_problem: Option<String>,
-    /// Whether a controller answers there.
+    /// Whether a controller answers at the address.
     pub running: bool,
-    /// Its records.
+    /// Store of the controller's records.
     pub store: StoreFacts,
 }
 
@@ -337,18 +330,18 @@ pub struct ControllerFacts {
 pub enum StoreFacts {
     /// A file.
     File {
-        /// Path.
+        /// Path of the file.
         path: PathBuf,
-        /// Reason why it cannot be created or written.
+        /// Reason why the file cannot be created or written.
         problem: Option<String>,
-        /// Permission bits; `None`: no such file.
+        /// Permission bits; `None`: the file does not exist.
         mode: Option<u32>,
     },
     /// etcd.
     Etcd {
         /// Endpoints.
         endpoints: Vec<String>,
-        /// Leader, or the error.
+        /// Leader in etcd, or the error.
         leader: Result<String, String>,
     },
 }
@@ -363,7 +356,7 @@ impl Facts {
         self.sysctls.get(path)?.trim().parse().ok()
     }
 
-    /// Returns net.ipv4.conf of (all, the device).
+    /// Returns values of net.ipv4.conf for `all` and for the device.
     pub fn device_sysctl(&self, name: &str) -> Option<(u32, u32)> {
         let of = |device: &str| self.sysctl(&device_sysctl(device, name));
         Some((of("all")?, of(self.interface())?))

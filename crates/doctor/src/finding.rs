@@ -5,11 +5,11 @@ use std::path::PathBuf;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// As expected.
+    /// The observation is as expected.
     Ok,
-    /// Not visible.
+    /// The fact is not visible.
     Unknown,
-    /// Slower, or on other cores than predicted.
+    /// Packets are slower, or on other cores than predicted.
     Warning,
     /// Packets or connections are lost, or the daemon does not start.
     Fault,
@@ -45,7 +45,7 @@ pub struct Remediation {
     pub fix: Option<Fix>,
 }
 
-/// Repair by `--fix`; none can break a connection.
+/// Repair by `--fix`. No repair can break a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fix {
     /// Sets a sysctl, now and in a drop-in file for the next boot.
@@ -58,7 +58,7 @@ pub enum Fix {
     Write { path: PathBuf, value: &'static str },
     /// Mounts the BPF file system at /sys/fs/bpf, until the next boot (systemd does it at boot).
     MountBpf,
-    /// Removes access of all but the owner.
+    /// Removes access for all users but the owner.
     OwnerOnly(PathBuf),
 }
 
@@ -100,7 +100,7 @@ impl Finding {
         self
     }
 
-    /// Adds a sysctl to set, by `--fix` if `safe`.
+    /// Adds a sysctl to set, by `--fix` if this is `safe`.
     pub fn sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
         if safe { self.fix(fix) } else { self.remedy(fix.command()) }
@@ -110,7 +110,7 @@ impl Finding {
 impl Fix {
     pub fn command(&self) -> String {
         match self {
-            // With slashes, as names of devices may have dots.
+            // With slashes, because names of devices may contain dots.
             Fix::Sysctl { path, value } => format!("sysctl -w {}={value}", sysctl_name(path)),
             Fix::Write { path, value } => format!("echo {value} > {}", path.display()),
             Fix::MountBpf => "mount -t bpf bpf /sys/fs/bpf".to_owned(),
@@ -119,7 +119,7 @@ impl Fix {
     }
 }
 
-/// Returns the name for sysctl.d(5): dots for slashes, unless the device's name has dots.
+/// Returns the name of a sysctl for sysctl.d(5): slashes become dots, unless the device's name contains dots.
 pub fn sysctl_name(path: &str) -> String {
     if path.contains('.') { path.to_owned() } else { path.replace('/', ".") }
 }

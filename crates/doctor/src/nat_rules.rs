@@ -1,4 +1,4 @@
-//! Rules of nftables that change destinations: whether one can match the packets of a service.
+//! Rules of nftables that change destinations: matching with the packets of services.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -12,11 +12,12 @@ use crate::facts::Chain;
 /// Rule that changes destinations or leads to other chains.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NatRule {
-    /// All must hold. A condition that is not understood is left out, so that the rule matches more.
+    /// Conditions, all of which must hold. A condition that is not understood is omitted, so that the rule matches
+    /// more.
     pub conditions: Vec<Condition>,
-    /// Whether it changes destinations.
+    /// Whether the rule changes destinations.
     pub translates: bool,
-    /// Names of the chains to which it leads.
+    /// Names of the chains to which the rule jumps.
     pub jumps: Vec<String>,
 }
 

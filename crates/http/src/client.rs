@@ -28,14 +28,14 @@ use coreward_api::types::{
 };
 use exchange::{PendingRequest, exchange};
 
-/// Time in which each of several controllers must report whether it leads.
+/// Time limit for each of several controllers to report whether it leads.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn drain_path(server: &str) -> String {
     format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
 }
 
-/// Client of a fleet's controllers, with the caller's proof. Of several the leader answers.
+/// Client of a fleet's controllers, with the caller's proof. It sends requests to the leader.
 #[derive(Debug, Clone)]
 pub struct Client {
     controllers: Vec<ControllerUrl>,
@@ -51,9 +51,8 @@ impl Client {
         Self::with_controllers(vec![controller], &proof, Host::Requested)
     }
 
-    /// Returns a client of all controllers of a fleet. `host`: expected host in the certificates of those with
-    /// `https://`. Fails when a file cannot be read, a secret is readable by others than its owner, or `https://` is
-    /// used without a `ca`.
+    /// Returns a client of all controllers of a fleet. `host`: expected host in certificates, for `https://`. Fails
+    /// when a file cannot be read, a secret is readable by others than its owner, or `https://` is used without a `ca`.
     pub fn with_controllers(controllers: Vec<ControllerUrl>, proof: &Credential, host: Host) -> anyhow::Result<Self> {
         let (token, https) = match proof {
             Credential::Token { file, ca } => {
@@ -75,13 +74,13 @@ impl Client {
         Ok(Self { controllers, token, https })
     }
 
-    /// Returns the controller's health: whether it leads, and otherwise the leader.
+    /// Returns the controller's health, and the leader's address if another controller leads.
     pub async fn health(&self) -> anyhow::Result<Health> {
         self.get("health", &()).await
     }
 
-    /// Returns the full status. `rss_keys`: with whole RSS keys (operators). Fails, like all of these, when the
-    /// controller cannot be reached, and with a [`Problem`] when it rejects the request.
+    /// Returns the full status. `rss_keys`: includes full RSS keys (operators only). Like all requests, it fails if the
+    /// controller cannot be reached, and with a [`Problem`] if the controller rejects it.
     pub async fn status(&self, rss_keys: bool) -> anyhow::Result<Status> {
         self.get("status", &[("rss_keys", rss_keys)]).await
     }
@@ -96,7 +95,7 @@ impl Client {
         self.get("keys", &()).await
     }
 
-    /// Begins a rotation of the cookie keys, or continues it.
+    /// Begins or continues a rotation of the cookie keys.
     pub async fn rotate_keys(&self, rotate: &RotateKeys) -> anyhow::Result<Keys> {
         self.send(Method::POST, "keys/rotate", rotate).await
     }
@@ -233,7 +232,7 @@ impl Client {
     }
 }
 
-/// Returns the TLS failure that caused the error, if there is one.
+/// Returns the TLS failure that caused the error, if any.
 fn failure(error: &anyhow::Error) -> Option<&Failure> {
     error.root_cause().downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
 }

@@ -14,10 +14,10 @@ use tokio::time::timeout;
 
 use crate::limits::network;
 
-/// Interval of checks for an idle connection while all are active.
+/// Interval of checks for an idle connection while all connections are active.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// All connection slots of a server.
+/// Connection slots of a server.
 pub(crate) struct ConnectionSlots {
     free: Arc<Semaphore>,
     connections: Mutex<Connections>,
@@ -32,9 +32,9 @@ struct Connections {
 
 struct Connection {
     network: IpAddr,
-    /// Active requests.
+    /// Number of active requests.
     requests: usize,
-    /// Time of its last answer, or of its arrival.
+    /// Number of the last answer, or of the connection's arrival.
     idle_since: u64,
     close_signal: Arc<Notify>,
 }
@@ -45,7 +45,7 @@ impl Connections {
         self.next
     }
 
-    /// Returns the connection that has been idle for longest, in the network with most idle ones.
+    /// Returns the longest idle connection of the network with most idle connections.
     fn idlest(&self) -> Option<&Connection> {
         let idle = || self.by_number.values().filter(|connection| connection.requests == 0);
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
@@ -101,7 +101,7 @@ impl Permit {
         RequestGuard(self.clone())
     }
 
-    /// Returns when others need the slot and no request is active.
+    /// Returns when the connection is idle and another one needs its slot.
     pub(crate) async fn wait_until_needed(&self) {
         loop {
             self.close_signal.notified().await;
@@ -126,7 +126,7 @@ impl Drop for Permit {
     }
 }
 
-/// An active request.
+/// Guard of an active request.
 pub(crate) struct RequestGuard(Arc<Permit>);
 
 impl Drop for RequestGuard {
@@ -137,7 +137,7 @@ impl Drop for RequestGuard {
     }
 }
 
-/// Body of an answer: the request is active until it ends.
+/// Body of an answer; the request counts as active until the body ends.
 pub(crate) struct TrackedBody<B> {
     pub(crate) body: B,
     pub(crate) _guard: RequestGuard,

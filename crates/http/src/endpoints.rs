@@ -1,5 +1,5 @@
-//! Common parts of all endpoints. An endpoint is added with its role; that line gives it authentication, limits, a
-//! timeout, and its place in the OpenAPI document.
+//! Common parts of all endpoints. Adding an endpoint with its role gives it authentication, limits, a timeout, and an
+//! entry in the OpenAPI document.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -30,14 +30,14 @@ use coreward_api::{Caller, Role};
 
 /// Default limit of a request's body in bytes.
 pub const SMALL_BODY: usize = 64 << 10;
-/// Bytes of a body with a document of the fleet: 16,384 servers and 1,000 services are about 2 MB.
+/// Limit of the body of a fleet document, bytes: 16,384 servers and 1,000 services are about 2 MB.
 pub const DOCUMENT_BODY: usize = 8 << 20;
 /// Time from a request's first byte to the first byte of its answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The name of bearer tokens in the OpenAPI document.
+/// Name of bearer tokens in the OpenAPI document.
 const TOKEN_SCHEME: &str = "token";
 
-/// Requests so far, by the status of their answers.
+/// Counts of answered requests, by status.
 #[derive(Debug, Default)]
 pub struct RequestCounts(Mutex<BTreeMap<u16, u64>>);
 
@@ -60,20 +60,20 @@ pub struct Guard {
     revoked: RevocationList,
     limits: Limits,
     requests: Arc<RequestCounts>,
-    /// Counts changes of permissions.
+    /// Number of changes of permissions.
     permission_changes: watch::Sender<u64>,
 }
 
 impl Guard {
-    /// Accepts callers with one of these.
+    /// Returns a guard that accepts callers with one of these tokens, or a certificate that is not revoked.
     pub fn new(tokens: Arc<Tokens>, revoked: RevocationList, requests: Arc<RequestCounts>) -> Self {
         let (sessions, limits) = (Sessions::default(), Limits::default());
         Self { tokens, sessions, revoked, limits, requests, permission_changes: watch::Sender::new(0) }
     }
 
-    /// Reads the tokens again. If they changed, sessions that were begun with a token end. Those begun with a
-    /// certificate always end, because it may be revoked now, and so do streaming answers ([`Guard::changes`]);
-    /// permitted callers reconnect. Fails when a token cannot be used: all old ones stay valid.
+    /// Reads the tokens again. If they changed, sessions that a token began end. Sessions that a certificate began
+    /// always end, because it may be revoked now. Streaming answers end, too ([`Guard::permission_changes`]), and
+    /// permitted callers reconnect. If a token is unusable, fails and keeps the previous tokens.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
         self.sessions.end_sessions_begun_by(false);
@@ -84,7 +84,7 @@ impl Guard {
         outcome.map(drop)
     }
 
-    /// Changes when permissions may have changed: streaming answers end then.
+    /// Returns a receiver of changes of permissions, at which streaming answers end.
     pub fn permission_changes(&self) -> watch::Receiver<u64> {
         self.permission_changes.subscribe()
     }
@@ -94,7 +94,7 @@ impl Guard {
         &self.sessions
     }
 
-    /// Returns the caller by its token, its certificate, or its session.
+    /// Returns the caller, identified by token, certificate or session.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
         let session =
@@ -116,7 +116,7 @@ impl Guard {
         }
     }
 
-    /// Returns the role, and the token's id.
+    /// Returns the role of the token, and its id.
     fn role_of(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
         // RFC 9110, Sect. 11.1: the scheme's case does not matter.
@@ -126,12 +126,12 @@ impl Guard {
     }
 }
 
-/// Identifies a token without revealing it: the beginning of its SHA-256.
+/// Returns the beginning of a token's SHA-256, which identifies the token without revealing it.
 pub fn token_id(token: &str) -> String {
     Fingerprint::sha256(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
 }
 
-/// Checks before one endpoint.
+/// Checks before the handler of one endpoint.
 #[derive(Clone)]
 struct RouteGuard {
     guard: Arc<Guard>,
@@ -169,7 +169,7 @@ async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response 
     }
 }
 
-/// All endpoints, and their document.
+/// Router of all endpoints, and their OpenAPI document.
 pub struct Endpoints<S> {
     guard: Arc<Guard>,
     router: OpenApiRouter<S>,
@@ -180,7 +180,7 @@ pub struct Endpoints<S> {
 struct CommonHeaders;
 
 impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
-    /// Returns an empty set.
+    /// Returns a router without endpoints.
     pub fn new(guard: Arc<Guard>, title: &str, description: &str) -> Self {
         let mut document = CommonHeaders::openapi();
         document.info.title = title.to_owned();
@@ -199,7 +199,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
         self.add_with_body(needed, SMALL_BODY, routes)
     }
 
-    /// [`Endpoints::add`] with another limit of the body in bytes.
+    /// Like [`Endpoints::add`], with another limit of the body in bytes.
     pub fn add_with_body(mut self, needed: Role, body: usize, routes: UtoipaMethodRouter<S>) -> Self {
         let (schemas, mut paths, router) = routes;
         paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, needed));
@@ -236,8 +236,7 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
 
 /// Adds the common parts of an operation to the document: its role, and the errors of all operations.
 fn describe(operation: &mut Operation, needed: Role) {
-    // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the roles that are
-    // needed.
+    // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the required roles.
     operation.security = Some(vec![SecurityRequirement::new(TOKEN_SCHEME, [needed.name()])]);
     let mut errors = vec![
         ("400", "The request is malformed"),

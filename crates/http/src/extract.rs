@@ -1,4 +1,4 @@
-//! Extractors of handlers; a mismatch is answered by a [`Problem`].
+//! Extractors of handlers; the answer to a mismatch is a [`Problem`].
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -13,17 +13,17 @@ use crate::Problem;
 use crate::endpoints::SMALL_BODY;
 use crate::work::{self, Size};
 
-/// The query's parameters.
+/// Parameters of the query.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Query), rejection(Problem))]
 pub struct Query<T>(pub T);
 
-/// The path's parameters.
+/// Parameters of the path.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Path), rejection(Problem))]
 pub struct Path<T>(pub T);
 
-/// A body, or an answer.
+/// JSON body of a request or an answer.
 #[derive(Debug)]
 pub struct Json<T>(pub T);
 
@@ -32,7 +32,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Problem> {
         let (head, body) = request.into_parts();
-        // The head's content type is checked first, with a valid body.
+        // The content type is checked first, with a valid body in place of the actual one.
         let empty = Request::from_parts(head.clone(), Body::from("{}"));
         axum::Json::<Object<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
@@ -42,7 +42,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
     }
 }
 
-/// Requires an object: serde would accept an array of a struct's fields, too.
+/// Value that must be a JSON object: serde would accept an array of a struct's fields, too.
 struct Object<T>(T);
 
 impl<'de, T: DeserializeOwned> Deserialize<'de> for Object<T> {

@@ -1,4 +1,4 @@
-//! The controller's HTTP API in transport, for both sides. Its documents are in `crates/api`.
+//! Transport of the controller's HTTP API, for both sides. `crates/api` contains the documents.
 //!
 //! * [`problem`][]: errors by RFC 9457
 //! * [`tokens`][]: proofs of callers
@@ -9,7 +9,7 @@
 //! * [`serve`][]: connections
 //! * [`client`][]: client for commands
 //!
-//! The handlers are the controller's: `crates/control-server/src/api`.
+//! The controller's handlers are in `crates/control-server/src/api`.
 
 #![deny(missing_docs)]
 

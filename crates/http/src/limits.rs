@@ -19,15 +19,15 @@ type Limiter<K> = RateLimiter<
     NoOpMiddleware<<MonotonicClock as governor::clock::Clock>::Instant>,
 >;
 
-/// Reading requests: a dashboard, a few scripts. Per second, for each role and address.
+/// Reading requests per second, for each role and address: enough for a dashboard and a few scripts.
 const READS: NonZeroU32 = NonZeroU32::new(200).unwrap();
-/// Requests that only an operator may send, per second for each address.
+/// Requests per second that only an operator may send, for each address.
 const WRITES: NonZeroU32 = NonZeroU32::new(20).unwrap();
-/// Requests without a valid token, per second for each address.
+/// Requests per second without a valid token, for each address.
 const REFUSALS: NonZeroU32 = NonZeroU32::new(10).unwrap();
 /// Burst as a multiple of the rate.
 const BURST: u32 = 5;
-/// Number of callers from which inactive ones are forgotten.
+/// Number of callers above which inactive callers are forgotten.
 const MAX_CALLERS: usize = 4096;
 
 /// The rate limits.
@@ -59,7 +59,7 @@ impl Limits {
         self.check(if writes { &self.writes } else { &self.reads }, &(role, network(address)))
     }
 
-    /// Counts a request without a valid proof.
+    /// Counts a request of an unauthenticated caller.
     pub fn count_rejected(&self, address: IpAddr) -> Result<(), Problem> {
         self.check(&self.refusals, &network(address))
     }
@@ -78,7 +78,7 @@ fn too_many(wait: Duration) -> Problem {
         .retry_after(seconds)
 }
 
-/// Returns the /64 network of an IPv6 address, which one host may have as a whole.
+/// Returns the /64 network of an IPv6 address, because one host may have all of it.
 pub(crate) fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX))),

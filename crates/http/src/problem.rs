@@ -18,22 +18,22 @@ pub enum ProblemKind {
     /// The request is malformed.
     #[serde(rename = "urn:coreward:problem:bad-request")]
     BadRequest,
-    /// No token, or one that is not valid.
+    /// The request has no valid token.
     #[serde(rename = "urn:coreward:problem:unauthenticated")]
     Unauthenticated,
-    /// The role does not permit it.
+    /// The caller's role does not permit the request.
     #[serde(rename = "urn:coreward:problem:forbidden")]
     Forbidden,
     /// The named object does not exist.
     #[serde(rename = "urn:coreward:problem:not-found")]
     NotFound,
-    /// The path has other methods only.
+    /// The path does not have this method.
     #[serde(rename = "urn:coreward:problem:method-not-allowed")]
     MethodNotAllowed,
     /// The request took too long.
     #[serde(rename = "urn:coreward:problem:timeout")]
     Timeout,
-    /// The controller's state is not the one that the request expects.
+    /// The controller's state differs from the state that the request expects.
     #[serde(rename = "urn:coreward:problem:conflict")]
     Conflict,
     /// The body exceeds the endpoint's limit.
@@ -45,7 +45,8 @@ pub enum ProblemKind {
     /// The document in the request has mistakes (see `mistakes`).
     #[serde(rename = "urn:coreward:problem:wrong-document")]
     WrongDocument,
-    /// The caller's rate limit, or the limit of watchers, is exceeded; `Retry-After` has the time of the next attempt.
+    /// The caller's rate limit, or the limit of watchers, is exceeded; `Retry-After` contains the time until the next
+    /// attempt.
     #[serde(rename = "urn:coreward:problem:too-many-requests")]
     TooManyRequests,
     /// Another controller leads (see `leader` and `leader_api`).
@@ -54,7 +55,7 @@ pub enum ProblemKind {
     /// The change cannot be stored, for example on a full disk; nothing has changed.
     #[serde(rename = "urn:coreward:problem:not-stored")]
     NotStored,
-    /// Fault of the controller.
+    /// The controller has a fault.
     #[serde(rename = "urn:coreward:problem:internal")]
     Internal,
 }
@@ -95,20 +96,20 @@ pub struct Problem {
     /// Mistakes of a document, in the order of its lines (the first 100).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mistakes: Vec<DocumentMistake>,
-    /// Seconds, as in `Retry-After`.
+    /// Time until the next attempt (s), as in `Retry-After`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry_after_s: Option<u64>,
-    /// Address of the leading controller for daemons, if this one follows.
+    /// Address of the leading controller for daemons, if this controller follows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<Box<str>>,
-    /// `https://HOST:PORT` of the leader's API, if it listens beyond its own host: repeat the request there.
+    /// `https://HOST:PORT` of the leader's API, for a repeated request, if the API is not limited to the leader's host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(format = "uri")]
     pub leader_api: Option<Box<str>>,
 }
 
 impl Problem {
-    /// `detail`: found value and expectation.
+    /// Returns an error. `detail`: found value and expectation.
     pub fn new(kind: ProblemKind, detail: impl Into<String>) -> Self {
         let (status, title) = kind.status_and_title();
         let (title, status) = (title.into(), status.as_u16());
@@ -125,7 +126,7 @@ impl Problem {
         }
     }
 
-    /// Returns the error for an unknown `what`.
+    /// Returns the error for an unknown object; `what`: its kind.
     pub fn not_found(what: &str, name: &str) -> Self {
         Self::new(ProblemKind::NotFound, format!("{what} {name:?} does not exist"))
     }

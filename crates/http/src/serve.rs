@@ -23,11 +23,12 @@ use coreward_api::Role;
 /// Limits of connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionLimits {
-    /// Concurrent connections. At the limit, a new one replaces an idle one; without any it waits.
+    /// Limit of concurrent connections. At the limit, a new connection replaces an idle one, or waits.
     pub connections: usize,
-    /// Time to the end of a request's head, from the handshake or from the last answer on. Answers are not limited.
+    /// Time limit for a request's head, from the handshake or the last answer on. The time between request and answer
+    /// is not limited.
     pub head_timeout: Duration,
-    /// Bytes of a head.
+    /// Limit of a request's head, bytes.
     pub head_bytes: usize,
     /// Time after which a client that reads nothing of an answer is disconnected.
     pub write: Duration,
@@ -44,12 +45,12 @@ impl Default for ConnectionLimits {
     }
 }
 
-/// Peer of a connection, known to every request.
+/// Peer of a connection, which every request carries.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// Its address.
+    /// Address of the peer.
     pub address: IpAddr,
-    /// Identity by its certificate.
+    /// Identity of the peer's certificate, if it has one.
     pub certificate: Option<CertificateIdentity>,
     /// Whether the connection is encrypted.
     pub encrypted: bool,
@@ -58,9 +59,9 @@ pub struct Peer {
 /// Identity of an operator or a viewer by certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateIdentity {
-    /// Its role.
+    /// Role in the certificate.
     pub role: Role,
-    /// The name in the certificate.
+    /// Name in the certificate.
     pub name: Arc<str>,
     /// Fingerprint of the certificate.
     pub fingerprint: Fingerprint,
@@ -86,7 +87,7 @@ pub trait Acceptor: Clone + Send + Sync + 'static {
     /// Stream of requests.
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
-    /// Returns the secured connection and its peer. Has a timeout of its own.
+    /// Returns the secured connection and its peer. The implementation has its own timeout.
     fn accept(
         &self,
         stream: TcpStream,
@@ -114,7 +115,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds the address. Fails when that is not possible.
+    /// Binds the address. Fails if the address is in use or does not exist.
     pub fn bind(address: SocketAddr) -> anyhow::Result<Self> {
         let expected = "expected a free port and an address of this host (`api`)";
         let listener =
@@ -124,12 +125,12 @@ impl Listener {
         Ok(Self { listener, address, bounds: ConnectionLimits::default() })
     }
 
-    /// Sets other limits.
+    /// Replaces the limits of connections.
     pub fn within(self, bounds: ConnectionLimits) -> Self {
         Self { bounds, ..self }
     }
 
-    /// Returns its address.
+    /// Returns the listening address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -179,7 +180,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acc
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // For example without free descriptors: connections need time to end.
+                // For example too many open files: other connections need time to end.
                 tracing::warn!(event = "accept-failed", %error, "cannot accept a connection to the API");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
@@ -189,7 +190,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acc
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
             let ended = tokio::select! {
-                // First its pending request: a client that has just sent one stays.
+                // A pending request comes first, so that a client that has just sent one keeps its connection.
                 biased;
                 ended = connection(stream, address, bounds, &permit, acceptor, router) => ended,
                 () = permit.wait_until_needed() => Err("idle, and its slot is needed for another connection".into()),

@@ -1,5 +1,5 @@
 //! Sessions of browsers. A browser sends its cookie to any listener on the host, and on behalf of any page of the same
-//! site. So every session has the viewer's role, also an operator's, and cannot change the fleet.
+//! site. So every session has the viewer's role, even if an operator began it, and cannot change the fleet.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -15,11 +15,11 @@ use subtle::ConstantTimeEq as _;
 
 /// Lifetime of a session.
 const LIFE: Duration = Duration::from_secs(12 * 3600);
-/// Limit of sessions; the oldest one ends.
+/// Limit of sessions; beyond it the oldest one ends.
 const MAX_SESSIONS: usize = 256;
 const COOKIE: &str = "coreward_session";
 
-/// Sessions in force.
+/// Open sessions.
 #[derive(Default)]
 pub struct Sessions(Mutex<Vec<Session>>);
 
@@ -30,7 +30,7 @@ pub enum SessionProof {
     Token,
     /// A certificate.
     Certificate {
-        /// Certificate with which the session ends.
+        /// Fingerprint of the certificate, with which the session ends.
         fingerprint: Fingerprint,
         /// End of the certificate (since 1970).
         not_after: Duration,
@@ -56,7 +56,7 @@ struct Session {
 }
 
 impl Sessions {
-    /// Begins a session and returns its `Set-Cookie`. `by`: the proof; `encrypted`: whether it came by TLS.
+    /// Begins a session and returns its `Set-Cookie`. `by`: the proof; `encrypted`: whether the request came by TLS.
     pub fn create(&self, by: SessionProof, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
@@ -70,7 +70,7 @@ impl Sessions {
         cookie
     }
 
-    /// Whether the request belongs to a session. One that was begun with a certificate ends with it.
+    /// Returns whether the request belongs to a session. A session that a certificate began ends with the certificate.
     pub fn has_session(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
         let mut living = self.live_sessions();
         living.retain(|session| session.by.is_valid(revoked));
@@ -86,7 +86,7 @@ impl Sessions {
         set_cookie("", Duration::ZERO, encrypted)
     }
 
-    /// Ends sessions that were begun by a token, or by a certificate.
+    /// Ends sessions that were begun by a token if `token`, or else by a certificate.
     pub fn end_sessions_begun_by(&self, token: bool) {
         self.live_sessions().retain(|session| (session.by == SessionProof::Token) != token);
     }
@@ -105,7 +105,8 @@ impl Session {
     }
 }
 
-/// RFC 6265bis, Sect. 4.1.2.5: a browser sends `Secure` cookies by TLS only, and accepts none in clear text.
+/// Returns a cookie. RFC 6265bis, Sect. 4.1.2.5: browsers send `Secure` cookies by TLS only, and accept none in clear
+/// text.
 fn set_cookie(id: &str, life: Duration, encrypted: bool) -> String {
     let secure = if encrypted { "; Secure" } else { "" };
     format!("{COOKIE}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}", life.as_secs())

@@ -15,14 +15,14 @@ use subtle::ConstantTimeEq as _;
 
 use coreward_api::Role;
 
-/// Random bytes of a token that is drawn.
+/// Number of random bytes in a generated token.
 const TOKEN_BYTES: usize = 32;
-/// Random bytes in the name of a temporary file.
+/// Number of random bytes in the name of a temporary file.
 const TEMPORARY_NAME_BYTES: usize = 9;
 /// Minimum length of an operator's own token, in characters.
 const MIN_LENGTH: usize = 32;
 
-/// Returns the file of a role's token.
+/// Returns the path of a role's token.
 pub fn token_file(directory: &Path, role: Role) -> PathBuf {
     directory.join(format!("{role}.token"))
 }
@@ -43,8 +43,8 @@ impl Tokens {
         Ok(tokens)
     }
 
-    /// Reads the files again, and returns whether a token has changed. On an error, as in [`open`](Self::open), the old
-    /// tokens stay valid.
+    /// Reads the files again, and returns whether a token has changed. On an error, as in [`open`](Self::open), the
+    /// previous tokens stay valid.
     pub fn reload(&self) -> anyhow::Result<bool> {
         let read = |role| read_or_draw(&token_file(&self.directory, role)).map(|token| (role, token));
         let tokens = Role::ALL.into_iter().map(read).collect::<anyhow::Result<Vec<_>>>()?;
@@ -60,7 +60,7 @@ impl Tokens {
         Ok(others)
     }
 
-    /// Returns the role of this token, in constant time.
+    /// Returns the role of this token, in constant time, or `None` for an unknown token.
     pub fn role_of(&self, token: &str) -> Option<Role> {
         let tokens = self.tokens.read();
         let same = |(_, known): &&(Role, Secret<String>)| known.expose().as_bytes().ct_eq(token.as_bytes()).into();
@@ -77,7 +77,7 @@ fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
     read_token(path)
 }
 
-/// Returns the token in a file. Fails when it cannot be read, is readable by others than its owner, or contains no
+/// Returns the token in a file. Fails if the file cannot be read, is readable by others than its owner, or contains no
 /// token.
 pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     let text = read_secret(path).map_err(|problem| anyhow!("{problem}"))?;
@@ -99,7 +99,8 @@ fn random_text<const BYTES: usize>() -> String {
     URL_SAFE_NO_PAD.encode(bytes)
 }
 
-/// Atomic, even if the machine stops. Of several controllers with one directory the first one creates the token.
+/// Writes the file atomically, even if the machine stops. Of several controllers with one directory the first one
+/// creates the token.
 fn write_new(path: &Path, token: &str) -> std::io::Result<()> {
     // A unique name: process ids are equal in two containers that share a directory.
     let temporary = path.with_extension(format!("new-{}", random_text::<TEMPORARY_NAME_BYTES>()));

@@ -1,4 +1,4 @@
-//! Worker threads for slow answers, so that none delays another. Connections have one thread, which only moves bytes.
+//! Worker threads for slow answers, so that no answer delays another. The thread of connections only moves bytes.
 
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
@@ -8,19 +8,19 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::{Problem, ProblemKind};
 
-/// Concurrent answers.
+/// Limit of concurrent answers.
 pub(crate) const THREADS: usize = 4;
-/// Concurrent answers to large bodies: threads remain for small ones.
+/// Limit of concurrent answers to large bodies, so that threads remain for small ones.
 const LARGE_THREADS: usize = 2;
-/// Waiting requests with a large body in memory.
+/// Limit of waiting requests with a large body, which is in memory.
 const LARGE_WAITING: usize = 16;
 
 /// Expected work of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Size {
-    /// Milliseconds with thousands of servers.
+    /// Milliseconds of work with thousands of servers.
     Small,
-    /// Unbounded: seconds for the worst documents.
+    /// Unbounded work: seconds for the worst documents.
     Large,
 }
 
@@ -38,7 +38,7 @@ impl IntoResponse for Answer {
     }
 }
 
-/// Computes and encodes an answer on a worker thread. Fails with the work's error, when too many others wait, and after
+/// Computes and encodes an answer on a worker thread. Fails with the work's error, if too many requests wait, and after
 /// a panic.
 pub async fn answer<T: Serialize>(
     size: Size,
@@ -51,11 +51,11 @@ pub async fn answer<T: Serialize>(
     .await?
 }
 
-/// Runs work on a worker thread. Fails when too many others wait, and after a panic.
+/// Runs work on a worker thread. Fails if too many requests wait, and after a panic.
 pub async fn run<T: Send + 'static>(size: Size, work: impl FnOnce() -> T + Send + 'static) -> Result<T, Problem> {
     let turn = acquire_permits(size).await?;
     let outcome = tokio::task::spawn_blocking(move || {
-        // Also when the caller has hung up: the thread is in use until the end.
+        // Held even if the caller has disconnected: the thread is in use until the end.
         let _turn = turn;
         work()
     });

@@ -1,4 +1,4 @@
-//! `coreward explain` for people.
+//! Text output of `coreward explain`.
 
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_api::types::{Explain, ExplainedServer, Explanation};

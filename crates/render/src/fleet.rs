@@ -1,4 +1,4 @@
-//! `coreward fleet` and `coreward apply`: the fleet's document in force, and another one in its place.
+//! Output of `coreward fleet` and `coreward apply`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -29,7 +29,7 @@ pub struct ProposedFleet {
 }
 
 impl ProposedFleet {
-    /// Reads the file and has the controller look whether it could be in force. The error lists every mistake.
+    /// Reads the file and lets the controller check it. The error lists every mistake.
     pub fn read(client: &Client, file: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
@@ -73,7 +73,7 @@ impl ProposedFleet {
         Ok(text)
     }
 
-    /// Puts it in force, whole or not at all. Fails when another document is in force, or the store is full.
+    /// Applies the document completely or not at all. Fails if another document is in force, or the store is full.
     pub fn apply(self) -> anyhow::Result<FleetApplied> {
         let document = NewFleet { dry_run: false, ..self.document };
         block_on(self.client.put_fleet(&document))

@@ -1,11 +1,11 @@
-//! `coreward keys` for people.
+//! Text output of `coreward keys`.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use coreward_api::types::{KeyPhase, Keys};
 
-/// `now`: since 1970.
+/// Returns the text. `now`: time since 1970.
 pub fn text(keys: &Keys, now: Duration) -> String {
     let age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
     let mut text = format!("key {} stamps, for {} now\n", keys.current, duration(age));
@@ -37,7 +37,7 @@ pub fn text(keys: &Keys, now: Duration) -> String {
     text
 }
 
-/// The two largest units.
+/// Returns the duration in its two largest units.
 pub(super) fn duration(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);

@@ -1,5 +1,5 @@
-//! `coreward status`, `explain`, `keys`, `apply` and `fleet`: asks a controller by its API and puts its answer into
-//! words.
+//! Output of `coreward status`, `explain`, `keys`, `apply` and `fleet`: queries a controller's API and formats the
+//! answer.
 
 mod explain;
 pub mod fleet;
@@ -21,8 +21,8 @@ pub enum Format {
     Json,
 }
 
-/// Returns the output of `coreward status`. `rss_keys`: as JSON, with whole RSS keys. Fails when the controller cannot
-/// be reached, or rejects the request.
+/// Returns the output of `coreward status`. `rss_keys`: includes full RSS keys, in JSON only. Fails when the controller
+/// cannot be reached, or rejects the request.
 pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result<String> {
     let status = block_on(client.status(rss_keys))?;
     match format {
@@ -31,7 +31,7 @@ pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result
     }
 }
 
-/// Returns the output of `coreward explain`. Fails when the controller cannot be reached, or has no such service.
+/// Returns the output of `coreward explain`. Fails if the controller cannot be reached, or the service is unknown.
 pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::Result<String> {
     let explanation = block_on(client.explain(question))?;
     match format {
@@ -45,8 +45,8 @@ pub fn keys(client: &Client, format: Format) -> anyhow::Result<String> {
     shown_keys(&block_on(client.keys())?, format)
 }
 
-/// Begins a rotation, or continues it; returns the output of `coreward keys rotate`. Fails when the controller cannot
-/// be reached, or a rotation is not safe now and not forced.
+/// Begins a rotation, or continues it; returns the output of `coreward keys rotate`. Fails if the controller cannot be
+/// reached, or the rotation is neither safe now nor forced.
 pub fn rotate_keys(client: &Client, force: bool, format: Format) -> anyhow::Result<String> {
     shown_keys(&block_on(client.rotate_keys(&RotateKeys { force }))?, format)
 }
@@ -58,7 +58,7 @@ fn shown_keys(keys: &Keys, format: Format) -> anyhow::Result<String> {
     }
 }
 
-/// The document, with line breaks.
+/// Returns the document as JSON with line breaks.
 fn json(document: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(document)?)
 }

@@ -1,4 +1,4 @@
-//! `coreward status` for people.
+//! Text output of `coreward status`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,7 +13,7 @@ use coreward_model::statistics::mean;
 
 use super::keys;
 
-/// `now`: since 1970.
+/// Returns the text. `now`: time since 1970.
 pub fn text(reply: &Status, now: Duration) -> String {
     let mut text = format!(
         "configuration {}, a report every {} ms: {} taken, {} refused\n",
@@ -54,7 +54,7 @@ fn rack_text(rack: &Rack, servers: usize) -> String {
     )
 }
 
-/// Returns the counts above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
+/// Returns counts above 0, the largest first, such as "3 (out_of_order 2, no_cores 1)".
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let listed = format_list(counts);
     let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
@@ -102,7 +102,7 @@ fn service_text(service: &Service) -> String {
     text
 }
 
-/// ", stateless, timestamps by servers".
+/// Returns a text such as ", stateless, timestamps by servers".
 fn mode_text(service: &Service) -> String {
     let timestamps = match service.timestamps.as_str() {
         "server" => "timestamps by servers",
@@ -149,7 +149,7 @@ fn servers_text(servers: &[Server]) -> String {
     text
 }
 
-/// "s1: down for 3 s: lb1: connection refused".
+/// Returns a text such as "s1: down for 3 s: lb1: connection refused".
 fn state_text(server: &Server) -> String {
     let Server { name, state, state_reason: reason, state_for_ms, .. } = server;
     let lasts =
@@ -158,7 +158,7 @@ fn state_text(server: &Server) -> String {
     format!("{name}: {state}{lasts}{reason}")
 }
 
-/// "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
+/// Returns a text such as "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
 fn remaining_text(server: &Server) -> String {
     let Some(counted) = &server.connections else {
         return format!("  {}: how many connections remain is not known\n", server.name);
@@ -198,7 +198,7 @@ fn address_text(server: &Server) -> String {
     server.vlan.map_or_else(|| server.address.to_string(), |vlan| format!("{} VLAN {vlan}", server.address))
 }
 
-/// Returns the number of SYNs at the predicted queue.
+/// Returns a text with the number of SYNs at the predicted queue.
 fn prediction_text(matched: u64, mismatched: u64) -> String {
     match matched + mismatched {
         0 => "-".to_owned(),
@@ -206,7 +206,7 @@ fn prediction_text(matched: u64, mismatched: u64) -> String {
     }
 }
 
-/// One core: an eighth of a line per eighth of its capacity.
+/// Returns a character for a core's load, in steps of an eighth of its capacity.
 fn load_bar(load: f64) -> char {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
@@ -279,7 +279,8 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     text
 }
 
-/// Returns the part of the configuration that is not in force. Until then no server is named as unresolved.
+/// Returns the part of the configuration that is not in force. A load balancer without a configuration has no
+/// unresolved servers.
 fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Option<String> {
     if state.configuration_generation == 0 {
         return Some("no configuration of this controller is in force yet".to_owned());
@@ -290,7 +291,7 @@ fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Opt
     (!missing.is_empty()).then(|| format!("no table is in force yet for {}", missing.join(", ")))
 }
 
-/// Per service how many of its servers' clocks are known, and what is wrong with the others.
+/// Returns a line per service with the number of known server clocks, and the problems of other servers.
 fn clocks_text(state: &LoadBalancerState) -> String {
     let mut services: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
     for clock in &state.server_clocks {

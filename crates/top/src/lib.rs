@@ -2,7 +2,7 @@
 //!
 //! * [`model`]: answers of the controller, and rates
 //! * [`view`]: order and scrolling
-//! * [`page`]: the page, a function of the two
+//! * [`page`]: the page, a function of model and view
 //! * [`terminal`]: keys and drawing
 
 pub mod model;

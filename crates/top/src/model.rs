@@ -4,20 +4,20 @@ use std::collections::{BTreeMap, VecDeque};
 
 use coreward_api::types::{Loads, ServerLoads, Status};
 
-/// Samples that a rate spans: load balancers report once a second only.
+/// Number of samples that a rate spans: load balancers report only once a second.
 const SAMPLES: usize = 6;
 
-/// Newest answers.
+/// Newest answers of the controller.
 #[derive(Debug, Default)]
 pub struct Model {
     /// Everything except loads.
     pub status: Option<Status>,
-    /// From the oldest on, all of one start of the controller.
+    /// Loads from the oldest to the newest, all from one process of the controller.
     loads: VecDeque<Loads>,
     pub problem: Option<String>,
 }
 
-/// Answer.
+/// Answer of the controller.
 #[derive(Debug)]
 pub enum ClientEvent {
     /// Everything except loads.
@@ -37,7 +37,7 @@ impl Model {
             }
             ClientEvent::Loads(loads) => {
                 self.problem = None;
-                // After another start of the controller counts begin again at 0.
+                // After a restart of the controller the counts begin at 0.
                 if self.loads.back().is_some_and(|newest| loads.uptime_ms <= newest.uptime_ms) {
                     self.loads.clear();
                 }

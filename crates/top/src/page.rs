@@ -1,4 +1,4 @@
-//! The page.
+//! Drawing of the page.
 
 use coreward_api::types::{LoadBalancer, ReportState, Server, ServerLoads, ServerState, Service, Status};
 use coreward_model::statistics::mean;
@@ -11,12 +11,12 @@ use ratatui::widgets::{Cell, Paragraph, Row, Table};
 use crate::model::Model;
 use crate::view::{Order, View};
 
-/// Lines for services, load balancers and warnings each, if servers need the room.
+/// Limit of lines each for services, load balancers and warnings, if servers need the room.
 const LINES: usize = 4;
-/// Columns of a server's line before its cores.
+/// Width of a server's line before its cores, in columns.
 const BEFORE_CORES: u16 = 64;
 
-/// Draws the page; stores in `view` the number of servers that fit.
+/// Draws the page; stores the number of visible servers in `view`.
 pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
     let area = frame.area();
     let Some(status) = &seen.status else {
@@ -55,13 +55,14 @@ pub fn full_height(status: &Status) -> u16 {
     u16::try_from(lines).unwrap_or(u16::MAX)
 }
 
-/// Returns the lines of each section: all, else [`LINES`], fewer on a small page. Three are head and foot.
+/// Returns the height of each section: all lines, or else [`LINES`], or fewer on a small page. Three lines are head and
+/// foot.
 fn section_heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut room = usize::from(area.height).saturating_sub(3);
     let all = needed.iter().sum::<usize>() + servers + 1;
     let most = if all <= room { usize::MAX } else { LINES };
     needed.map(|needed| {
-        // Servers have at least half of the rest.
+        // Servers get at least half of the remaining lines.
         let height = needed.min(most).min(room / 2);
         room -= height;
         height as u16
@@ -108,7 +109,7 @@ fn header<'a>(names: &[&'a str]) -> Row<'a> {
         .style(Style::new().add_modifier(Modifier::UNDERLINED))
 }
 
-/// Returns the first `height` - 1 rows; if not all fit, one fewer and their number.
+/// Returns the rows that fit `height` - 1 lines; if rows are left out, the last line has their number.
 fn rows_that_fit<'a>(rows: Vec<Row<'a>>, height: u16) -> Vec<Row<'a>> {
     let (room, all) = (usize::from(height.saturating_sub(1)), rows.len());
     if all <= room || room == 0 {
@@ -199,7 +200,7 @@ fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -
 
 fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<f64>, room: usize) -> Row<'a> {
     let cores = loads.map_or(&[][..], |loads| &loads.cores);
-    // An older agent counts all connections of the machine.
+    // An agent of an older version counts all connections of the machine.
     let open = loads.map(|loads| loads.service_connections.unwrap_or(loads.open_connections.into()));
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     let percent = |load: f64| format!("{:.0} %", load * 100.0);
@@ -247,7 +248,7 @@ fn bar<'a>(load: f64) -> Span<'a> {
     Span::styled(BARS[((load * 8.0) as usize).min(BARS.len() - 1)], Style::new().fg(colour))
 }
 
-/// Formats as "0.3", "12", "3.4k".
+/// Formats a rate as "0.3", "12" or "3.4k".
 fn per_second(rate: f64) -> String {
     match rate {
         ..0.05 => "0".to_owned(),

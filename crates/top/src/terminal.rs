@@ -17,13 +17,13 @@ use crate::page::{draw, full_height};
 use crate::view::View;
 
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Pause after a slow answer, as a multiple of its time: a large fleet's status has some MB.
+/// Pause after a slow answer, as a multiple of its time: a large fleet's status has several MB.
 const PAUSE_FACTOR: u32 = 4;
-/// Width without a terminal.
+/// Width of the page without a terminal.
 const COLUMNS: u16 = 120;
 const MAX_LINES: u16 = 400;
 
-/// Shows the page until q is pressed. With `once`, or without a terminal, returns it as text.
+/// Shows the page until q is pressed. With `once`, or without a terminal, returns the page as text.
 pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut seen = Model::default();
@@ -60,7 +60,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     outcome.map(|()| None)
 }
 
-/// Waits for a signal that ends the process: the terminal must be restored.
+/// Waits for a signal that ends the process, because the terminal must be restored first.
 async fn wait_for_signal() -> std::io::Result<()> {
     let (mut terminate, mut hangup) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
     tokio::select! {
@@ -70,7 +70,7 @@ async fn wait_for_signal() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Polls the controller until the receiver is gone.
+/// Polls the controller until the receiver is dropped.
 async fn poll_controller(client: &Client, sender: &Sender<ClientEvent>) {
     loop {
         let started = Instant::now();
@@ -97,7 +97,7 @@ fn event_loop(
     let mut view = View::default();
     while !ended.load(Ordering::Relaxed) {
         terminal.draw(|frame| draw(frame, &seen, &mut view))?;
-        // Redraws on news; keys do not wait for it.
+        // Redraws after new answers; keys are handled at once.
         if event::poll(Duration::from_millis(200))?
             && let Event::Key(key) = event::read()?
             && key.kind != KeyEventKind::Release

@@ -23,14 +23,14 @@ impl Order {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct View {
     pub order: Order,
-    /// Servers above the page.
+    /// Number of servers above the page.
     pub first_row: usize,
-    /// Servers that fit the newest page.
+    /// Number of servers that fit the page.
     pub page_size: usize,
 }
 
 impl View {
-    /// Handles a key; `servers`: their number. Returns false on q, Esc and Ctrl-C.
+    /// Handles a key; `servers`: number of servers. Returns false on q, Esc and Ctrl-C.
     pub fn handle_key(&mut self, key: KeyEvent, servers: usize) -> bool {
         let page = self.page_size.max(1);
         match key.code {

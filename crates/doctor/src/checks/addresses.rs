@@ -39,7 +39,7 @@ fn at_server(facts: &Facts, vip: IpAddr) -> Finding {
     }
     if held.is_empty() {
         let why = "the server's kernel does not accept packets to the VIP: no connection is established";
-        // Not by --fix: if ARP is answered for it, it would attract the load balancer's traffic.
+        // Not by --fix: if the machine answers ARP for the VIP, it would attract the load balancer's traffic.
         return Finding::fault(format!("VIP {vip} is on no device"), why)
             .remedy(format!("ip address add {vip}/{prefix} dev lo{condition}"));
     }
@@ -93,7 +93,7 @@ pub fn segment(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-/// Returns whether other devices than the services' have addresses that others may ask for by it.
+/// Returns whether other devices have addresses for which ARP requests may arrive at the services' device.
 fn has_addresses_elsewhere(facts: &Facts) -> bool {
     let vips = facts.vips();
     facts
@@ -105,7 +105,7 @@ fn has_addresses_elsewhere(facts: &Facts) -> bool {
 
 pub fn arp_ignore(facts: &Facts) -> Vec<Finding> {
     let why = "the server answers ARP for the VIP on lo: clients' packets bypass the load balancers";
-    // 3 to 8 have other meanings; 8 answers nothing, also for the server's own address.
+    // Values 3 to 8 have other meanings: with 8 the kernel does not answer even for the server's own address.
     arp(facts, "arp_ignore", 1..=2, "1", why)
 }
 
@@ -125,19 +125,19 @@ fn arp(
     if !vips.is_empty() && vips.iter().all(IpAddr::is_ipv6) {
         return vec![];
     }
-    // IN_DEV_MAXCONF() in include/linux/inetdevice.h.
+    // As IN_DEV_MAXCONF() in include/linux/inetdevice.h, the larger value counts.
     let Some((all, own)) = facts.device_sysctl(name) else { return vec![] };
     let (in_force, device) = (all.max(own), facts.interface());
     if right.contains(&in_force) {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
     let found = format!("net.ipv4.conf.{{all,{device}}}.{name} are {all} and {own}: expected {value}");
-    // Others may ask here for addresses of other devices: an operator must decide.
+    // Other machines may need these answers for addresses of other devices: an operator must decide.
     let safe = in_force < *right.start() && !has_addresses_elsewhere(facts);
     vec![Finding::fault(found, why).sysctl(device_sysctl(device, name), value, safe)]
 }
 
-/// An IPv6 VIP needs IPv6 at the device of its packets, and at `lo`, which holds it.
+/// Checks that IPv6 is enabled for an IPv6 VIP at the device of its packets, and at `lo`, which holds the VIP.
 pub fn ipv6(facts: &Facts) -> Vec<Finding> {
     if !facts.vips().iter().any(IpAddr::is_ipv6) {
         return vec![];

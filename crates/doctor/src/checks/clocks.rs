@@ -8,7 +8,7 @@ const TCP_TIMESTAMPS: &str = "net/ipv4/tcp_timestamps";
 pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     let Some(value) = facts.sysctl(TCP_TIMESTAMPS) else { return vec![] };
     let stamped = facts.services.is_empty() || facts.services.iter().any(|service| service.stamped);
-    // The agent sets it once a service is stamped at the server.
+    // The agent sets the sysctl after a service is stamped at the server.
     let at_server = facts.services.iter().any(|service| service.stamped && !service.stamped_by_lb);
     let by_agent = facts.settings.manage_timestamps && (facts.services.is_empty() || at_server);
     if value == 2 || !stamped {
@@ -30,7 +30,7 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// Clocks that are read from a device.
+/// Clock sources that are slow, because each reading accesses a device.
 const SLOW_CLOCKS: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
 pub fn source(facts: &Facts) -> Vec<Finding> {
@@ -48,7 +48,7 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
     vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).remedy(remedy)]
 }
 
-/// Check `clock-sync`.
+/// Check `clock-sync`: whether the wall clock is synchronised.
 pub fn synchronised(facts: &Facts) -> Vec<Finding> {
     let future = facts.reports_from_the_future;
     if future > 0 {

@@ -1,9 +1,9 @@
-//! Checks of the controller, and of the way to it.
+//! Checks of the controller, and of the path to it.
 
 use crate::facts::{Facts, StoreFacts};
 use crate::finding::{Finding, Fix};
 
-/// Check of the machines that connect to it.
+/// Check of the connection to the controller, for machines of the other roles.
 pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
     match &facts.controller {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
@@ -18,7 +18,7 @@ pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Check of its own machine.
+/// Check of the listening address, for the controller's machine.
 pub fn listen(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
     match &place.listen_problem {

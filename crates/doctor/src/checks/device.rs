@@ -7,7 +7,7 @@ use coreward_lb::config::XdpMode;
 use crate::facts::{Device, Facts, Role, Server};
 use crate::finding::Finding;
 
-/// Runs a check of the device; without one the check `interface` gives the reason.
+/// Runs a check of the device. Without a device the check `interface` reports the reason.
 fn with_device(facts: &Facts, check: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
     facts.device.as_ref().map_or_else(Vec::new, check)
 }
@@ -110,14 +110,14 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// veth_xdp_flush() in drivers/net/veth.c wakes the other end's poll only if an XDP program is there.
+/// Adds the remedy for veth devices: veth_xdp_flush() in drivers/net/veth.c needs an XDP program at the other end.
 fn with_veth_remedy(finding: Finding) -> Finding {
     finding
         .remedy("ip link set dev PEER xdp object FILE  # at the other end, in its namespace; one that returns XDP_PASS")
         .remedy("or `xdp_mode = \"generic\"` in the load balancer's file; `coreward lb --detach`, and start it again")
 }
 
-/// ena_xdp_legal_queue_count() in drivers/net/ethernet/amazon/ena/ena_netdev.h: half of the queues at most.
+/// Returns the problem of too many queues: ena_xdp_legal_queue_count() in the driver ena allows half of them with XDP.
 fn queue_limit_problem(device: &Device) -> Option<String> {
     let channels = device.channels?;
     (device.driver == "ena" && channels.receive * 2 > channels.receive_max).then(|| {
@@ -128,8 +128,8 @@ fn queue_limit_problem(device: &Device) -> Option<String> {
     })
 }
 
-/// A page less what XDP and the kernel keep before and behind a frame (docs/limits.md; veth_xdp_set() in
-/// drivers/net/veth.c comes to 3,504, drivers/net/virtio_net.c to 3,506).
+/// Largest MTU: a page minus the room that XDP and the kernel need around a frame (docs/limits.md). veth_xdp_set() in
+/// drivers/net/veth.c allows 3,504, drivers/net/virtio_net.c 3,506.
 const MAX_MTU: u32 = 3_498;
 
 pub fn mtu(facts: &Facts) -> Vec<Finding> {
@@ -151,7 +151,7 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
+/// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
 pub fn outer_headers(facts: &Facts) -> Vec<Finding> {
@@ -256,7 +256,7 @@ pub fn interrupts(facts: &Facts) -> Vec<Finding> {
             ))];
         }
         let shared: Vec<_> = queues_of_cpu.iter().filter(|(_, queues)| queues.len() > 1).collect();
-        // With more queues than CPUs they share: the check `queues` reports that.
+        // With more queues than CPUs, queues share CPUs: the check `queues` reports that.
         if shared.is_empty() || device.interrupts.len() > facts.cpus {
             return vec![Finding::ok(format!(
                 "interrupts: {}, on CPUs: {}",

@@ -6,7 +6,7 @@ use crate::finding::{Finding, Fix};
 /// Oldest supported kernel (docs/limits.md).
 const MIN_KERNEL: (u32, u32) = (6, 1);
 
-/// Returns the version in a release, as of `uname -r`.
+/// Returns the version in a kernel release, which `uname -r` prints.
 pub(super) fn version(release: &str) -> (u32, u32) {
     let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
@@ -65,7 +65,7 @@ pub fn programs(facts: &Facts) -> Vec<Finding> {
 pub fn jit(facts: &Facts) -> Vec<Finding> {
     let path = "net/core/bpf_jit_enable";
     match facts.sysctl(path) {
-        // Only the first network namespace shows it.
+        // The sysctl is visible only in the first network namespace.
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
             let why = "every packet runs the programs, which take about ten times as long when interpreted";
@@ -99,7 +99,7 @@ pub fn pins(facts: &Facts) -> Vec<Finding> {
     vec![Finding::fault(problem.clone(), why).remedy(remedy)]
 }
 
-/// Pins, maps, sockets, links and /proc of a daemon; the controller adds one file per peer.
+/// Number of files that a daemon opens: pins, maps, sockets, links and /proc. The controller needs one more per peer.
 const FILES_OF_A_DAEMON: u64 = 1024;
 const FILES_OF_A_CONTROLLER: u64 = 4096;
 

@@ -23,7 +23,7 @@ pub struct Check {
     pub expectation: &'static str,
     /// Whether `--fix` repairs some of its findings.
     pub is_fixable: bool,
-    /// Returns the findings; none if it does not apply.
+    /// Returns the findings; none if the check does not apply.
     pub run_check: fn(&Facts) -> Vec<Finding>,
 }
 

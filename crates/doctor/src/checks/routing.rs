@@ -8,7 +8,7 @@ fn stamps_replies_here(facts: &Facts) -> bool {
     facts.services.iter().any(|service| service.stamped_by_lb && service.vip().is_ipv4())
 }
 
-/// RFC 3704, Sect. 2.2: strict.
+/// Value of rp_filter for strict mode (RFC 3704, Sect. 2.2).
 const STRICT: u32 = 1;
 
 pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
@@ -62,7 +62,7 @@ fn forwarding_ipv4(facts: &Facts) -> Vec<Finding> {
     }
     let device = facts.interface();
     let why = "this machine must route servers' replies: none reaches a client";
-    // Not by --fix: it makes the machine a router for everybody.
+    // Not by --fix: the sysctl makes the machine a router for everybody.
     vec![Finding::fault(format!("net.ipv4.conf.{device}.forwarding is 0: expected 1"), why).sysctl(
         device_sysctl(device, "forwarding"),
         "1",
@@ -75,7 +75,7 @@ pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
         return vec![];
     }
     let Some((all, own)) = facts.device_sysctl("send_redirects") else { return vec![] };
-    // IN_DEV_TX_REDIRECTS(): either of the two.
+    // As in IN_DEV_TX_REDIRECTS(), one of the two values suffices.
     if all == 0 && own == 0 {
         return vec![Finding::ok("off")];
     }

@@ -50,7 +50,7 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// mlx5e_get_rxfh() has it since Linux 6.15; rx_hash_symmetric was set before, too.
+/// Returns whether the driver hides the transformation: mlx5e_get_rxfh() reports it since Linux 6.15.
 fn hides_input_transform(facts: &Facts, device: &Device) -> bool {
     device.driver == "mlx5_core" && super::machine::version(&facts.kernel.release) < (6, 15)
 }
@@ -72,7 +72,7 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Ports of TCP over IPv4 are checked by [`rss`].
+/// Checks that the NIC hashes ports. The check [`rss`] covers TCP over IPv4.
 pub fn ports(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));

@@ -79,7 +79,7 @@ pub fn pinned(facts: &Facts) -> Vec<Finding> {
         if sockets.workers.is_empty() {
             return Some(Finding::unknown(format!("{name}: no process waits for its sockets")));
         }
-        // On two CPUs a core with its sibling is any CPU; one CPU leaves no choice.
+        // On two CPUs a core with its sibling is the whole machine; one CPU leaves no choice.
         let largest = MAX_PINNED_SET.min(facts.cpus.saturating_sub(1)).max(1);
         let free = sockets.workers.iter().filter(|cpus| cpus.len() > largest).count();
         if free == 0 {

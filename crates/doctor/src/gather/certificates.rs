@@ -5,7 +5,8 @@ use coreward_tls::{CredentialFiles, Role as CertifiedRole, table};
 
 use crate::facts::{CertificateFacts, Role};
 
-/// `name`: of this machine at the controller. Fails if the files are unusable: the daemon would not start.
+/// Gathers the certificates. `name`: name of this machine at the controller. Fails if the files are unusable, with
+/// which the daemon would not start.
 pub(super) fn gather(
     role: Role,
     files: Option<&CredentialFiles>,

@@ -21,7 +21,7 @@ use tonic::transport::Endpoint;
 use crate::facts::{Role, Server, Service};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// 16,384 servers and 1,000 services are about 1 MB.
+/// Limit of an answer in bytes: 16,384 servers and 1,000 services are about 1 MB.
 const ANSWER_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
@@ -32,8 +32,8 @@ pub(super) struct Fleet {
     pub reports_from_the_future: u64,
 }
 
-/// `name`: of this machine at the controller; without it all services are its. `tls`: the daemon's certificate. One
-/// answer of several controllers suffices.
+/// Returns the first answer of several controllers. `name`: name of this machine at the controller; `None`: all
+/// services count. `tls`: the daemon's certificate.
 pub(super) fn query_controllers(
     role: Role,
     controllers: &[SocketAddr],
@@ -50,7 +50,7 @@ pub(super) fn query_controllers(
     Fleet { answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..Fleet::default() }
 }
 
-/// Requests the answer by gRPC, as the daemon does.
+/// Requests the answer by gRPC, like the daemon.
 fn fetch(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
     let tls = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
     let unreachable = |reason: &dyn std::fmt::Display| {
@@ -67,10 +67,10 @@ fn fetch(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Resul
     })
 }
 
-/// Returns whether this file's controller runs, by its API on this host.
+/// Returns whether the controller with this file runs, by its API on this host.
 pub(super) fn is_running(config: &ControllerConfig) -> bool {
     let asked = || -> anyhow::Result<()> {
-        // An API without its listening address is another controller's.
+        // If the listening address does not answer, the API belongs to another controller.
         drop(std::net::TcpStream::connect_timeout(&config.listen, TIMEOUT)?);
         let (scheme, ca) = match &config.tls {
             Some(files) if !config.api.ip().is_loopback() => ("https", Some(files.ca.clone())),
@@ -78,7 +78,7 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
         };
         let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
         let url = format!("{scheme}://{}", config.api).parse()?;
-        // On this host any of its addresses will do.
+        // On this host any name in the certificate is valid.
         let client = Client::with_controllers(vec![url], &Credential::Token { file, ca }, Host::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())

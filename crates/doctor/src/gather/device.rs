@@ -11,7 +11,7 @@ use nix::net::if_::{InterfaceFlags, if_nametoindex};
 
 use crate::facts::{Device, RssProblem, Settings};
 
-/// `None`: no such device.
+/// Gathers the facts of a device; `None`: the device does not exist.
 pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
     let index = if_nametoindex(name).ok()?;
     let entries: Vec<_> = getifaddrs().into_iter().flatten().filter(|entry| entry.interface_name == name).collect();
@@ -47,8 +47,8 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
     })
 }
 
-/// ixgbe and txgbe do without rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features()),
-/// i40e by its own flag. `None`: the driver has no such feature.
+/// Returns whether the driver moves open connections; `None`: the driver has no such feature. ixgbe and txgbe do it
+/// without rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features()), i40e by a flag.
 fn moves_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
     match driver {
         "ixgbe" | "txgbe" => Some(!rss_conflicts.takes_flow_rules),

@@ -1,4 +1,4 @@
-//! Gathering of facts. Nothing here judges or changes the machine.
+//! Gathering of facts, without judgement and without changes to the machine.
 
 mod announcement;
 mod certificates;
@@ -26,7 +26,7 @@ pub use settings::CliOptions;
 
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
-/// Gathers the facts. Fails if the file or the options are wrong; invisible properties are facts.
+/// Gathers the facts. Fails if the file or the options are wrong; a property that is not visible is a fact, too.
 pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
     let options = options.read()?;
     let (role, settings) = (options.role, options.settings);
@@ -139,9 +139,9 @@ fn default_routes(text: &str) -> BTreeSet<String> {
 
 fn clock() -> Clock {
     let source = fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");
-    // SAFETY: a struct of integers, for which zero is a value; with modes 0 nothing is set.
+    // SAFETY: the struct consists of integers, for which zero is valid; with modes 0 the call changes nothing.
     let mut timex: libc::timex = unsafe { std::mem::zeroed() };
-    // SAFETY: the struct lives through the call.
+    // SAFETY: the struct outlives the call.
     let answer = unsafe { libc::adjtimex(&raw mut timex) };
     Clock {
         source: source.unwrap_or_default().trim().to_owned(),

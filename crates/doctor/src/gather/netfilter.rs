@@ -1,4 +1,4 @@
-//! Firewalls and connection tracking, by `nft --json list ruleset`: the kernel's rules need libnftables to be read.
+//! Firewalls and connection tracking, by `nft --json list ruleset`: only libnftables can decode the kernel's rules.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ pub(super) fn gather() -> Netfilter {
 }
 
 fn ruleset() -> Result<Vec<Chain>, String> {
-    // A login shell's PATH may lack it.
+    // The PATH of a login shell may lack /usr/sbin.
     let found = ["/usr/sbin/nft", "/sbin/nft", "nft"]
         .into_iter()
         .map(|nft| Command::new(nft).args(["--json", "list", "ruleset"]).output());
@@ -71,7 +71,7 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
     chains.into_values().collect()
 }
 
-/// `table`: family and name.
+/// Returns a rule that changes destinations or jumps. `table`: family and name of the chain's table.
 fn nat_rule(expressions: &[Value], table: &str) -> NatRule {
     let mut rule = NatRule::default();
     for expression in expressions {
@@ -84,7 +84,7 @@ fn nat_rule(expressions: &[Value], table: &str) -> NatRule {
     rule
 }
 
-/// Also those of a verdict map.
+/// Adds the targets of jumps, including those in a verdict map.
 fn add_jumps(value: &Value, table: &str, jumps: &mut Vec<String>) {
     match value {
         Value::Object(members) => {
@@ -100,7 +100,7 @@ fn add_jumps(value: &Value, table: &str, jumps: &mut Vec<String>) {
     }
 }
 
-/// Adds the conditions of a `match` expression; none where one of its values is not understood.
+/// Adds the conditions of a `match` expression; none if a value is not understood.
 fn add_conditions(expression: &Value, conditions: &mut Vec<Condition>) {
     if expression["op"] != "==" {
         return;
@@ -122,7 +122,7 @@ fn add_conditions(expression: &Value, conditions: &mut Vec<Condition>) {
     }
 }
 
-/// Other protocols than those of services match none of them.
+/// Adds conditions on the protocol. Protocols without services match no service.
 fn add_protocols(values: &[Value], conditions: &mut Vec<Condition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
         conditions.push(Condition::Protocol(values.iter().filter_map(protocol).collect()));

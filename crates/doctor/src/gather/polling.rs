@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::facts::PollingThread;
 
-/// A serving thread waits at least once in this time, unless it is at full load.
+/// Duration of a sample. A serving thread waits at least once in this time, unless it is at full load.
 const SAMPLE: Duration = Duration::from_millis(500);
 
-/// Runnable thread, with its number of waits.
+/// Runnable thread, with the number of its waits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Runnable {
     name: String,
@@ -32,7 +32,7 @@ pub fn threads() -> Vec<PollingThread> {
     after.into_iter().filter_map(polls).collect()
 }
 
-/// Returns pinned runnable threads by id, without processes that end meanwhile.
+/// Returns pinned runnable threads by id, without processes that have ended meanwhile.
 fn runnable() -> BTreeMap<u32, Runnable> {
     let own = fs::read_link("/proc/self/ns/net").ok();
     let is_here = |process: &Path| fs::read_link(process.join("ns/net")).ok() == own;
@@ -49,7 +49,7 @@ fn runnable() -> BTreeMap<u32, Runnable> {
     threads.filter_map(status).collect()
 }
 
-/// Parses /proc/PID/status (proc(5)); `None`: it waits, or may run on several CPUs.
+/// Parses /proc/PID/status (proc(5)); `None`: the thread waits, or may run on several CPUs.
 fn parse(status: &str) -> Option<Runnable> {
     let value = |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));
     let is_running = value("State")?.starts_with('R');

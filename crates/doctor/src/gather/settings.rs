@@ -21,17 +21,17 @@ use nix::sys::statvfs;
 use super::{bind_problem, controller, directory_of};
 use crate::facts::{ControllerFacts, Role, Service, Settings, StoreFacts};
 
-/// Minimum of free space for a store (bytes): redb makes a file of half of it.
+/// Minimum of free space for a store (bytes): redb creates a file of half this size.
 const MIN_STORE_SPACE: u64 = 1 << 20;
 
 #[derive(Debug, Clone, Default)]
 pub struct CliOptions {
     pub config: Option<PathBuf>,
-    /// Overrides the file.
+    /// Device, which overrides the file's.
     pub interface: Option<String>,
-    /// Without a file.
+    /// Role, if there is no file.
     pub role: Option<Role>,
-    /// Overrides the file.
+    /// Controller, which overrides the file's.
     pub controller: Option<SocketAddr>,
     /// Services in addition to the controller's.
     pub services: Vec<ServiceAddress>,
@@ -82,7 +82,7 @@ impl CliOptions {
     }
 }
 
-/// Returns the role of the file, by a key that other files do not have.
+/// Returns the role of a file, from a key that files of other roles do not have.
 fn role_of(file: &Path) -> anyhow::Result<Role> {
     let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
     let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
@@ -195,24 +195,25 @@ fn store_file(store: &Path) -> StoreFacts {
     StoreFacts::File { path: store.to_owned(), problem, mode }
 }
 
-/// Returns why the store's next transaction has no room: it keeps the pages in force, so it may need the file's size
-/// again.
+/// Returns the reason why the disk has no room for the store's next transaction. It may need the file's size again,
+/// because the store keeps the pages in force.
 fn space_problem(store: &Path, directory: &Path) -> Option<String> {
     let needed = store.metadata().map_or(0, |metadata| metadata.len()).max(MIN_STORE_SPACE);
-    // The controller is not root: only available blocks count.
+    // The controller does not run as root: only blocks available to all users count.
     let available = |status: statvfs::Statvfs| status.blocks_available().saturating_mul(status.fragment_size());
     let outcome = statvfs::statvfs(directory).map(available);
     match outcome {
         Ok(available) if available < needed => {
             Some(format!("the disk is full: {available} bytes are available, expected {needed}"))
         }
-        // A quota shows only at a write.
+        // A quota is visible only at a write.
         Ok(_) => write_probe(directory).err().map(|error| format!("{}: {error}", directory.display())),
         Err(error) => Some(format!("{}: {error}", directory.display())),
     }
 }
 
-/// Writes an unnamed file, which ends when it is closed. File systems without such files are not probed.
+/// Writes a file without a name, which the kernel deletes when it is closed. File systems without such files are
+/// skipped.
 fn write_probe(directory: &Path) -> io::Result<()> {
     let open = File::options().write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
     let written = open.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));

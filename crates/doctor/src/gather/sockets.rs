@@ -19,7 +19,7 @@ fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
         Protocol::Tcp => listeners::listening(service.socket)?,
         Protocol::Udp => listeners::receiving(service.socket)?,
     };
-    // As the agent does: processes that wait by epoll, else those that have the socket open.
+    // Like the agent: processes that wait by epoll, or else those that have the socket open.
     let mut found: BTreeMap<u64, Listener> =
         listeners::waiting(&inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
     let others = inodes.iter().copied().filter(|inode| !found.contains_key(inode)).collect();

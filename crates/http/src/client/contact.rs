@@ -1,4 +1,4 @@
-//! Controllers of a command, and its proof.
+//! Addresses of controllers, and the proof of a caller.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ pub struct ControllerUrl {
     pub(super) authority: String,
 }
 
-/// A text that is not an API's address.
+/// The text is not an API's address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \
@@ -46,19 +46,19 @@ impl FromStr for ControllerUrl {
 }
 
 impl From<SocketAddr> for ControllerUrl {
-    /// Without TLS.
+    /// Returns a URL without TLS.
     fn from(address: SocketAddr) -> Self {
         Self { is_https: false, authority: address.to_string() }
     }
 }
 
 impl ControllerUrl {
-    /// Whether it uses TLS.
+    /// Returns whether the URL uses TLS.
     pub fn is_https(&self) -> bool {
         self.is_https
     }
 
-    /// Returns the host alone, an IPv6 address without brackets.
+    /// Returns the host without the port; an IPv6 address without brackets.
     pub(super) fn host(&self) -> &str {
         let host = self.authority.rsplit_once(':').map_or(self.authority.as_str(), |(host, _)| host);
         host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
@@ -75,14 +75,14 @@ impl fmt::Display for ControllerUrl {
 /// Proof of the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Credential {
-    /// The token in a file that is readable by its owner only. `ca`: authorities of controllers, for `https://`.
+    /// Token in a file that only its owner can read. `ca`: authorities of controllers, for `https://`.
     Token {
         /// File of the token.
         file: PathBuf,
         /// Certificates of authorities (PEM).
         ca: Option<PathBuf>,
     },
-    /// The certificate of an operator or a viewer, for `https://`.
+    /// Certificate of an operator or a viewer, for `https://`.
     Certificate(CredentialFiles),
 }
 

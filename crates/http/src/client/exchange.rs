@@ -23,9 +23,9 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) struct PendingRequest {
     pub method: Method,
-    /// With its query.
+    /// Path and query.
     pub path: String,
-    /// JSON; `None`: there is no body.
+    /// JSON; `None`: no body.
     pub body: Option<Vec<u8>>,
 }
 
@@ -83,14 +83,14 @@ async fn send(
     }
     let request = request.body(Full::new(Bytes::from(pending.body.unwrap_or_default())))?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
-    // With the sender the connection ends.
+    // The connection ends when the sender is dropped.
     let answer = async move {
         let answer = sender.send_request(request).await?;
         let status = answer.status();
         anyhow::Ok((status, answer.into_body().collect().await?.to_bytes()))
     };
     let (answer, ended) = tokio::join!(answer, connection);
-    // The connection's error is more precise than its end.
+    // The connection's error is more precise than the error of its sender.
     match (answer, ended) {
         (Err(_), Err(error)) => Err(error.into()),
         (answer, _) => answer,
