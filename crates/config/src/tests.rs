@@ -1,4 +1,4 @@
-//! Every kind of mistake, with its words; and that schema and parser agree.
+//! Every kind of mistake with its message, and the agreement of schema and parser.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;

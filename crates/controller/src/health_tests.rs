@@ -259,7 +259,7 @@ fn agent_check_marks_silent_agents_down() {
             down.push(second);
         }
     }
-    // The report of second 7 expires at 8.5: checks of 9, 10 and 11 fail, those of 20 and 21 do not.
+    // The report of second 7 expires at 8.5: checks 9, 10 and 11 fail, checks 20 and 21 do not.
     assert_eq!(down, (11..21).collect::<Vec<_>>());
     assert_eq!(harness.state(1, at(29_000)), "active");
 }

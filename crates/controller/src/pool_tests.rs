@@ -247,7 +247,7 @@ fn silent_load_balancers_are_lost() {
     assert!(alive(&harness, Duration::from_secs(31)) && !alive(&harness, last_message + LOST_AFTER));
     harness.controller.load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));
     assert!(alive(&harness, Duration::from_secs(41)));
-    // After the controller's start those on record have time to come back.
+    // After the controller's start, load balancers on record have time to return.
     harness.records.register_load_balancer("lb1", None);
     let controller = Controller::new(Fleet::new(&config(&[""], ""), &harness.records));
     assert_eq!((controller.alive(at(4)).len(), controller.alive(at(5)).len()), (1, 0));

@@ -1,4 +1,4 @@
-//! Inputs of tables that are kept from one table to the next equal those that are read again, after any changes.
+//! Cached inputs of tables equal inputs that are read again, after any changes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -191,7 +191,7 @@ impl Harness {
         of(id) == Eligibility::Eligible || fails_open
     }
 
-    /// Compares the inputs of each service's newest table with those that are read now.
+    /// Compares the inputs of each service's newest table with inputs that are read now.
     fn check(&mut self, now: Now) {
         for service in &self.controller.services {
             let name = &service.fleet().name;
@@ -232,7 +232,7 @@ fn comparable(service: &Service, pool: &Pool) -> Vec<PoolServer> {
     pool.servers().iter().cloned().map(compared).collect()
 }
 
-/// The ramp of the table in which a server joins is an input of that table, and not the 1 of before.
+/// The ramp of the table in which a server joins is an input of that table, and not the earlier value 1.
 #[test]
 fn slow_start_ends_by_configuration_or_time() {
     let configure = |joined: Option<bool>, slow_start: bool| Change::Configure {

@@ -23,7 +23,7 @@ use crate::{Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Lim
 const TIMEOUT: Duration = Duration::from_secs(30);
 const PARTS: &[Role] = &[Role::Agent, Role::Lb];
 
-/// An authority, and those whom it signs for.
+/// An authority, and certificates that it signs.
 struct Fleet {
     directory: tempfile::TempDir,
     name: Name,
@@ -177,11 +177,11 @@ async fn certificate_of_the_fleet_identifies_the_peer() {
     assert!(listening.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listening.failures.counts());
 }
 
-/// Both sides get the reason, as far as the protocol has one.
+/// Both sides get the reason, if the protocol has an alert for it.
 #[tokio::test]
 async fn foreign_certificates_are_rejected() {
     let (fleet, other) = (Fleet::new("prod"), Fleet::new("test"));
-    // Signed by ours, but of another fleet.
+    // Signed by the same authority, but for another fleet.
     let of_another_fleet = Fleet {
         directory: tempfile::tempdir().unwrap(),
         name: "test".parse().unwrap(),
@@ -211,17 +211,17 @@ async fn foreign_certificates_are_rejected() {
         let error = listening.connect(&tls).await.unwrap_err();
         assert!(error.contains(words), "{reason:?}: {error}");
         if reason == Reason::OtherFleet {
-            // The client saw it first, and sent an alert.
+            // The client found the problem first, and sent an alert.
             listening.failed(Reason::RefusedByPeer).await;
         } else {
             assert!(error.starts_with(refused), "{error}");
             listening.failed(reason).await;
         }
     }
-    // A foreign authority: each side refuses the other; here the client comes first.
+    // Another authority: each side would reject the other; here the client rejects first.
     let error = listening.connect(&other.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");
-    // One whose authority calls itself the same, and that believes ours.
+    // The client's authority has the same name, and the client trusts the controller's authority.
     let impostor = Fleet::new("prod");
     let files = impostor.write(Role::Agent, "s1", Validity::from_now(DAY));
     let files = CredentialFiles { ca: fleet.authority.ca(), ..files };
@@ -233,11 +233,11 @@ async fn foreign_certificates_are_rejected() {
 #[tokio::test]
 async fn server_certificate_must_be_a_controllers() {
     let fleet = Fleet::new("prod");
-    // Its certificate does not allow serving.
+    // The agent's certificate does not allow serving.
     let listening = TestListener::start(Some(fleet.issue(Role::Agent, "s9")), Limits::default()).await;
     let error = listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
-    // A rack's may, and is no controller.
+    // The rack's certificate allows serving, but is not a controller's.
     let listening = TestListener::start(Some(fleet.issue(Role::Rack, "r1")), Limits::default()).await;
     let error = listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
@@ -250,7 +250,7 @@ async fn other_protocols_are_rejected() {
     let mut plain = TcpStream::connect(listening.address).await.unwrap();
     plain.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
     listening.failed(Reason::NotTls).await;
-    // And the other way round.
+    // A client with TLS and a listener without.
     let open = TestListener::start(None, Limits::default()).await;
     let error = open.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
@@ -303,7 +303,7 @@ async fn connections_per_certificate_are_limited() {
     tokio::time::timeout(TIMEOUT, back).await.expect("places are free again");
 }
 
-/// A lost key: the connection that it opened ends, and it opens no other one.
+/// A key is lost: revocation ends its connection, and rejects new ones.
 #[tokio::test]
 async fn revocation_ends_open_connections() {
     let fleet = Fleet::new("prod");
@@ -335,8 +335,8 @@ async fn connection_ends_with_its_certificate() {
     assert!(ended.is_err());
 }
 
-/// Every part reads its files again at its own time, and all believe each other at every moment; open connections go on
-/// as long as their authority is believed.
+/// Daemons read their files at different times, and trust each other at all times. A connection continues while its
+/// authority is trusted.
 #[tokio::test]
 async fn authorities_are_replaced_without_rejections() {
     let fleet = Fleet::new("prod");
@@ -352,7 +352,7 @@ async fn authorities_are_replaced_without_rejections() {
     let before = controller.certificates();
     for step in [RollOver::Begin, RollOver::Switch, RollOver::Finish] {
         fleet.authority.roll_over(step, 30 * DAY).unwrap();
-        // Here one half has gone the step, and the other has not.
+        // Here one half of the daemons has made the step, and the other half has not.
         renew(Role::Agent, "s1", &agent);
         assert_eq!(listening.connect(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
         renew(Role::Controller, "c1", &controller);
@@ -361,7 +361,7 @@ async fn authorities_are_replaced_without_rejections() {
             assert_eq!(ask(&mut open).await.unwrap(), "agent s1");
         }
     }
-    // Its authority is no longer trusted: a client with another certificate returns.
+    // The authority is no longer trusted: a client with a new certificate can reconnect.
     let ended = tokio::time::timeout(TIMEOUT, open.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
     assert!(fleet.authority.roll_over(RollOver::Finish, DAY).is_err(), "it is over");
@@ -415,8 +415,8 @@ fn keys_are_private_and_expiry_is_reported() {
     );
 }
 
-/// After every change of a file that a command makes: certificates issued then are valid, or the error has the remedy;
-/// no other step is taken; and the same command goes on.
+/// Each command is interrupted after every change of a file. Certificates issued then are valid, or the error has the
+/// remedy; no other step is possible; and the same command continues.
 #[tokio::test]
 async fn interrupted_step_is_completed_by_the_same_command() {
     const STEPS: [RollOver; 3] = [RollOver::Begin, RollOver::Switch, RollOver::Finish];
@@ -463,7 +463,7 @@ fn interrupted_authority_is_completed_by_the_same_command() {
     }
 }
 
-/// A controller and an agent that are taken from one authority to the next.
+/// A controller and an agent that change from one authority to the next.
 struct RollOverTest {
     fleet: Fleet,
     controller: Arc<Tls>,
@@ -479,7 +479,7 @@ impl RollOverTest {
         Self { fleet, controller, agent, listening }
     }
 
-    /// Goes a step, and gives every part what it has made.
+    /// Makes a step, and distributes the files that it wrote.
     async fn step(&self, step: RollOver) {
         self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
         self.fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
@@ -489,7 +489,7 @@ impl RollOverTest {
         self.assert_mutual_trust(&format!("{step:?}: both")).await;
     }
 
-    /// The agent's newest files are believed, and it believes the controller.
+    /// Asserts that agent and controller trust each other, with the agent's newest files.
     async fn assert_mutual_trust(&self, when: &str) {
         self.agent.reload().unwrap();
         assert_eq!(self.listening.connect(&self.agent).await.as_deref(), Ok("agent s1"), "{when}");

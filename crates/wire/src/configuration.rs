@@ -352,8 +352,8 @@ fn all_different<T: std::hash::Hash + Eq + std::fmt::Display>(
 }
 
 impl FleetConfiguration {
-    /// Returns the message in the form that every load balancer's stream shares; `number` is its
-    /// [`crate::FleetChange::base`].
+    /// Returns the message in the form that every load balancer's stream shares; `number`:
+    /// [`crate::FleetChange::base_number`] of the next change.
     pub fn encode(&self, number: u64) -> Bytes {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }

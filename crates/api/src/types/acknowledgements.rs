@@ -62,7 +62,7 @@ impl RefusedUpdate {
     pub fn lines(refused: &[Self]) -> Vec<String> {
         let mut services: BTreeMap<_, Vec<&str>> = BTreeMap::new();
         for Self { part, name, what, service, generation, reason } in refused {
-            // A kernel's log of a program may be long; the API has all of it.
+            // The kernel's log of a program may be long; the API returns it in full.
             let reason = reason.lines().next().unwrap_or_default();
             let alike = services.entry((part, name, what, *generation, reason)).or_default();
             alike.extend(service.as_deref());

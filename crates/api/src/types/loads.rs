@@ -48,7 +48,7 @@ pub struct LoadBalancerCounts {
     pub counters: BTreeMap<String, u64>,
 }
 
-/// Values that change rarely: `status` without those that change with every report.
+/// Values that change rarely: `status` without values that change with every report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Overview {
     /// Grows with every change of a configuration.

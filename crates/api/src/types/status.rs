@@ -35,7 +35,7 @@ pub struct Status {
     pub refused_reports: BTreeMap<String, u64>,
     /// In the order of the fleet's document.
     pub services: Vec<Service>,
-    /// Servers in the fleet's document, and those that left but may still have connections.
+    /// Servers in the fleet's document, and former servers that may still have connections.
     pub servers: Vec<Server>,
     /// Load balancers that are connected or may return.
     pub load_balancers: Vec<LoadBalancer>,
@@ -75,7 +75,7 @@ pub struct Services {
 /// All servers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Servers {
-    /// Servers in the fleet's document, and those that left but may still have connections.
+    /// Servers in the fleet's document, and former servers that may still have connections.
     pub servers: Vec<Server>,
 }
 

@@ -296,7 +296,7 @@ async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &Revocati
                 tracing::warn!(
                     event = "reload-failed",
                     error = %mistakes,
-                    "the file is invalid: the previous one stays in force"
+                    "the configuration file is invalid: the previous configuration stays in force"
                 );
             }
         }

@@ -277,7 +277,7 @@ async fn session_reads_and_cannot_change() {
     assert_eq!(status, StatusCode::UNAUTHORIZED);
 }
 
-/// A watcher gets the present state at once, then events; after a reconnect those that it missed.
+/// A watcher gets the present state at once, then events; after a reconnect it gets the missed events.
 #[tokio::test]
 async fn watcher_gets_missed_events_after_a_reconnect() {
     let home = Home::new(&[], "");

@@ -260,7 +260,8 @@ proptest! {
             let home = home();
             let controller = home.start().await;
             prop_assert_eq!(controller.apply(&home, &first).await, Ok(1));
-            // An id that the first gave away may still be in cookies: then nothing of the second is in force.
+            // An id that the first document assigned may still be in cookies: then the second document is rejected
+            // completely.
             let outcome = controller.apply(&home, &second).await;
             let expected = if outcome.is_ok() { &second } else { &first };
             prop_assert_eq!(&controller.document().await.text, expected);

@@ -141,7 +141,7 @@ impl LoadBalancer {
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
-/// The server of each of the two cores' buckets: even buckets reach core 0, odd ones core 1.
+/// Returns the server of each core's buckets: even buckets reach core 0, uneven ones core 1.
 fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
     let at = |bucket: usize| table.candidates.get(bucket).map(|candidate| candidate.server.get());
     Some([at(0)?, at(1)?])
@@ -238,7 +238,7 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
 #[tokio::test]
 async fn first_table_after_a_restart_waits_for_the_agents() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
-    // It does not wait permanently: where the machine stood still for that long, once more.
+    // Waits have a limit. Another attempt follows if the machine paused longer than this.
     const TIMEOUT: Duration = Duration::from_secs(4);
     for _ in 0..5 {
         let home = Home::new(&["s1", "s2"], WEB);
