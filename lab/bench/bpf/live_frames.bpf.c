@@ -93,7 +93,7 @@ int generate(struct xdp_md *ctx)
 	return bpf_redirect(target, 0);
 }
 
-static __always_inline int swap(struct ethhdr *ethernet)
+static __always_inline int swap_macs_and_return(struct ethhdr *ethernet)
 {
 	__u8 mac[ETH_ALEN];
 
@@ -110,7 +110,7 @@ int swap_macs(struct xdp_md *ctx)
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	return data + sizeof(struct ethhdr) > data_end ? XDP_PASS : swap(data);
+	return data + sizeof(struct ethhdr) > data_end ? XDP_PASS : swap_macs_and_return(data);
 }
 
 /* The floor of any balancer with cookies: the timestamps are in the frame's second cache line. */
@@ -122,7 +122,7 @@ int read_tsecr(struct xdp_md *ctx)
 
 	if (data + sizeof(struct live_frame) > data_end || PACKET_U32(data, FAST_PATH_TSECR) == NO_TSECR)
 		return XDP_PASS;
-	return swap(data);
+	return swap_macs_and_return(data);
 }
 
 SEC("xdp")

@@ -23,7 +23,7 @@ struct {
 } cell_map SEC(".maps");
 
 /* The memory clobber keeps clang from removing the call. */
-static __noinline int called(struct xdp_md *ctx)
+static __noinline int call_target(struct xdp_md *ctx)
 {
 	asm volatile("" ::: "memory");
 	return ctx->rx_queue_index;
@@ -34,7 +34,7 @@ int unit_call(struct xdp_md *ctx)
 {
 #pragma unroll
 	for (int i = 0; i < REPEATS; i++)
-		called(ctx);
+		call_target(ctx);
 	return XDP_TX;
 }
 

@@ -61,7 +61,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let windows = runtime.block_on(async {
         tokio::select! {
             never = daemon::serve(&mut agent) => match never? {},
-            windows = windows(args, &mut controller) => windows,
+            windows = measure_windows(args, &mut controller) => windows,
         }
     })?;
     agent.detach()?;
@@ -121,7 +121,7 @@ async fn accepted_reports(controller: &mut Controller) -> anyhow::Result<u64> {
     Ok(controller.status().await?.accepted_reports)
 }
 
-async fn windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<Window>> {
+async fn measure_windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<Window>> {
     // Until the agent has its configuration and reports evenly.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::ensure;
 
 use crate::environment::OtherLoad;
-use crate::page::Part;
+use crate::page::GeneratedPart;
 use crate::report::Report;
 use crate::xdp::{self, flood, server, throughput};
 use crate::{
@@ -140,11 +140,11 @@ impl BenchArgs {
             match measure() {
                 Ok(report) => {
                     self.show(&report)?;
-                    parts.push(Part { name, text: report.to_string() });
+                    parts.push(GeneratedPart { name, text: report.to_string() });
                 }
                 Err(error) => {
                     eprintln!("bench {name}: {error:#}");
-                    parts.push(Part { name, text: format!("`bench {name}` failed in this run: {error:#}.") });
+                    parts.push(GeneratedPart { name, text: format!("`bench {name}` failed in this run: {error:#}.") });
                     failed.push(name);
                 }
             }

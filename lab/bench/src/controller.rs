@@ -153,7 +153,7 @@ impl Controller {
     }
 
     /// Returns when it takes connections.
-    pub(crate) async fn listens(&mut self) -> anyhow::Result<()> {
+    pub(crate) async fn wait_until_listening(&mut self) -> anyhow::Result<()> {
         for _ in 0..100 {
             if TcpStream::connect(self.address).await.is_ok() {
                 return Ok(());
@@ -172,7 +172,7 @@ impl Controller {
 
     /// Connects as this role and name, once the controller listens.
     pub(crate) async fn connect_as(&mut self, role: Role, name: &str) -> anyhow::Result<ControlClient<Channel>> {
-        self.listens().await?;
+        self.wait_until_listening().await?;
         let files = self.certificates.as_ref().map(|all| all.issue(role, name)).transpose()?;
         let tls = files.map(Tls::load).transpose()?;
         let connector = Connector::new(self.address, tls.map(|tls| (tls, &[Role::Controller][..])));
@@ -181,14 +181,14 @@ impl Controller {
     }
 
     /// An operator, once it answers.
-    pub(crate) async fn asking(&mut self) -> anyhow::Result<Client> {
-        self.listens().await?;
+    pub(crate) async fn operator_client(&mut self) -> anyhow::Result<Client> {
+        self.wait_until_listening().await?;
         Client::new(self.api.into(), &self.token_file)
     }
 
     /// Everything there is to see.
     pub(crate) async fn status(&mut self) -> anyhow::Result<Status> {
-        self.asking().await?.status(false).await
+        self.operator_client().await?.status(false).await
     }
 
     /// CPU time of the controller's process so far (s), in user and in kernel mode: fields 14 and 15 of proc(5).
@@ -284,7 +284,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
 }
 
 pub(crate) async fn window(controller: &mut Controller, length: Duration) -> anyhow::Result<Window> {
-    let asking = controller.asking().await?;
+    let asking = controller.operator_client().await?;
     let accepted = async || anyhow::Ok((asking.status(false).await?.accepted_reports as f64, Instant::now()));
     let (reports_before, first) = accepted().await?;
     let (before, start) = (controller.cpu_seconds()?, Instant::now());

@@ -12,7 +12,7 @@ use crate::cpus::{self, THIS_THREAD};
 use crate::namespace::{self, ip, with_sysfs};
 use crate::report::{Report, Table};
 use crate::run_time::enable_statistics;
-use crate::xdp::throughput::wire::{NapiThread, OWN_MAC, Wire};
+use crate::xdp::throughput::wire::{NapiThread, OWN_MAC, VethPair};
 use crate::xdp::{median_of, quartiles};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::cpu_load::CpuLoad;
@@ -144,7 +144,7 @@ impl Window {
 
 fn measure_case(case: &Case, args: &Args) -> anyhow::Result<Vec<Window>> {
     namespace::enter_new()?;
-    let wire = Wire::new(0)?;
+    let wire = VethPair::new(0)?;
     let _thread = receive_on(&wire, RECEIVER, case.threaded)?;
     let load = CpuLoad::start()?;
     let mut storage = MaybeUninit::uninit();
@@ -207,8 +207,8 @@ fn run_times() -> HashMap<u32, RunTime> {
 }
 
 /// Lets packets to [`FLOODED`] be received on `cpu`: by its NAPI thread, or by RPS.
-fn receive_on(wire: &Wire, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
-    let Wire { generator_end, tested_end } = wire;
+fn receive_on(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
+    let VethPair { generator_end, tested_end } = wire;
     ip(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
     ip(&format!("neigh replace {FLOODED} lladdr {OWN_MAC} dev {generator_end}"))?;
     if threaded {

@@ -21,7 +21,7 @@ use coreward_model::dispatch::ClassBounds;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Link, MapCore as _, MapFlags};
 
-use crate::xdp::{above, fastest_above, median_of};
+use crate::xdp::{difference, fastest_difference, median_of};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
@@ -68,7 +68,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut table =
         Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
     for workers in WORKERS {
-        let mut services = vec![Service::floor(workers, Floor::Empty)?, Service::floor(workers, Floor::Selects)?];
+        let mut services = vec![Service::floor(workers, Floor::Empty)?, Service::floor(workers, Floor::SelectSocket)?];
         let mut names = vec!["(always the same)"];
         for policy in Policy::all() {
             services.push(Service::dispatched(workers, policy)?);
@@ -78,7 +78,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         let mut times = vec![Vec::new(); services.len()];
         for _ in 0..args.rounds {
             for (times, service) in times.iter_mut().zip(&services) {
-                times.push(service.round(args.requests)?);
+                times.push(service.run_round(args.requests)?);
             }
         }
         if workers == WORKERS[0] {
@@ -86,12 +86,12 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         }
         let empty = times[0].clone();
         for (name, times) in names.into_iter().zip(&times[1..]) {
-            let fastest = fastest_above(times, &empty);
+            let fastest = fastest_difference(times, &empty);
             let [goal, verdict] = goal_cells(goal_of(name, workers), fastest);
             table.row([
                 name.into(),
                 (workers as u64).into(),
-                median_of(&above(times, &empty)).into(),
+                median_of(&difference(times, &empty)).into(),
                 fastest.into(),
                 goal,
                 verdict,
@@ -121,7 +121,7 @@ fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::
     let (mut of_service, mut of_others, mut of_empty) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {
         let before = [empty, own, other].map(|program| run_time(program.as_fd()));
-        services[jsq].round(args.requests)?;
+        services[jsq].run_round(args.requests)?;
         let after = [empty, own, other].map(|program| run_time(program.as_fd()));
         let mut spent = Vec::new();
         for (before, after) in before.into_iter().zip(after) {
@@ -148,7 +148,7 @@ enum Floor {
     /// Leaves the choice to the kernel.
     Empty,
     /// Names one socket.
-    Selects,
+    SelectSocket,
 }
 
 /// Services of the baselines, before those of the policies.
@@ -195,7 +195,7 @@ impl Service {
         let loaded = skeleton::EmptyReuseportSkelBuilder::default().open(&mut storage)?.load()?;
         let program = match floor {
             Floor::Empty => loaded.progs.empty.as_fd(),
-            Floor::Selects => {
+            Floor::SelectSocket => {
                 let socket = (workers[0].as_raw_fd() as u64).to_ne_bytes();
                 loaded.maps.only.update(&0u32.to_ne_bytes(), &socket, MapFlags::ANY)?;
                 loaded.progs.selects.as_fd()
@@ -237,7 +237,7 @@ impl Service {
     }
 
     /// Run time of the program per request (ns).
-    fn round(&self, requests: u32) -> anyhow::Result<f64> {
+    fn run_round(&self, requests: u32) -> anyhow::Result<f64> {
         let before = run_time(self.program.as_fd())?;
         for first in (0..requests).step_by(BURST as usize) {
             for number in first..requests.min(first + BURST) {

@@ -42,21 +42,21 @@ impl Default for Args {
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const LOOPBACK_INDEX: u32 = 1;
-const IDLE_OF: usize = 100;
+const CONNECTIONS_PER_IDLE: usize = 100;
 /// More than MAX_STEP_MS of bpf/include/server.h.
-const SILENCE: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
+const IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
 /// Connections that are not to be idle are asked so often.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Open files besides the connections: maps, programs, the listener.
-const OTHER_FILES: u64 = 100;
+const OTHER_OPEN_FILES: u64 = 100;
 
 /// A connection: the client's and the server's end.
 struct Connection(TcpStream, TcpStream);
 
 impl Connection {
     /// A request of one byte, and its response.
-    fn ask(&self) -> anyhow::Result<()> {
+    fn exchange(&self) -> anyhow::Result<()> {
         let Self(client, server) = self;
         for (mut from, mut to) in [(client, server), (server, client)] {
             from.write_all(b"?")?;
@@ -87,7 +87,7 @@ impl Programs {
         self.0.as_ref().expect("attached until it is dropped")
     }
 
-    fn held(&self) -> u64 {
+    fn clamped_packets(&self) -> u64 {
         self.server().counter(intf::SERVER_COUNTER_TSVAL_CLAMPED)
     }
 
@@ -122,7 +122,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 fn measure(args: &Args) -> anyhow::Result<Report> {
     namespace::enter_new()?;
     coreward_control_server::server::raise_file_limit();
-    let (limit, needed) = (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(args.connections) + OTHER_FILES);
+    let (limit, needed) = (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(args.connections) + OTHER_OPEN_FILES);
     ensure!(
         needed <= limit,
         "{} connections need {needed} open files, but the limit is {limit}: raise the hard limit (`ulimit -Hn`), or \
@@ -135,21 +135,21 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let programs = Programs::attach()?;
     let _statistics = enable_statistics()?;
     let connections = connect(args.connections)?;
-    let idle_count = connections.len() / IDLE_OF;
+    let idle_count = connections.len() / CONNECTIONS_PER_IDLE;
     let mut table =
         Table::new(&["idle", "ingress, ns per request", "quartiles", "egress, ns per request", "quartiles "]);
     let asked_last = Instant::now();
     let (idle, busy) = connections.split_at(idle_count);
-    case("none", &programs, busy, args.rounds, &mut table)?;
-    while asked_last.elapsed() < SILENCE {
-        std::thread::sleep(BUSY_INTERVAL.min(SILENCE.saturating_sub(asked_last.elapsed())));
-        busy.iter().try_for_each(Connection::ask)?;
+    measure_case("none", &programs, busy, args.rounds, &mut table)?;
+    while asked_last.elapsed() < IDLE_TIME {
+        std::thread::sleep(BUSY_INTERVAL.min(IDLE_TIME.saturating_sub(asked_last.elapsed())));
+        busy.iter().try_for_each(Connection::exchange)?;
     }
-    wake(&programs, idle)?;
-    case("1 %", &programs, busy, args.rounds, &mut table)?;
-    std::thread::sleep(SILENCE);
-    wake(&programs, &connections)?;
-    case("all", &programs, &connections[idle_count..], args.rounds, &mut table)?;
+    wake_idle(&programs, idle)?;
+    measure_case("1 %", &programs, busy, args.rounds, &mut table)?;
+    std::thread::sleep(IDLE_TIME);
+    wake_idle(&programs, &connections)?;
+    measure_case("all", &programs, &connections[idle_count..], args.rounds, &mut table)?;
     Ok(Report {
         name: "idle",
         title: "Idle connections",
@@ -177,26 +177,32 @@ fn connect(count: u32) -> anyhow::Result<Vec<Connection>> {
             stream.set_nodelay(true)?;
         }
         let connection = Connection(client, server);
-        connection.ask()?;
+        connection.exchange()?;
         Ok(connection)
     };
     (0..count).map(connection).collect()
 }
 
 /// Asks connections that were idle: each of them is held.
-fn wake(programs: &Programs, idle: &[Connection]) -> anyhow::Result<()> {
-    let before = programs.held();
-    idle.iter().try_for_each(Connection::ask)?;
-    let held = programs.held() - before;
+fn wake_idle(programs: &Programs, idle: &[Connection]) -> anyhow::Result<()> {
+    let before = programs.clamped_packets();
+    idle.iter().try_for_each(Connection::exchange)?;
+    let held = programs.clamped_packets() - before;
     ensure!(held >= idle.len() as u64, "{} connections were idle, {held} packets are held", idle.len());
     Ok(())
 }
 
-fn case(name: &str, programs: &Programs, busy: &[Connection], rounds: u32, table: &mut Table) -> anyhow::Result<()> {
+fn measure_case(
+    name: &str,
+    programs: &Programs,
+    busy: &[Connection],
+    rounds: u32,
+    table: &mut Table,
+) -> anyhow::Result<()> {
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
         let before = programs.run_times()?;
-        busy.iter().try_for_each(Connection::ask)?;
+        busy.iter().try_for_each(Connection::exchange)?;
         let after = programs.run_times()?;
         for (times, (before, after)) in times.iter_mut().zip(before.into_iter().zip(after)) {
             times.push((after - before) as f64 / busy.len() as f64);

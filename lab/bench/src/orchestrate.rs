@@ -326,13 +326,13 @@ fn quantiles(mut times: Vec<f64>) -> [f64; 2] {
 /// A word in a cache line of its own.
 #[derive(Default)]
 #[repr(align(64))]
-struct Line(AtomicU64);
+struct CacheLine(AtomicU64);
 
 /// Time until another CPU has seen a new value in one line and returned it in another, in ns: median and 99th
 /// percentile.
 fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
-    let [there, back] = [Line::default(), Line::default()];
-    let wait = |line: &Line, value: u64| {
+    let [there, back] = [CacheLine::default(), CacheLine::default()];
+    let wait = |line: &CacheLine, value: u64| {
         while line.0.load(Acquire) != value {
             std::hint::spin_loop();
         }
@@ -364,7 +364,7 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
 }
 
 /// The memory of one core without an engine.
-fn queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
+fn create_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let path = directory.path().join("cores");
     let geometry = Geometry { cores: 1, priorities: 1, slots: 4, slot_bytes: 128 };
@@ -385,7 +385,7 @@ fn accept(
 }
 
 fn feedback(messages: u64) -> anyhow::Result<f64> {
-    let (_directory, path, mut queues) = queues()?;
+    let (_directory, path, mut queues) = create_queues()?;
     let runtime = Runtime::connect(&path)?;
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| -> anyhow::Result<()> {
@@ -408,7 +408,7 @@ fn feedback(messages: u64) -> anyhow::Result<f64> {
 }
 
 fn hints(messages: u64) -> anyhow::Result<f64> {
-    let (_directory, path, mut queues) = queues()?;
+    let (_directory, path, mut queues) = create_queues()?;
     let runtime = Runtime::connect(&path)?;
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| -> anyhow::Result<()> {

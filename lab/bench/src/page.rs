@@ -12,22 +12,22 @@ use crate::report::wrapped;
 const RUN: &str = "run";
 
 /// A generated part.
-pub struct Part {
+pub struct GeneratedPart {
     pub name: &'static str,
     pub text: String,
 }
 
 /// Replaces all generated parts of a Markdown file. `run`: sentences on machine, build and day. Fails when the file
 /// cannot be read or written, or a part of it has no end.
-pub fn write(path: &Path, run: &str, mut parts: Vec<Part>) -> anyhow::Result<()> {
+pub fn write(path: &Path, run: &str, mut parts: Vec<GeneratedPart>) -> anyhow::Result<()> {
     let page = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-    parts.push(Part { name: RUN, text: wrapped(run) });
+    parts.push(GeneratedPart { name: RUN, text: wrapped(run) });
     let page = with_parts(&page, &parts).with_context(|| path.display().to_string())?;
     std::fs::write(path, page).with_context(|| path.display().to_string())
 }
 
 /// Puts each part into its place; one without a place goes to the end. Parts of earlier runs do not stay.
-fn with_parts(page: &str, parts: &[Part]) -> anyhow::Result<String> {
+fn with_parts(page: &str, parts: &[GeneratedPart]) -> anyhow::Result<String> {
     let mut pieces = page.split("<!-- begin ");
     let mut result = pieces.next().unwrap_or_default().to_owned();
     let mut placed = Vec::new();
@@ -48,7 +48,7 @@ fn with_parts(page: &str, parts: &[Part]) -> anyhow::Result<String> {
     Ok(result)
 }
 
-fn enclosed(part: &Part) -> String {
+fn enclosed(part: &GeneratedPart) -> String {
     format!("<!-- begin {0} -->\n\n{1}\n\n<!-- end {0} -->", part.name, part.text.trim_end())
 }
 
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn generated_parts_are_replaced_and_hand_written_text_stays() {
-        let part = |name, text: &str| Part { name, text: text.to_owned() };
+        let part = |name, text: &str| GeneratedPart { name, text: text.to_owned() };
         let page = with_parts(PAGE, &[part("run", "new"), part("xdp", "## Section\n")]).unwrap();
         let expected = "# Cost\n\n<!-- begin run -->\n\nnew\n\n<!-- end run -->\n\nBy hand.\n\nAlso by hand.\n\n\
                         <!-- begin xdp -->\n\n## Section\n\n<!-- end xdp -->\n";

@@ -21,7 +21,7 @@ use crate::controller::Controller;
 use crate::cpus::thread_time;
 use crate::fake_agent::{FakeAgent, name};
 use crate::report::{Report, Table};
-use crate::scale::{Window, rows, windows};
+use crate::scale::{Window, measure_windows, rows};
 use crate::test_env::{self, ScaleArgs};
 
 /// Summaries of different loads that each rack sends in turn: making them is the racks' work, and they would share the
@@ -65,10 +65,10 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     let bytes: Vec<f64> = racks.iter().map(|rack| rack.rounds[0].encoded_len() as f64).collect();
     let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (number, rack) in (0..).zip(racks) {
-        tokio::spawn(rack.pass_up(start + interval * number / args.racks, interval, sent.clone()));
+        tokio::spawn(rack.send_summaries(start + interval * number / args.racks, interval, sent.clone()));
     }
     sleep(3 * DETAIL_INTERVAL).await;
-    let windows = windows(&args.scale, controller, &sent).await?;
+    let windows = measure_windows(&args.scale, controller, &sent).await?;
     let status = controller.status().await?;
     let behind: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(behind == args.agents as usize, "{behind} of {} agents are behind racks", args.agents);
@@ -153,7 +153,7 @@ impl Rack {
     }
 
     /// A summary at every interval, and each agent's whole report once in a detail interval, until the controller ends.
-    async fn pass_up(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
+    async fn send_summaries(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
         let mut due = start;
         for round in 0.. {
             sleep_until(due).await;

@@ -26,7 +26,7 @@ pub struct Args {
 }
 
 /// After a question to the controller.
-const SETTLE: Duration = Duration::from_millis(200);
+const SETTLE_TIME: Duration = Duration::from_millis(200);
 
 /// Fails without root; when something does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
@@ -41,7 +41,7 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     let sent = fake_agent::start_all(controller, args.agents, args.scale.cores, interval).await?;
     // The first reports bring RSS keys and tables.
     sleep(Duration::from_secs(3)).await;
-    let windows = windows(&args.scale, controller, &sent).await?;
+    let windows = measure_windows(&args.scale, controller, &sent).await?;
     Ok(report(args, &windows))
 }
 
@@ -52,7 +52,7 @@ pub struct Window {
     taken_per_second: f64,
     tables_per_second: f64,
     resident_mib: f64,
-    most_mib: f64,
+    max_mib: f64,
     /// From a report's receipt to the table: share within each class (s).
     to_table: Vec<(f64, f64)>,
     /// To the table in force.
@@ -62,7 +62,11 @@ pub struct Window {
 }
 
 /// Observes the controller in all windows. `sent`: reports sent to it so far. Fails when it does not answer.
-pub async fn windows(args: &ScaleArgs, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Vec<Window>> {
+pub async fn measure_windows(
+    args: &ScaleArgs,
+    controller: &mut Controller,
+    sent: &AtomicU64,
+) -> anyhow::Result<Vec<Window>> {
     let mut windows = Vec::new();
     for _ in 0..args.windows {
         windows.push(window(Duration::from_secs(args.window_seconds), controller, sent).await?);
@@ -71,7 +75,7 @@ pub async fn windows(args: &ScaleArgs, controller: &mut Controller, sent: &Atomi
 }
 
 async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
-    let asking = controller.asking().await?;
+    let asking = controller.operator_client().await?;
     let accepted = async || {
         let status = asking.status(false).await?;
         let tables: u64 = status.services.iter().map(|service| service.table_generation).sum();
@@ -79,9 +83,9 @@ async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64)
     };
     let first = accepted().await?;
     // Answers about thousands of servers take a while and delay other requests, which must not be measured.
-    sleep(SETTLE).await;
+    sleep(SETTLE_TIME).await;
     let before = scrape(controller.metrics)?;
-    sleep(SETTLE).await;
+    sleep(SETTLE_TIME).await;
     let (began, sent_before, cpu_before) = (Instant::now(), sent.load(Ordering::Relaxed), controller.cpu_seconds()?);
     sleep(length).await;
     let (cpu, elapsed) = (controller.cpu_seconds()?, began.elapsed().as_secs_f64());
@@ -95,7 +99,7 @@ async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64)
         taken_per_second: (last.0 - first.0) / between,
         tables_per_second: (last.1 - first.1) / between,
         resident_mib: controller.memory_mib("VmRSS:")? as f64,
-        most_mib: controller.memory_mib("VmHWM:")? as f64,
+        max_mib: controller.memory_mib("VmHWM:")? as f64,
         to_table: shares(&before, &after, "coreward_table_build_delay_seconds"),
         to_kernel: shares(&before, &after, "coreward_table_propagation_seconds"),
         sent_to_kernel: shares(&before, &after, "coreward_report_sent_to_kernel_seconds"),
@@ -145,7 +149,7 @@ fn quantile(shares: &[(f64, f64)], part: f64) -> f64 {
 }
 
 /// Part that was within that time.
-fn within(shares: &[(f64, f64)], seconds: f64) -> f64 {
+fn fraction_within(shares: &[(f64, f64)], seconds: f64) -> f64 {
     shares.iter().find(|(bound, _)| *bound >= seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
@@ -157,15 +161,15 @@ pub fn rows(table: &mut Table, messages: &str, windows: &[Window]) {
     row("CPU of the controller, % of one", &|window| window.cpu_pct);
     row("tables made per second", &|window| window.tables_per_second);
     row("resident memory, MiB", &|window| window.resident_mib);
-    row("  at most so far", &|window| window.most_mib);
+    row("  at most so far", &|window| window.max_mib);
     row("report to table, p50, ms", &|window| quantile(&window.to_table, 0.5));
     row("  p99", &|window| quantile(&window.to_table, 0.99));
     row("report received to table in the kernel, p50, ms", &|window| quantile(&window.to_kernel, 0.5));
     row("  p99", &|window| quantile(&window.to_kernel, 0.99));
-    row("  within 10 ms, %", &|window| within(&window.to_kernel, 0.01));
+    row("  within 10 ms, %", &|window| fraction_within(&window.to_kernel, 0.01));
     row("report sent to table in the kernel, p50, ms", &|window| quantile(&window.sent_to_kernel, 0.5));
     row("  p99", &|window| quantile(&window.sent_to_kernel, 0.99));
-    row("  within 10 ms, %", &|window| within(&window.sent_to_kernel, 0.01));
+    row("  within 10 ms, %", &|window| fraction_within(&window.sent_to_kernel, 0.01));
 }
 
 fn report(args: &Args, windows: &[Window]) -> Report {

@@ -60,11 +60,11 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         let _ = std::fs::remove_dir_all(pins.0.join("lb1"));
         let began = Instant::now();
         let balancer = Balancer::start(&controller, &scratch, &pins)?;
-        starts.push(first_packets(args.services, began)?);
+        starts.push(wait_for_forwarding(args.services, began)?);
         drop(balancer);
     }
     let _balancer = Balancer::start(&controller, &scratch, &pins)?;
-    first_packets(args.services, Instant::now())?;
+    wait_for_forwarding(args.services, Instant::now())?;
     let mut changes = Vec::new();
     for (generation, change) in (applied..).zip(0..args.changes) {
         let server = change * (args.servers / args.changes);
@@ -78,17 +78,17 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 /// Puts the document in force; its generation.
 async fn apply(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
     let document = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
-    Ok(controller.asking().await?.put_fleet(&document).await?.generation)
+    Ok(controller.operator_client().await?.put_fleet(&document).await?.generation)
 }
 
 /// First forwarded packet of any service, and of the last service.
-struct Start {
+struct StartTimes {
     first: Duration,
     all: Duration,
 }
 
 /// A packet socket at the servers' end of the wire.
-struct Wire {
+struct ServerSocket {
     socket: OwnedFd,
     own_mac: [u8; 6],
     balancer_mac: [u8; 6],
@@ -96,7 +96,7 @@ struct Wire {
 
 const FRAME_BYTES: usize = 14 + 20 + 20;
 
-impl Wire {
+impl ServerSocket {
     fn open() -> anyhow::Result<Self> {
         let protocol = libc::ETH_P_IP as u16;
         let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
@@ -136,7 +136,7 @@ impl Wire {
     }
 
     /// VIPs of packets that the load balancer has forwarded.
-    fn forwarded(&self) -> Vec<Ipv4Addr> {
+    fn forwarded_vips(&self) -> Vec<Ipv4Addr> {
         let mut vips = Vec::new();
         let mut frame = [0u8; 256];
         while let Ok(length) = recv(self.socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
@@ -156,8 +156,8 @@ fn mac_of(device: &str) -> anyhow::Result<[u8; 6]> {
 }
 
 /// Sends SYNs to every service that has not forwarded one yet, over and over.
-fn first_packets(services: u32, began: Instant) -> anyhow::Result<Start> {
-    let wire = Wire::open()?;
+fn wait_for_forwarding(services: u32, began: Instant) -> anyhow::Result<StartTimes> {
+    let wire = ServerSocket::open()?;
     let mut waiting: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
     let (mut first, mut port) = (None, 1024);
     while !waiting.is_empty() {
@@ -168,17 +168,17 @@ fn first_packets(services: u32, began: Instant) -> anyhow::Result<Start> {
         }
         port = if port == u16::MAX { 1024 } else { port + 1 };
         std::thread::sleep(Duration::from_micros(500));
-        for vip in wire.forwarded() {
+        for vip in wire.forwarded_vips() {
             first.get_or_insert_with(|| began.elapsed());
             waiting.remove(&vip);
         }
     }
     let all = began.elapsed();
-    Ok(Start { first: first.unwrap_or(all), all })
+    Ok(StartTimes { first: first.unwrap_or(all), all })
 }
 
 /// Times from a change's request to its acknowledgement, and to its effect on packets.
-struct Change {
+struct ChangeTimes {
     acknowledged: Duration,
     in_kernel: Duration,
 }
@@ -190,8 +190,8 @@ async fn change_server(
     generation: u64,
     server: u32,
     args: &Args,
-) -> anyhow::Result<Change> {
-    let client = controller.asking().await?;
+) -> anyhow::Result<ChangeTimes> {
+    let client = controller.operator_client().await?;
     let status = client.status(false).await?;
     let name = fake_agent::name(server);
     let known = status.servers.iter().find(|known| known.name == name).context("the server is not known")?;
@@ -216,17 +216,17 @@ async fn change_server(
     let acknowledged = began.elapsed();
     let in_kernel = tokio::task::spawn_blocking(move || watching.join()).await?;
     let in_kernel = in_kernel.ok().flatten().context("the change never came")?;
-    Ok(Change { acknowledged, in_kernel })
+    Ok(ChangeTimes { acknowledged, in_kernel })
 }
 
-fn report(args: &Args, starts: &[Start], changes: &[Change]) -> Report {
+fn report(args: &Args, starts: &[StartTimes], changes: &[ChangeTimes]) -> Report {
     let mut table = Table::new(&["ms", "median", "least", "most"]);
     let mut row = |what: &str, values: Vec<f64>| table.summary(what, values, []);
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
     row("from exec to the first packet forwarded", starts.iter().map(|start| ms(start.first)).collect());
     row("from exec to a packet of every service", starts.iter().map(|start| ms(start.all)).collect());
     row("a server drained: from apply to its answer", changes.iter().map(|change| ms(change.acknowledged)).collect());
-    let after = |change: &Change| ms(change.in_kernel.saturating_sub(change.acknowledged));
+    let after = |change: &ChangeTimes| ms(change.in_kernel.saturating_sub(change.acknowledged));
     row("  from the answer to the kernel", changes.iter().map(after).collect());
     row("  from apply to the kernel", changes.iter().map(|change| ms(change.in_kernel)).collect());
     Report {

@@ -62,7 +62,7 @@ where
     cpus::bind(THIS_THREAD, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        controller.listens().await?;
+        controller.wait_until_listening().await?;
         let _balancer = Balancer::start(&controller, &scratch, &pins)?;
         lower_priority()?;
         measure(&mut controller, Duration::from_millis(fleet.report_interval_ms)).await

@@ -19,8 +19,8 @@ use crate::report::{Report, Table, goal_cells};
 use balancer::Balancer;
 use established::ByConnections;
 use goals::Goals;
-use interleaved::{Program, Rounds, Turn, in_turns};
-pub use interleaved::{above, fastest_above, median_of, quartiles};
+use interleaved::{Program, Rounds, Turn, run_interleaved};
+pub use interleaved::{difference, fastest_difference, median_of, quartiles};
 use runner::{PACKETS, Runner};
 use workload::Case;
 
@@ -100,9 +100,9 @@ impl Measured {
         Ok(Self {
             case: balancer.case(),
             empty: median_of(times[0]),
-            above_empty: above(times[2], times[0]),
-            fastest: fastest_above(times[2], times[0]),
-            floor: fastest_above(times[1], times[0]),
+            above_empty: difference(times[2], times[0]),
+            fastest: fastest_difference(times[2], times[0]),
+            floor: fastest_difference(times[1], times[0]),
         })
     }
 }
@@ -112,7 +112,7 @@ impl Measured {
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let established = if args.only.is_some() { Vec::new() } else { established::measure(args, &|_, _| {})? };
     let is_selected = |case: &Case| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
-    let alone: Vec<Measured> = Case::alone()
+    let alone: Vec<Measured> = Case::measured_alone()
         .filter(is_selected)
         .map(|case| measure_alone(case, args).with_context(|| case.to_string()))
         .collect::<anyhow::Result<_>>()?;
@@ -129,8 +129,8 @@ fn measure_alone(case: Case, args: &Args) -> anyhow::Result<Measured> {
         Program::Floor(runner.parse_and_swap_macs.as_fd()),
         Program::Balancer(&balancer),
     ];
-    let times = in_turns(
-        &turns.map(|program| Turn { feed: case.feed(), ..Turn::of(&runner, program) }),
+    let times = run_interleaved(
+        &turns.map(|program| Turn { feed: case.feed(), ..Turn::new(&runner, program) }),
         args.length.rounds,
         args.length.packets,
     )?;
@@ -162,7 +162,7 @@ fn costs(established: &[ByConnections], alone: &[Measured], goals: &Goals<'_>) -
     let modes: [fn(&ByConnections) -> &Measured; 3] = [|of| &of.stateless, |of| &of.stateful, |of| &of.hash_table];
     let by_mode = modes.into_iter().flat_map(|mode| established.iter().map(mode));
     for m in by_mode.chain(alone) {
-        let [goal, verdict] = goal_cells(goals.of(m.case), m.fastest);
+        let [goal, verdict] = goal_cells(goals.goal_of(m.case), m.fastest);
         table.row([
             m.case.to_string().into(),
             median_of(&m.above_empty).into(),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum;
-use coreward_sim::output::{Format, Printed as _};
+use coreward_sim::output::{Format, Printable as _};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::arrivals::{Arrivals, Schedule};
@@ -138,7 +138,7 @@ fn path(text: &str) -> Result<String, String> {
 /// unreachable.
 pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
     let report = measure(args)?;
-    Ok(report.printed(args.format))
+    Ok(report.render(args.format))
 }
 
 fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
@@ -149,7 +149,7 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     let measured = classes[0];
     if let Some(rate) = args.measure {
         let schedule = Schedule::new(Arrivals::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
-        let workload = workload(args, RNG_STREAM_MEASURED_REQUESTS)?.only_first();
+        let workload = workload(args, RNG_STREAM_MEASURED_REQUESTS)?.first_type_only();
         streams.push(Stream { schedule, workload, first_class: classes.len() as u8 });
     }
     let mut transport = open(args)?;

@@ -22,7 +22,7 @@ pub struct Event {
 }
 
 impl Event {
-    pub fn has(self, flags: i32) -> bool {
+    pub fn has_flags(self, flags: i32) -> bool {
         self.flags & flags as u32 != 0
     }
 }

@@ -8,19 +8,19 @@ use std::io;
 
 use crate::arrivals::Schedule;
 use crate::event_loop::now_ns;
-use crate::outstanding::{Answered, Outstanding, Sent};
+use crate::outstanding::{AnswerMatch, Outstanding, Sent};
 use crate::results::Results;
 use crate::transport::{Answer, Transport};
 use crate::workload::Workload;
 
 /// Time between start and the first moment at which something may be due (ns).
-const LEAD_NS: u64 = 10_000_000;
+const START_DELAY_NS: u64 = 10_000_000;
 /// Overdue requests are sent in batches of this size, so that responses are read in between.
-const TURN: usize = 64;
+const BATCH_SIZE: usize = 64;
 /// Interval of the progress (ns).
-const PROGRESS_NS: u64 = 100_000_000;
+const PROGRESS_INTERVAL_NS: u64 = 100_000_000;
 /// Interval of the search for lost requests when nothing is due any more (ns).
-const EXPIRE_NS: u64 = 10_000_000;
+const EXPIRE_INTERVAL_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
 pub struct Stream {
@@ -63,7 +63,7 @@ pub fn run(
 ) -> anyhow::Result<Results> {
     // The default of 50 us would make every request late by that (prctl(2), PR_SET_TIMERSLACK).
     nix::sys::prctl::set_timerslack(1)?;
-    let start_ns = now_ns() + LEAD_NS;
+    let start_ns = now_ns() + START_DELAY_NS;
     let classes = streams.iter().map(|stream| stream.workload.classes().len()).sum();
     let window = start_ns + durations.warm_up_ns..start_ns + durations.warm_up_ns + durations.measured_ns;
     let results = Results::new(classes, window, intervals)?;
@@ -71,9 +71,9 @@ pub fn run(
     let mut generator =
         Generator { streams, transport, durations, outstanding, answers: Vec::new(), start_ns, results };
     let mut next_progress_ns = start_ns;
-    while generator.turn()? {
+    while generator.step()? {
         if now_ns() >= next_progress_ns {
-            next_progress_ns += PROGRESS_NS;
+            next_progress_ns += PROGRESS_INTERVAL_NS;
             progress(now_ns().saturating_sub(start_ns), &mut generator.results)?;
         }
     }
@@ -84,25 +84,25 @@ pub fn run(
 
 impl Generator<'_> {
     /// Sends due requests and receives responses. `false`: everything is settled.
-    fn turn(&mut self) -> io::Result<bool> {
+    fn step(&mut self) -> io::Result<bool> {
         let end_ns = self.results.window.end;
         let mut next = self.next_stream(end_ns);
-        for _ in 0..TURN {
+        for _ in 0..BATCH_SIZE {
             let Some((stream, due_ns)) = next.filter(|(_, due_ns)| *due_ns <= now_ns()) else { break };
             self.send(stream, due_ns);
             next = self.next_stream(end_ns);
         }
         let results = &mut self.results;
-        self.outstanding.expire(now_ns().saturating_sub(self.durations.timeout_ns), |sent| results.lost(sent));
+        self.outstanding.expire(now_ns().saturating_sub(self.durations.timeout_ns), |sent| results.record_lost(sent));
         let Some(until_ns) = next.map(|(_, due_ns)| due_ns).or_else(|| {
             let unanswered = self.outstanding.unanswered() > 0;
-            unanswered.then(|| now_ns() + EXPIRE_NS)
+            unanswered.then(|| now_ns() + EXPIRE_INTERVAL_NS)
         }) else {
             return Ok(false);
         };
         let mut answers = std::mem::take(&mut self.answers);
-        self.transport.receive(until_ns.min(now_ns() + PROGRESS_NS), &mut answers)?;
-        answers.drain(..).for_each(|answer| self.take(answer));
+        self.transport.receive(until_ns.min(now_ns() + PROGRESS_INTERVAL_NS), &mut answers)?;
+        answers.drain(..).for_each(|answer| self.handle_answer(answer));
         self.answers = answers;
         Ok(true)
     }
@@ -119,18 +119,18 @@ impl Generator<'_> {
         let demand = stream.workload.draw();
         let sent = Sent { due_ns, class: stream.first_class + demand.class };
         let id = self.outstanding.add(sent);
-        self.results.sent(sent, now_ns());
+        self.results.record_sent(sent, now_ns());
         self.transport.send(&demand, id, due_ns + self.durations.timeout_ns);
     }
 
-    fn take(&mut self, answer: Answer) {
+    fn handle_answer(&mut self, answer: Answer) {
         let (part, parts) = answer.part;
         match self.outstanding.answer(answer.id, part, parts) {
-            Answered::Complete(sent) => self.results.answered(sent, answer.arrived_ns, answer.worker),
-            Answered::Partial => {}
-            Answered::Duplicate => self.results.duplicates += 1,
-            Answered::Late => self.results.late += 1,
-            Answered::Unknown => self.results.unknown += 1,
+            AnswerMatch::Complete(sent) => self.results.record_answer(sent, answer.arrived_ns, answer.worker),
+            AnswerMatch::Partial => {}
+            AnswerMatch::Duplicate => self.results.duplicates += 1,
+            AnswerMatch::Late => self.results.late += 1,
+            AnswerMatch::Unknown => self.results.unknown += 1,
         }
     }
 }

@@ -15,11 +15,11 @@ struct Entry {
     sent: Sent,
     /// Received parts of its response, by number.
     parts: u128,
-    answered: bool,
+    is_answered: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answered {
+pub enum AnswerMatch {
     /// The last missing part of the response to this request.
     Complete(Sent),
     /// A part of a response of several.
@@ -49,41 +49,41 @@ impl Outstanding {
     /// Notes a request and returns its id.
     pub fn add(&mut self, sent: Sent) -> u32 {
         let id = self.first_id.wrapping_add(self.entries.len() as u32);
-        self.entries.push_back(Entry { sent, parts: 0, answered: false });
+        self.entries.push_back(Entry { sent, parts: 0, is_answered: false });
         self.sent += 1;
         self.unanswered += 1;
         id
     }
 
     /// Notes part `part` of `parts` of the response to `id`.
-    pub fn answer(&mut self, id: u32, part: u8, parts: u8) -> Answered {
+    pub fn answer(&mut self, id: u32, part: u8, parts: u8) -> AnswerMatch {
         let index = id.wrapping_sub(self.first_id) as usize;
         let Some(entry) = self.entries.get_mut(index) else {
             let back = u64::from(self.first_id.wrapping_sub(id));
             let settled = self.sent - self.entries.len() as u64;
-            return if back > 0 && back <= settled { Answered::Late } else { Answered::Unknown };
+            return if back > 0 && back <= settled { AnswerMatch::Late } else { AnswerMatch::Unknown };
         };
         if part >= parts || parts > PARTS_MAX {
-            return Answered::Unknown;
+            return AnswerMatch::Unknown;
         }
         let bit = 1 << part;
-        if entry.answered || entry.parts & bit != 0 {
-            return Answered::Duplicate;
+        if entry.is_answered || entry.parts & bit != 0 {
+            return AnswerMatch::Duplicate;
         }
         entry.parts |= bit;
         if entry.parts.count_ones() < parts.into() {
-            return Answered::Partial;
+            return AnswerMatch::Partial;
         }
-        entry.answered = true;
+        entry.is_answered = true;
         self.unanswered -= 1;
-        Answered::Complete(entry.sent)
+        AnswerMatch::Complete(entry.sent)
     }
 
     /// Forgets those that were due before `moment_ns`, and passes each unanswered one to `each`. Requests must have
     /// been added in the order in which they were due.
     pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(Sent)) {
         while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
-            if !entry.answered {
+            if !entry.is_answered {
                 self.unanswered -= 1;
                 each(entry.sent);
             }
@@ -110,22 +110,22 @@ mod tests {
     fn every_answer_is_distinguished() {
         let mut outstanding = Outstanding::default();
         let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
-        assert_eq!(outstanding.answer(ids[1], 0, 1), Answered::Complete(sent(1)));
-        assert_eq!(outstanding.answer(ids[1], 0, 1), Answered::Duplicate);
-        assert_eq!(outstanding.answer(ids[2], 1, 2), Answered::Partial);
-        assert_eq!(outstanding.answer(ids[2], 1, 2), Answered::Duplicate);
-        assert_eq!(outstanding.answer(ids[2], 2, 2), Answered::Unknown);
-        assert_eq!(outstanding.answer(4, 0, 1), Answered::Unknown);
-        assert_eq!(outstanding.answer(u32::MAX, 0, 1), Answered::Unknown);
+        assert_eq!(outstanding.answer(ids[1], 0, 1), AnswerMatch::Complete(sent(1)));
+        assert_eq!(outstanding.answer(ids[1], 0, 1), AnswerMatch::Duplicate);
+        assert_eq!(outstanding.answer(ids[2], 1, 2), AnswerMatch::Partial);
+        assert_eq!(outstanding.answer(ids[2], 1, 2), AnswerMatch::Duplicate);
+        assert_eq!(outstanding.answer(ids[2], 2, 2), AnswerMatch::Unknown);
+        assert_eq!(outstanding.answer(4, 0, 1), AnswerMatch::Unknown);
+        assert_eq!(outstanding.answer(u32::MAX, 0, 1), AnswerMatch::Unknown);
         let mut lost = Vec::new();
         outstanding.expire(2, |sent| lost.push(sent.due_ns));
         assert_eq!((lost, outstanding.unanswered()), (vec![0], 2));
-        assert_eq!(outstanding.answer(ids[0], 0, 1), Answered::Late);
-        assert_eq!(outstanding.answer(ids[2], 0, 2), Answered::Complete(sent(2)));
+        assert_eq!(outstanding.answer(ids[0], 0, 1), AnswerMatch::Late);
+        assert_eq!(outstanding.answer(ids[2], 0, 2), AnswerMatch::Complete(sent(2)));
         let mut lost = Vec::new();
         outstanding.expire(u64::MAX, |sent| lost.push(sent.due_ns));
         assert_eq!((lost, outstanding.unanswered()), (vec![3], 0));
-        assert_eq!(outstanding.answer(ids[3], 0, 1), Answered::Late);
+        assert_eq!(outstanding.answer(ids[3], 0, 1), AnswerMatch::Late);
     }
 
     #[test]
@@ -133,10 +133,10 @@ mod tests {
         let mut outstanding = Outstanding { first_id: u32::MAX - 1, ..Outstanding::default() };
         let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
         assert_eq!(ids, [u32::MAX - 1, u32::MAX, 0, 1]);
-        assert_eq!(outstanding.answer(0, 0, 1), Answered::Complete(sent(2)));
+        assert_eq!(outstanding.answer(0, 0, 1), AnswerMatch::Complete(sent(2)));
         outstanding.expire(u64::MAX, |_| {});
-        assert_eq!(outstanding.answer(u32::MAX, 0, 1), Answered::Late);
-        assert_eq!(outstanding.answer(1, 0, 1), Answered::Late);
-        assert_eq!(outstanding.answer(2, 0, 1), Answered::Unknown);
+        assert_eq!(outstanding.answer(u32::MAX, 0, 1), AnswerMatch::Late);
+        assert_eq!(outstanding.answer(1, 0, 1), AnswerMatch::Late);
+        assert_eq!(outstanding.answer(2, 0, 1), AnswerMatch::Unknown);
     }
 }

@@ -1,6 +1,6 @@
 //! Report of a run, for people and for programs.
 
-use coreward_sim::output::Printed;
+use coreward_sim::output::Printable;
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
@@ -126,7 +126,7 @@ impl Report {
     }
 }
 
-impl Printed for Report {
+impl Printable for Report {
     fn columns(&self) -> Vec<&'static str> {
         vec!["class", "requests", "completed", "lost", "p50 us", "p90 us", "p99 us", "p99.9 us", "max us"]
     }
@@ -188,8 +188,8 @@ mod tests {
     fn report_is_read_as_it_was_written() {
         let mut results = Results::new(2, 0..1_000_000_000, false).unwrap();
         let sent = Sent { due_ns: 1_000, class: 0 };
-        results.sent(sent, 2_000);
-        results.answered(sent, 9_000, Some(Worker { server: 3, worker: 1 }));
+        results.record_sent(sent, 2_000);
+        results.record_answer(sent, 9_000, Some(Worker { server: 3, worker: 1 }));
         results.errors.failed = 7;
         let report = Report::new(&results, &[RequestType::GET, RequestType::scan(18).unwrap()], None);
         let written = serde_json::to_string(&report).unwrap();

@@ -153,7 +153,7 @@ impl ServiceTimes {
     }
 
     /// These, with those of `other` in place of what both have.
-    pub fn with(mut self, other: &Self) -> Self {
+    pub fn overridden_by(mut self, other: &Self) -> Self {
         self.0.extend(&other.0);
         self
     }
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(turbo.get(scan(105)), Some(Duration::from_micros(3540)));
         assert_eq!(turbo.get(scan(106)), None);
         let given: ServiceTimes = "GET=0.5,WORK3=20".parse().unwrap();
-        let both = turbo.with(&given);
+        let both = turbo.overridden_by(&given);
         assert_eq!([both.get_ns(RequestType::GET), both.get_ns(RequestType::PUT)], [Some(500), Some(270_000)]);
         assert_eq!(both.get_ns(RequestType::work(3).unwrap()), Some(20_000));
     }

@@ -85,20 +85,20 @@ impl Results {
     }
 
     /// A request was sent at `now_ns`.
-    pub(crate) fn sent(&mut self, sent: Sent, now_ns: u64) {
-        if let Some(class) = self.measured(sent) {
+    pub(crate) fn record_sent(&mut self, sent: Sent, now_ns: u64) {
+        if let Some(class) = self.measured_class(sent) {
             class.requests += 1;
             self.lateness.saturating_record(now_ns.saturating_sub(sent.due_ns));
         }
     }
 
     /// A request was answered by a response that arrived at `arrived_ns`.
-    pub(crate) fn answered(&mut self, sent: Sent, arrived_ns: u64, worker: Option<Worker>) {
+    pub(crate) fn record_answer(&mut self, sent: Sent, arrived_ns: u64, worker: Option<Worker>) {
         if self.window.contains(&arrived_ns) {
             self.classes[usize::from(sent.class)].arrived += 1;
         }
         let latency_ns = arrived_ns.saturating_sub(sent.due_ns);
-        if let Some(class) = self.measured(sent) {
+        if let Some(class) = self.measured_class(sent) {
             class.completed += 1;
             class.latency.saturating_record(latency_ns);
             if let Some(interval) = self.intervals.get_mut(usize::from(sent.class)) {
@@ -111,13 +111,13 @@ impl Results {
     }
 
     /// A request was given up.
-    pub(crate) fn lost(&mut self, sent: Sent) {
-        if let Some(class) = self.measured(sent) {
+    pub(crate) fn record_lost(&mut self, sent: Sent) {
+        if let Some(class) = self.measured_class(sent) {
             class.lost += 1;
         }
     }
 
-    fn measured(&mut self, sent: Sent) -> Option<&mut ClassResults> {
+    fn measured_class(&mut self, sent: Sent) -> Option<&mut ClassResults> {
         self.window.contains(&sent.due_ns).then(|| &mut self.classes[usize::from(sent.class)])
     }
 }

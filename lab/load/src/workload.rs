@@ -29,13 +29,13 @@ pub struct Mix(Vec<(RequestType, f64)>);
 pub enum MixError {
     /// Neither a preset nor a list of shares.
     #[error("mix {0:?}: expected TYPE=SHARE,..., as in GET=0.9,SCAN46=0.1, or turbo-7a, turbo-7b, turbo-7c, turbo-7d")]
-    NotAMix(String),
+    UnknownMix(String),
     /// Not a type.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
     /// A type that is given twice.
     #[error("mix: {0} is there twice")]
-    Twice(RequestType),
+    DuplicateType(RequestType),
     /// Not a share.
     #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
     Share { request_type: RequestType, given: String },
@@ -68,10 +68,10 @@ impl FromStr for Mix {
         let text = preset.map_or(given, |(_, text)| text);
         let mut shares = Vec::new();
         for pair in text.split(',') {
-            let (name, share) = pair.split_once('=').ok_or_else(|| MixError::NotAMix(given.to_owned()))?;
+            let (name, share) = pair.split_once('=').ok_or_else(|| MixError::UnknownMix(given.to_owned()))?;
             let request_type: RequestType = name.parse()?;
             if shares.iter().any(|(present, _)| *present == request_type) {
-                return Err(MixError::Twice(request_type));
+                return Err(MixError::DuplicateType(request_type));
             }
             let number = share.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
             let number = number.ok_or_else(|| MixError::Share { request_type, given: share.to_owned() })?;
@@ -142,7 +142,7 @@ impl ServiceDistribution {
 }
 
 #[derive(Debug, Clone)]
-enum Draw {
+enum ClassDraw {
     /// Type, the sum of the shares up to it, and the service time to ask for.
     Mix(Vec<(RequestType, f64, u32)>),
     /// With the length of a unit (ns).
@@ -151,7 +151,7 @@ enum Draw {
 
 #[derive(Debug, Clone)]
 pub struct Workload {
-    draw: Draw,
+    draw: ClassDraw,
     classes: Vec<RequestType>,
     rng: Xoshiro256PlusPlus,
 }
@@ -168,7 +168,7 @@ impl Workload {
         // The shares may add up to a little less than 1.
         entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
         let classes = mix.0.iter().map(|(request_type, _)| *request_type).collect();
-        Self { draw: Draw::Mix(entries), classes, rng: seeded_rng(seed, purpose) }
+        Self { draw: ClassDraw::Mix(entries), classes, rng: seeded_rng(seed, purpose) }
     }
 
     /// Requests that ask for times of a distribution, each time multiplied. Each class of the distribution is a type of
@@ -177,18 +177,18 @@ impl Workload {
         let unit_ns = service.unit_us * 1e3 * multiplier;
         let count = service.service.class_times().len().min(WORK_CLASSES.into());
         let classes = (0..count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASSES")).collect();
-        Self { draw: Draw::Service(service.service.sampler(), unit_ns), classes, rng: seeded_rng(seed, purpose) }
+        Self { draw: ClassDraw::Service(service.service.sampler(), unit_ns), classes, rng: seeded_rng(seed, purpose) }
     }
 
     /// Only requests of its first type; of a distribution, only such as take its shortest class's time, or its mean
     /// where it has no classes (Turbo's measuring client, Sect. VII-A): for a measuring stream.
-    pub fn only_first(mut self) -> Self {
+    pub fn first_type_only(mut self) -> Self {
         match &mut self.draw {
-            Draw::Mix(entries) => {
+            ClassDraw::Mix(entries) => {
                 entries.truncate(1);
                 entries[0].1 = f64::INFINITY;
             }
-            Draw::Service(sampler, _) => *sampler = Service::Fixed.sampler(),
+            ClassDraw::Service(sampler, _) => *sampler = Service::Fixed.sampler(),
         }
         self.classes.truncate(1);
         self
@@ -202,13 +202,13 @@ impl Workload {
     /// The next request.
     pub fn draw(&mut self) -> Demand {
         match &self.draw {
-            Draw::Mix(entries) => {
+            ClassDraw::Mix(entries) => {
                 let drawn = unit(&mut self.rng);
                 let class = entries.iter().position(|(_, below, _)| drawn < *below).expect("the last is infinite");
                 let (request_type, _, service_ns) = entries[class];
                 Demand { class: class as u8, request_type, service_ns }
             }
-            Draw::Service(sampler, unit_ns) => {
+            ClassDraw::Service(sampler, unit_ns) => {
                 let (class, ticks) = sampler.sample(&mut self.rng);
                 // 0 would ask for the server's own time; `as` keeps what is longer than 4.3 s at that.
                 let service_ns = ((units(ticks) * unit_ns) as u32).max(1);

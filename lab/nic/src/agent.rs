@@ -121,7 +121,7 @@ impl Daemons {
 
     /// SYNs that the agent has counted so far: (by the predicted queue, by another one). Fails when the controller does
     /// not know.
-    pub fn counted(&self, guest: &mut Guest) -> Result<(u64, u64)> {
+    pub fn counted_syns(&self, guest: &mut Guest) -> Result<(u64, u64)> {
         let server = server(guest)?.context("the controller knows no server")?;
         let count = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
         Ok((count("rss_matched")?, count("rss_mismatched")?))
@@ -131,7 +131,7 @@ impl Daemons {
     /// it does not.
     pub fn matched_of(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
         let matched = poll(guest, NOTICE_LIMIT, |guest| {
-            let now = self.counted(guest)?;
+            let now = self.counted_syns(guest)?;
             Ok((now.0 + now.1 >= before.0 + before.1 + syns).then_some(now.0 - before.0))
         });
         matched.with_context(|| logs(guest))

@@ -54,7 +54,7 @@ const CHECK_KERNEL_LIMIT: Duration = Duration::from_secs(120);
 /// Time limit of a command of the user's.
 const RUN_LIMIT: Duration = Duration::from_secs(600);
 
-const FRESH: &str = "as the driver starts";
+const DRIVER_DEFAULT: &str = "as the driver starts";
 
 /// All guests.
 pub const CASES: [Case; 7] = [
@@ -63,7 +63,7 @@ pub const CASES: [Case; 7] = [
         nic: Nic::Virtio,
         arguments: "",
         checks: Checks::Settings(&[
-            Setting { name: FRESH, command: "true", in_force: false },
+            Setting { name: DRIVER_DEFAULT, command: "true", in_force: false },
             Setting { name: "table set", command: "ethtool -X eth0 equal 3", in_force: true },
             Setting {
                 name: "channels changed",
@@ -77,7 +77,7 @@ pub const CASES: [Case; 7] = [
         nic: Nic::Virtio,
         arguments: "",
         checks: Checks::Settings(&[
-            Setting { name: FRESH, command: "true", in_force: true },
+            Setting { name: DRIVER_DEFAULT, command: "true", in_force: true },
             Setting { name: "channels changed", command: "ethtool -L eth0 combined 2", in_force: true },
             Setting {
                 name: "hashing off",
@@ -92,7 +92,7 @@ pub const CASES: [Case; 7] = [
         kernel: "6.12",
         nic: Nic::Virtio,
         arguments: "nohz_full=1-3",
-        checks: Checks::Settings(&[Setting { name: FRESH, command: "true", in_force: true }]),
+        checks: Checks::Settings(&[Setting { name: DRIVER_DEFAULT, command: "true", in_force: true }]),
     },
     Case { kernel: "6.1", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB) },
     Case { kernel: "6.12", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB) },
@@ -100,12 +100,12 @@ pub const CASES: [Case; 7] = [
         kernel: "6.1",
         nic: Nic::Vmxnet3,
         arguments: "",
-        checks: Checks::Settings(&[Setting { name: FRESH, command: "true", in_force: false }]),
+        checks: Checks::Settings(&[Setting { name: DRIVER_DEFAULT, command: "true", in_force: false }]),
     },
 ];
 
 const IGB: &[Setting] = &[
-    Setting { name: FRESH, command: "true", in_force: true },
+    Setting { name: DRIVER_DEFAULT, command: "true", in_force: true },
     Setting { name: "table set", command: "ethtool -X eth0 equal 3", in_force: true },
 ];
 
@@ -140,32 +140,32 @@ impl Case {
             Checks::Forwarding => return forwarding::check(&mut guest, &wire, &self.name(), tally),
         };
         if !self.arguments.is_empty() {
-            tally.check(&self.named("the kernel took its arguments"), self.took_arguments(&mut guest));
+            tally.check(&self.check_name("the kernel took its arguments"), self.check_arguments(&mut guest));
         } else if self.nic == Nic::Virtio {
-            tally.check(&self.named("every BPF program loads"), check_kernel(&mut guest));
+            tally.check(&self.check_name("every BPF program loads"), check_kernel(&mut guest));
         }
         if self.nic == Nic::Virtio {
-            tally.check(&self.named("a load balancer has a table in force"), agent::balance(&mut guest));
+            tally.check(&self.check_name("a load balancer has a table in force"), agent::balance(&mut guest));
         }
         for setting in settings {
             self.check_setting(setting, &mut guest, &wire, tally)?;
             // Next to the driver's own state: with the table that the agent will restore.
-            if setting.name == FRESH && self.nic != Nic::Vmxnet3 {
-                let managed = self.manage(&mut guest, &wire, tally);
-                managed.unwrap_or_else(|error| tally.check(&self.named("manage_rss"), Err(error)));
+            if setting.name == DRIVER_DEFAULT && self.nic != Nic::Vmxnet3 {
+                let managed = self.check_managed_rss(&mut guest, &wire, tally);
+                managed.unwrap_or_else(|error| tally.check(&self.check_name("manage_rss"), Err(error)));
             }
         }
         Ok(())
     }
 
     /// Kernels pass over what they are not built for.
-    fn took_arguments(&self, guest: &mut Guest) -> Result<String> {
+    fn check_arguments(&self, guest: &mut Guest) -> Result<String> {
         let cpus = guest.run("cat /sys/devices/system/cpu/nohz_full")?.trim().to_owned();
         ensure!(self.arguments == format!("nohz_full={cpus}"), "CPUs with nohz_full: {cpus:?}");
         Ok(format!("CPUs with nohz_full: {cpus}"))
     }
 
-    fn named(&self, check: &str) -> String {
+    fn check_name(&self, check: &str) -> String {
         format!("{}: {check}", self.name())
     }
 
@@ -194,14 +194,14 @@ impl Case {
             false => Err(error),
         })?;
         let wire = Wire::connect(&parts.packages)?;
-        bring_up(&mut guest)?;
+        set_up_network(&mut guest)?;
         Ok((guest, wire))
     }
 
     /// The NIC, our prediction and the agent in one of the NIC's states.
     fn check_setting(&self, setting: &Setting, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
         guest.run(setting.command)?;
-        let named = |check: &str| self.named(&format!("{}: {check}", setting.name));
+        let named = |check: &str| self.check_name(&format!("{}: {check}", setting.name));
         let watching = agent::start_watch(guest);
         let measured = rss::measure(guest, self.nic, wire)?;
         let matched = measured.matched();
@@ -214,19 +214,19 @@ impl Case {
             (false, true) => tally.skip(&named(does), "in this kernel it does"),
         }
         let watched = watching.and_then(|()| agent::end_watch(guest));
-        tally.check(&named("the agent sees it"), watched.and_then(|watched| agrees(&measured, &watched)));
+        tally.check(&named("the agent sees it"), watched.and_then(|watched| check_agreement(&measured, &watched)));
         Ok(())
     }
 
     /// The daemon with `manage_rss = true`, from its start to its end.
-    fn manage(&self, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
-        let named = |check: &str| self.named(&format!("manage_rss: {check}"));
+    fn check_managed_rss(&self, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
+        let named = |check: &str| self.check_name(&format!("manage_rss: {check}"));
         let before = rss::shown(guest)?;
         let managed = agent::managed(&before, self.nic == Nic::Virtio, QUEUES)?;
         ensure!(managed != before, "the NIC holds already what the agent is to set");
         let daemons = Daemons::start(guest, &managed)?;
 
-        let counted = daemons.counted(guest)?;
+        let counted = daemons.counted_syns(guest)?;
         let measured = rss::measure(guest, self.nic, wire)?;
         let matched = measured.matched();
         let found = format!("{matched} of {FLOWS} flows on the predicted queue");
@@ -272,7 +272,7 @@ fn check_kernel(guest: &mut Guest) -> Result<String> {
 }
 
 /// The agent's view of a measurement: key, table, each flow's predicted and actual queue, and the verdict.
-fn agrees(measured: &Measurement, watched: &Watched) -> Result<String> {
+fn check_agreement(measured: &Measurement, watched: &Watched) -> Result<String> {
     ensure!(watched.shown == measured.shown, "it read {:?}, ethtool {:?}", watched.shown, measured.shown);
     for (flow, queue) in &measured.delivered {
         let expected = (*flow, rss::predicted(&measured.shown, flow), *queue);
@@ -288,7 +288,7 @@ fn agrees(measured: &Measurement, watched: &Watched) -> Result<String> {
 }
 
 /// Gives the guest its addresses and waits for the link.
-fn bring_up(guest: &mut Guest) -> Result<()> {
+fn set_up_network(guest: &mut Guest) -> Result<()> {
     guest.run("ip link set eth0 up")?;
     guest.run(&format!("ip addr add {}/32 dev lo", VIP.ip()))?;
     // No answers: an interrupt of some drivers' queues serves both directions, and only what arrives is counted.

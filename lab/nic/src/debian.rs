@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use crate::guest::{Guest, Hardware};
 use crate::initrd::{self, EXECUTABLE, READABLE};
 use crate::packages::{self, Packages};
-use crate::process::{run, tied};
+use crate::process::{command_tied_to_parent, run};
 
 /// Kernel of the guests: the release's own.
 const KERNEL: &str = "6.1";
@@ -67,11 +67,15 @@ pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
     let include = format!("--include={PROGRAMS}");
     let arguments = ["--variant=minbase", include.as_str(), release.as_str()];
     run(packages.debootstrap().args(arguments).arg(root.path()).arg(mirror)).with_context(|| log_of(root.path()))?;
-    run(tied("sh")
+    run(command_tied_to_parent("sh")
         .args(["-c", "rm -rf \"$0\"/var/cache/apt/archives/*.deb \"$0\"/var/lib/apt/lists/*"])
         .arg(root.path()))?;
     let _ = fs::remove_file(&image);
-    run(tied("mke2fs").args(["-q", "-t", "ext4", "-d"]).arg(root.path()).arg(&image).arg(IMAGE_SIZE))?;
+    run(command_tied_to_parent("mke2fs")
+        .args(["-q", "-t", "ext4", "-d"])
+        .arg(root.path())
+        .arg(&image)
+        .arg(IMAGE_SIZE))?;
     fs::write(complete, expected)?;
     Ok(image)
 }
@@ -110,8 +114,8 @@ impl<'a> Debian<'a> {
         let all: Vec<_> = readable.chain([serial]).collect();
         let initrd = initrd::build_for_disk(packages, &kernel, &MODULES, &all)?;
         let disks = [cache.join(format!("{name}.ext4")), cache.join(format!("{name}.tar"))];
-        run(tied("cp").arg("--sparse=always").arg(image).arg(&disks[0]))?;
-        run(tied("tar").arg("-C").arg(content).arg("-cf").arg(&disks[1]).arg("."))?;
+        run(command_tied_to_parent("cp").arg("--sparse=always").arg(image).arg(&disks[0]))?;
+        run(command_tied_to_parent("tar").arg("-C").arg(content).arg("-cf").arg(&disks[1]).arg("."))?;
         Ok(Self { packages, kernel, initrd, disks, console: cache.join(format!("{name}.console")) })
     }
 

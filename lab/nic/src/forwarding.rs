@@ -81,7 +81,7 @@ pub fn check(guest: &mut Guest, wire: &Wire, name: &str, tally: &mut Tally) -> R
     let flow = FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED.ip(), FORWARDED.port()));
     let queue = rss::predicted(&shown, &flow);
     let on_queue = |flow: &FourTuple| rss::predicted(&shown, flow) == queue;
-    let follows = |placed: &Placed| {
+    let follows = |placed: &PlacedFlows| {
         let [on_core, on_core_all] = shares(placed, on_queue);
         let [others, others_all] = shares(placed, |flow| !on_queue(flow));
         on_core * 10 <= on_core_all && others * 10 >= others_all * 9
@@ -209,30 +209,30 @@ fn send_paced(wire: &Wire, mut monitor: Monitor, flow: &FourTuple, rate: &Atomic
 }
 
 /// Each SYN's flow and the server that it went to.
-type Placed = Vec<(FourTuple, u8)>;
+type PlacedFlows = Vec<(FourTuple, u8)>;
 
 struct Measured {
-    placed: Placed,
+    placed: PlacedFlows,
     /// Whether it is as expected.
-    good: bool,
+    is_expected: bool,
     next_round: u8,
 }
 
 impl Measured {
     fn verdict(&self, found: String) -> Result<String> {
-        ensure!(self.good, found);
+        ensure!(self.is_expected, found);
         Ok(found)
     }
 }
 
 /// Measures until the result is `good`, at most [`MEASUREMENTS`] times, because the daemons' own load varies.
-fn measure_until(wire: &Wire, segment: &Segment, first: u8, good: impl Fn(&Placed) -> bool) -> Result<Measured> {
-    let mut measured = Measured { placed: Placed::new(), good: false, next_round: first };
+fn measure_until(wire: &Wire, segment: &Segment, first: u8, good: impl Fn(&PlacedFlows) -> bool) -> Result<Measured> {
+    let mut measured = Measured { placed: PlacedFlows::new(), is_expected: false, next_round: first };
     for _ in 0..MEASUREMENTS {
         measured.placed = measure(wire, segment, measured.next_round)?;
         measured.next_round += ROUNDS;
-        measured.good = good(&measured.placed);
-        if measured.good {
+        measured.is_expected = good(&measured.placed);
+        if measured.is_expected {
             break;
         }
     }
@@ -240,11 +240,11 @@ fn measure_until(wire: &Wire, segment: &Segment, first: u8, good: impl Fn(&Place
 }
 
 /// Sends [`ROUNDS`] rounds of SYNs from `first` on, again where one is lost, and returns those that a server received.
-fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<Placed> {
+fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<PlacedFlows> {
     segment.take_syns();
     let mut missing: Vec<FourTuple> = (first..first + ROUNDS).flat_map(flows_of_round).collect();
     let sent = missing.len();
-    let mut placed = Placed::new();
+    let mut placed = PlacedFlows::new();
     for _ in 0..MAX_TRANSMISSIONS {
         for flow in &missing {
             wire.send_syn(flow)?;
@@ -268,7 +268,7 @@ fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<Placed> {
 }
 
 /// Number of the SYNs selected by `chosen` that went to `s1`, and number of all of them.
-fn shares(placed: &Placed, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
+fn shares(placed: &PlacedFlows, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let of = placed.iter().filter(|(flow, _)| chosen(flow));
     [of.clone().filter(|(_, host)| *host == HOSTS[0]).count(), of.count()]
 }

@@ -200,7 +200,7 @@ impl Guest {
         let end = Instant::now() + BOOT_LIMIT;
         while self.qemu.try_wait()?.is_none() {
             if Instant::now() > end {
-                bail!("the guest is still there {} s after `poweroff`; {}", BOOT_LIMIT.as_secs(), self.last_words());
+                bail!("the guest is still there {} s after `poweroff`; {}", BOOT_LIMIT.as_secs(), self.last_output());
             }
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -242,12 +242,12 @@ impl Guest {
             }
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                bail!("no answer from the guest in {} s; {}", limit.as_secs(), self.last_words());
+                bail!("no answer from the guest in {} s; {}", limit.as_secs(), self.last_output());
             }
             self.serial.set_read_timeout(Some(left))?;
             let mut buffer = [0; 4096];
             match self.serial.read(&mut buffer) {
-                Ok(0) => bail!("the guest is gone; {}", self.last_words()),
+                Ok(0) => bail!("the guest is gone; {}", self.last_output()),
                 Ok(length) => self.pending.extend_from_slice(&buffer[..length]),
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -257,7 +257,7 @@ impl Guest {
     }
 
     /// Last output of QEMU and the guest's kernel.
-    fn last_words(&self) -> String {
+    fn last_output(&self) -> String {
         let tail = |path: &Path| {
             let text = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
             text.lines().rev().take(8).collect::<Vec<_>>().into_iter().rev().collect::<Vec<_>>().join("\n  ")

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 
 use crate::kernel;
 use crate::packages::Packages;
-use crate::process::{run, tied};
+use crate::process::{command_tied_to_parent, run};
 
 const DIRECTORY: u32 = 0o040_755;
 /// Mode of a program.
@@ -133,9 +133,11 @@ fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
 /// The binary without its debug information (by way of the file `stripped`), and the libraries that `ldd` lists, at the
 /// same paths.
 fn add_coreward(archive: &mut Archive, coreward: &Path, stripped: &Path) -> Result<()> {
-    run(tied("strip").arg("-o").arg(stripped).arg(coreward)).context("binutils' strip is needed")?;
+    run(command_tied_to_parent("strip").arg("-o").arg(stripped).arg(coreward)).context("binutils' strip is needed")?;
     archive.add("bin/coreward", EXECUTABLE, &read(stripped)?);
-    for word in run(tied("ldd").arg(coreward))?.split_whitespace().filter(|word| word.starts_with('/')) {
+    for word in
+        run(command_tied_to_parent("ldd").arg(coreward))?.split_whitespace().filter(|word| word.starts_with('/'))
+    {
         archive.add(word.trim_start_matches('/'), EXECUTABLE, &read(Path::new(word))?);
     }
     Ok(())

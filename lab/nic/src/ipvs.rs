@@ -14,7 +14,7 @@ use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually, start_in};
 
 const NAME: &str = "Debian with IPVS";
 /// Connections of each group.
-const HELD: usize = 12;
+const OPEN_CONNECTIONS: usize = 12;
 
 const NETWORK: &str = "
 mkdir -p /var/lib/coreward
@@ -57,7 +57,7 @@ virtual_server 10.200.0.1 80 {
 ";
 /// $1: the group's name; $2: its connections, every fourth without TCP timestamps. For each line in its FIFO a request
 /// over each: the slowest answer in ms, and the connections that their first server did not answer.
-const HOLD: &str = "
+const HOLD_SCRIPT: &str = "
 connections=()
 first=()
 ask() {
@@ -92,7 +92,7 @@ while read -r _ < /run/test-$1.in; do
 done
 ";
 /// Prints, when an answer is late, the state of all hosts, and packets of connections that have unacknowledged data.
-const DIAGNOSIS: &str = "
+const DIAGNOSIS_SCRIPT: &str = "
 date
 tcp=\"ss -Htn -o state established ( sport = :80 or dport = :80 )\"
 for host in client director lb s1 s2; do
@@ -153,8 +153,8 @@ fn nginx(server: &str) -> String {
 fn files() -> Vec<File> {
     let fixed = [
         ("etc/test-network", NETWORK),
-        ("etc/test-hold", HOLD),
-        ("etc/test-diagnosis", DIAGNOSIS),
+        ("etc/test-hold", HOLD_SCRIPT),
+        ("etc/test-diagnosis", DIAGNOSIS_SCRIPT),
         ("etc/test-request", units::REQUEST),
         ("etc/test-load", units::LOAD),
         ("etc/keepalived/test.conf", KEEPALIVED),
@@ -184,21 +184,21 @@ pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&st
 /// Each continues where the one before it ended.
 const CHECKS: [(&str, Check); 4] = [
     ("keepalived's virtual server balances", balance),
-    ("coreward adopts the pool, and no connection breaks", adopt),
+    ("coreward adopts the pool, and no connection breaks", check_migration),
     ("coreward hands the pool back, and no connection breaks", hand_back),
     ("coreward is removed, and no connection breaks", remove),
 ];
 
 /// Opens a group of connections.
 fn open(guest: &mut Guest, group: &str) -> Result<()> {
-    start_in(guest, &format!("test-{group}"), "client", &format!("bash /etc/test-hold {group} {HELD}"))?;
+    start_in(guest, &format!("test-{group}"), "client", &format!("bash /etc/test-hold {group} {OPEN_CONNECTIONS}"))?;
     let ready = format!("test -p /run/test-{group}.out");
     eventually(SETTLE_LIMIT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
 }
 
 /// Fails when a connection of the groups, or a new one since the last call, was broken.
 /// Returns the time of the slowest answer in ms.
-fn unbroken(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
+fn check_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     let mut slowest_of_all = 0;
     for group in groups {
         let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
@@ -216,9 +216,9 @@ fn unbroken(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
 }
 
 fn summary(guest: &mut Guest, groups: &[&str]) -> Result<String> {
-    let slowest = unbroken(guest, groups)?;
+    let slowest = check_connections(guest, groups)?;
     let served = guest.run("grep -c served /run/test-load")?;
-    let held = groups.len() * HELD;
+    let held = groups.len() * OPEN_CONNECTIONS;
     Ok(format!("0 broken of {held} held connections (slowest answer {slowest} ms) and {} new ones", served.trim()))
 }
 
@@ -242,7 +242,7 @@ fn balance(guest: &mut Guest) -> Result<String> {
     summary(guest, &["oldest"])
 }
 
-fn adopt(guest: &mut Guest) -> Result<String> {
+fn check_migration(guest: &mut Guest) -> Result<String> {
     apt(guest, "install /root/debs/old/coreward_*.deb")?;
     start_in(guest, "coreward-controller", "controller", "coreward controller --config /etc/coreward/controller.toml")?;
     for server in ["s1", "s2"] {
@@ -251,16 +251,16 @@ fn adopt(guest: &mut Guest) -> Result<String> {
     }
     for server in ["s1", "s2"] {
         eventually(SETTLE_LIMIT, || status_has(guest, &format!("{server} .*active")))?;
-        stamps(guest, server, "2")?;
+        wait_for_timestamps(guest, server, "2")?;
     }
-    unbroken(guest, &["oldest"]).context("after the agents' start")?;
+    check_connections(guest, &["oldest"]).context("after the agents' start")?;
     open(guest, "older")?;
     start_in(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
     let ready = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > /run/status; \
                  grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
     eventually(SETTLE_LIMIT, || guest.run(ready)).with_context(|| shown(guest))?;
     guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
-    unbroken(guest, &["oldest", "older"]).context("after the VIP's move")?;
+    check_connections(guest, &["oldest", "older"]).context("after the VIP's move")?;
     open(guest, "ours")?;
     eventually(SETTLE_LIMIT, || status_has(guest, "to_other_balancer [1-9]")).with_context(|| shown(guest))?;
     summary(guest, &["oldest", "older", "ours"])
@@ -272,7 +272,7 @@ fn shown(guest: &mut Guest) -> String {
 }
 
 /// Waits until a server's net.ipv4.tcp_timestamps has this value.
-fn stamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
+fn wait_for_timestamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
     let found = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
     eventually(SETTLE_LIMIT, || match guest.run(&found)?.trim() {
         found if found == value => Ok(()),
@@ -285,11 +285,11 @@ fn hand_back(guest: &mut Guest) -> Result<String> {
         "sed -i s/migrate_from/migrate_to/ /etc/coreward/fleet.toml && systemctl kill -s HUP coreward-controller",
     )?;
     for server in ["s1", "s2"] {
-        stamps(guest, server, "1")?;
+        wait_for_timestamps(guest, server, "1")?;
     }
-    unbroken(guest, &["oldest", "older", "ours"]).context("after `migrate_to`")?;
+    check_connections(guest, &["oldest", "older", "ours"]).context("after `migrate_to`")?;
     open(guest, "newest")?;
-    unbroken(guest, &["oldest", "older", "ours", "newest"])?;
+    check_connections(guest, &["oldest", "older", "ours", "newest"])?;
     // Ours end before the VIP moves.
     guest.run("systemctl stop test-ours")?;
     guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.5")?;

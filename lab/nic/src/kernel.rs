@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::process::{run, tied};
+use crate::process::{command_tied_to_parent, run};
 
 /// Modules that the guests load besides their dependencies; Debian's kernels have some of them built in.
 pub const MODULES: [&str; 19] = [
@@ -37,7 +37,7 @@ pub const MODULES: [&str; 19] = [
 pub fn extract(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
     let unpacked = folder.join("unpacked");
     fs::create_dir_all(folder.join("modules"))?;
-    run(tied("dpkg").arg("-x").arg(archive).arg(&unpacked))?;
+    run(command_tied_to_parent("dpkg").arg("-x").arg(archive).arg(&unpacked))?;
     let images = fs::read_dir(unpacked.join("boot"))?.collect::<std::io::Result<Vec<_>>>()?;
     let image = images.iter().map(fs::DirEntry::path).find(|path| path.display().to_string().contains("/vmlinuz-"));
     fs::rename(image.with_context(|| format!("no vmlinuz in {}", archive.display()))?, folder.join("vmlinuz"))?;
@@ -107,7 +107,7 @@ fn read_module(path: &Path, busybox: &Path) -> Result<Vec<u8>> {
     if path.extension().is_some_and(|extension| extension == "ko") {
         return Ok(fs::read(path)?);
     }
-    let output = tied(busybox).args(["xz", "-dc"]).arg(path).output()?;
+    let output = command_tied_to_parent(busybox).args(["xz", "-dc"]).arg(path).output()?;
     anyhow::ensure!(output.status.success(), "{} does not unpack", path.display());
     Ok(output.stdout)
 }

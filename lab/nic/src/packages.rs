@@ -13,7 +13,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use crate::kernel;
-use crate::process::{run, tied};
+use crate::process::{command_tied_to_parent, run};
 
 /// The kernels: the name of ours, and the package that depends on today's point release.
 const KERNELS: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
@@ -50,7 +50,7 @@ impl Packages {
         let programs = ["qemu-system-x86", "busybox-static", "ethtool", "debootstrap"];
         apt.get(&[&["install", "--download-only", "-t", &backports], &programs[..]].concat())?;
         for archive in archives(folder)? {
-            run(tied("dpkg").arg("-x").arg(&archive).arg(folder.join("root")))?;
+            run(command_tied_to_parent("dpkg").arg("-x").arg(&archive).arg(folder.join("root")))?;
             fs::remove_file(archive)?;
         }
         for (name, package) in KERNELS {
@@ -69,7 +69,7 @@ impl Packages {
     /// A command that runs a program of the packages with the packages' own libraries.
     pub fn command(&self, program: &str) -> Command {
         let root = self.folder.join("root");
-        let mut command = tied(root.join("lib64/ld-linux-x86-64.so.2"));
+        let mut command = command_tied_to_parent(root.join("lib64/ld-linux-x86-64.so.2"));
         command.arg("--library-path").arg(self.library_path()).arg(root.join(program));
         command
     }
@@ -100,7 +100,7 @@ impl Packages {
     pub fn debootstrap(&self) -> Command {
         let root = self.folder.join("root");
         // It mounts file systems in what it makes: they go with the mount namespace.
-        let mut command = tied("unshare");
+        let mut command = command_tied_to_parent("unshare");
         command.args(["--mount", "sh"]).arg(root.join("usr/sbin/debootstrap"));
         command.env("DEBOOTSTRAP_DIR", root.join("usr/share/debootstrap"));
         command
@@ -152,7 +152,7 @@ impl Apt {
     }
 
     fn command(&self, program: &str) -> Command {
-        let mut command = tied("timeout");
+        let mut command = command_tied_to_parent("timeout");
         command.args([DOWNLOAD_SECONDS, program]);
         command.env("APT_CONFIG", self.folder.join("apt.conf")).env("LC_ALL", "C");
         command.current_dir(self.folder.join("archives"));
@@ -203,7 +203,7 @@ fn repositories() -> Result<Vec<(String, String)>> {
     let mut targets = debian_targets()?;
     if targets.is_empty() {
         // A machine knows which of its sources are Debian's only when it has fetched their lists once.
-        run(tied("timeout").args([DOWNLOAD_SECONDS, "apt-get", "-q", "update"]))?;
+        run(command_tied_to_parent("timeout").args([DOWNLOAD_SECONDS, "apt-get", "-q", "update"]))?;
         targets = debian_targets()?;
     }
     let repository = |target: &str| match target.split(' ').collect::<Vec<_>>()[..] {
@@ -216,7 +216,7 @@ fn repositories() -> Result<Vec<(String, String)>> {
 fn debian_targets() -> Result<String> {
     let format = "$(REPO_URI) $(CODENAME) $(COMPONENT)";
     let filter = ["Created-By: Packages", "Origin: Debian", "Architecture: amd64"];
-    run(tied("apt-get").args(["indextargets", "--format", format]).args(filter))
+    run(command_tied_to_parent("apt-get").args(["indextargets", "--format", format]).args(filter))
 }
 
 /// The downloaded packages that are not yet unpacked.

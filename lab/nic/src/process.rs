@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 /// A command that the kernel kills when this process dies, however it dies: nothing outlives a run.
-pub fn tied(program: impl AsRef<std::ffi::OsStr>) -> Command {
+pub fn command_tied_to_parent(program: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "--"]).arg(program).stdin(Stdio::null());
     command

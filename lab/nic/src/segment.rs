@@ -46,7 +46,7 @@ type Syns = BTreeMap<SocketAddrV4, u8>;
 /// The machines 10.2.0.`hosts`, until it is dropped.
 pub struct Segment {
     syns: Arc<Mutex<Syns>>,
-    ended: Arc<AtomicBool>,
+    is_ended: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -62,7 +62,7 @@ impl Segment {
             let (syns, ended) = (Arc::clone(&syns), Arc::clone(&ended));
             std::thread::spawn(move || answer(&socket, hosts, &syns, &ended))
         };
-        Ok(Self { syns, ended, thread: Some(thread) })
+        Ok(Self { syns, is_ended: ended, thread: Some(thread) })
     }
 
     /// Takes the SYNs that have arrived since the last call.
@@ -73,7 +73,7 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        self.ended.store(true, Ordering::Relaxed);
+        self.is_ended.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

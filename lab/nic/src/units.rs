@@ -21,7 +21,7 @@ const INSTALL_LIMIT: Duration = Duration::from_secs(300);
 /// Time limit for daemons to find each other again after each was restarted.
 pub const SETTLE_LIMIT: Duration = Duration::from_secs(90);
 /// Connections that stay open while daemons are reloaded, upgraded and killed.
-const HELD: usize = 8;
+const OPEN_CONNECTIONS: usize = 8;
 /// New connections before anything changes.
 const NEW: usize = 20;
 /// Errors of a confined process, as strerror(3) words them.
@@ -67,7 +67,7 @@ while sleep 0.1; do
 done
 ";
 /// Holds $1 connections; for each line in the FIFO a request over each, and the number of answers.
-const HOLD: &str = "
+const HOLD_SCRIPT: &str = "
 connections=()
 for ((number = 0; number < $1; number++)); do
 	exec {connection}<>/dev/tcp/10.200.0.1/80 || exit 1
@@ -148,7 +148,7 @@ fn files() -> Vec<File> {
         ("etc/test-network", NETWORK),
         ("etc/test-request", REQUEST),
         ("etc/test-load", LOAD),
-        ("etc/test-hold", HOLD),
+        ("etc/test-hold", HOLD_SCRIPT),
         ("etc/nginx/nginx.conf", NGINX),
         ("etc/coreward/controller.toml", &controller("10.2.0.11")),
         ("etc/coreward/fleet.toml", FLEET),
@@ -178,9 +178,9 @@ pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&st
         ensure!(status == 0, "`{command}` ended with status {status}");
         return Ok(());
     }
-    if passes(NAME, &CHECKS, &mut guest, tally) {
+    if run_checks(NAME, &CHECKS, &mut guest, tally) {
         guest.power_off()?;
-        passes(NAME, &CHECKS_OF_SECOND_BOOT, &mut debian.boot()?, tally);
+        run_checks(NAME, &CHECKS_OF_SECOND_BOOT, &mut debian.boot()?, tally);
     }
     Ok(())
 }
@@ -198,13 +198,13 @@ pub fn check_namespaces(
     guest.run("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb && systemctl disable --now -q nginx")?;
     match command {
         Some(command) => println!("{}", guest.run(command)?),
-        None => drop(passes(name, checks, &mut guest, tally)),
+        None => drop(run_checks(name, checks, &mut guest, tally)),
     }
     Ok(())
 }
 
 /// Makes the checks until one fails.
-pub fn passes(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally: &mut Tally) -> bool {
+pub fn run_checks(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally: &mut Tally) -> bool {
     for (check, run) in checks {
         let start = Instant::now();
         let result = run(guest).map(|found| format!("{found} ({:.1} s)", start.elapsed().as_secs_f64()));
@@ -225,7 +225,7 @@ pub type Check = fn(&mut Guest) -> Result<String>;
 const CHECKS: [(&str, Check); 9] = [
     ("installing starts nothing", install),
     ("the units start", start),
-    ("the units are confined", confined),
+    ("the units are confined", check_confinement),
     ("the orchestrator accepts requests", orchestrate),
     ("the orchestrator accepts requests by AF_XDP", orchestrate_by_af_xdp),
     ("connections reach the server", connect),
@@ -326,7 +326,7 @@ fn request(guest: &mut Guest, port: u16) -> Result<()> {
 }
 
 /// Rights of each process by the kernel, not by the unit's file.
-fn confined(guest: &mut Guest) -> Result<String> {
+fn check_confinement(guest: &mut Guest) -> Result<String> {
     let complaints = guest.run("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
     ensure!(complaints.trim().is_empty(), "systemd complains: {complaints}");
     guest.run("touch /home/visible")?;
@@ -409,19 +409,23 @@ fn connect(guest: &mut Guest) -> Result<String> {
     guest.run(&format!("systemd-run -q --unit test-load {properties} bash /etc/test-load"))?;
     guest.run("mkfifo /run/test-hold.in /run/test-hold.out")?;
     let properties = "-p NetworkNamespacePath=/run/netns/client";
-    guest.run(&format!("systemd-run -q --unit test-hold {properties} bash /etc/test-hold {HELD}"))?;
-    unbroken(guest)
+    guest.run(&format!("systemd-run -q --unit test-hold {properties} bash /etc/test-hold {OPEN_CONNECTIONS}"))?;
+    check_connections(guest)
 }
 
 /// Requests over the connections that are held, and those made meanwhile.
-fn unbroken(guest: &mut Guest) -> Result<String> {
+fn check_connections(guest: &mut Guest) -> Result<String> {
     let answered = guest.run("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
-    ensure!(answered.trim() == HELD.to_string(), "{} of {HELD} held connections were served", answered.trim());
+    ensure!(
+        answered.trim() == OPEN_CONNECTIONS.to_string(),
+        "{} of {OPEN_CONNECTIONS} held connections were served",
+        answered.trim()
+    );
     let [served, failed] = ["served", "failed"]
         .map(|word| guest.run(&format!("grep -c {word} /run/test-load || true")).map(|count| count.trim().to_owned()));
     let (served, failed) = (served?, failed?);
     ensure!(failed == "0" && served != "0", "{failed} new connections failed, {served} were served");
-    Ok(format!("{HELD} held connections, {served} new ones, 0 failed"))
+    Ok(format!("{OPEN_CONNECTIONS} held connections, {served} new ones, 0 failed"))
 }
 
 fn reload(guest: &mut Guest) -> Result<String> {
@@ -438,7 +442,7 @@ fn reload(guest: &mut Guest) -> Result<String> {
     eventually(SETTLE_LIMIT, || guest.run("journalctl -q -o cat -u coreward-agent | grep -i dispatch"))?;
     let after = main_pids(guest)?;
     ensure!(after == pids, "the processes were {pids:?}, now {after:?}");
-    unbroken(guest)
+    check_connections(guest)
 }
 
 fn upgrade(guest: &mut Guest) -> Result<String> {
@@ -447,7 +451,7 @@ fn upgrade(guest: &mut Guest) -> Result<String> {
     let after = main_pids(guest)?;
     ensure!(before.iter().zip(&after).all(|(old, new)| old != new), "the processes were {before:?}, now {after:?}");
     request(guest, 8080)?;
-    let found = unbroken(guest)?;
+    let found = check_connections(guest)?;
     let version = guest.run("dpkg-query -W -f '${Version}' coreward-lb")?;
     Ok(format!("{}: {found}", version.trim()))
 }
@@ -464,14 +468,14 @@ fn watchdog(guest: &mut Guest) -> Result<String> {
             Ok(())
         })?;
         guest.run(&format!("journalctl -q -o cat -b -u {} | grep -q 'Watchdog timeout'", unit(daemon)))?;
-        unbroken(guest).with_context(|| format!("after {daemon}"))?;
+        check_connections(guest).with_context(|| format!("after {daemon}"))?;
     }
-    nothing_is_denied(guest)?;
-    unbroken(guest)
+    check_no_denials(guest)?;
+    check_connections(guest)
 }
 
 /// Fails when a daemon has logged since the boot that it may not do something.
-fn nothing_is_denied(guest: &mut Guest) -> Result<()> {
+fn check_no_denials(guest: &mut Guest) -> Result<()> {
     let denied = guest.run(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERRORS}' || true"))?;
     ensure!(denied.trim().is_empty(), "the daemons were denied: {denied}");
     Ok(())
@@ -484,7 +488,7 @@ fn reboot(guest: &mut Guest) -> Result<String> {
 }
 
 fn remove(guest: &mut Guest) -> Result<String> {
-    nothing_is_denied(guest)?;
+    check_no_denials(guest)?;
     apt(guest, &format!("remove {}", DAEMONS.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
     for daemon in DAEMONS {
         let (status, _) = guest.try_run(&format!("systemctl is-active {}", unit(daemon)), SETTLE_LIMIT)?;

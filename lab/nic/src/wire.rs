@@ -10,7 +10,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::guest::{MAC_ADDRESS, TAP};
 use crate::packages::Packages;
-use crate::process::{run, tied};
+use crate::process::{command_tied_to_parent, run};
 
 /// Destination of the SYNs; the guest has the address on its loopback.
 pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
@@ -59,7 +59,7 @@ pub struct Wire {
 impl Wire {
     /// Brings up the tap that a guest's QEMU has made. Fails when there is none.
     pub fn connect(packages: &Packages) -> Result<Self> {
-        let busybox = |arguments: &[&str]| run(tied(packages.busybox()).args(arguments));
+        let busybox = |arguments: &[&str]| run(command_tied_to_parent(packages.busybox()).args(arguments));
         let end = Instant::now() + Duration::from_secs(10);
         while let Err(error) = busybox(&["ip", "link", "set", TAP, "up"]) {
             if Instant::now() > end {

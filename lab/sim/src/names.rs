@@ -2,23 +2,23 @@
 
 /// A name that nothing has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{what} {given:?} does not exist: {hint}expected one of {list}", hint = self.hint(), list = known.join(", "))]
+#[error("{kind} {given:?} does not exist: {hint}expected one of {list}", hint = self.hint(), list = known.join(", "))]
 pub struct UnknownName {
     /// Kind of the name: "policy", "figure" ...
-    pub what: &'static str,
+    pub kind: &'static str,
     pub given: String,
     /// Every name there is.
     pub known: Vec<String>,
 }
 
 /// Similarity (0 to 1, Jaro and Winkler's measure) from which a name is suggested.
-const ALIKE: f64 = 0.7;
-const SUGGESTIONS: usize = 3;
+const MIN_SIMILARITY: f64 = 0.7;
+const MAX_SUGGESTIONS: usize = 3;
 
 impl UnknownName {
     /// `given` is none of `known`.
-    pub fn new<N: Into<String>>(what: &'static str, given: &str, known: impl IntoIterator<Item = N>) -> Self {
-        Self { what, given: given.to_owned(), known: known.into_iter().map(Into::into).collect() }
+    pub fn new<N: Into<String>>(kind: &'static str, given: &str, known: impl IntoIterator<Item = N>) -> Self {
+        Self { kind, given: given.to_owned(), known: known.into_iter().map(Into::into).collect() }
     }
 
     pub fn nearest(&self) -> Vec<&str> {
@@ -27,10 +27,10 @@ impl UnknownName {
             .known
             .iter()
             .map(|name| (strsim::jaro_winkler(&given, &name.to_lowercase()), name.as_str()))
-            .filter(|(likeness, _)| *likeness >= ALIKE)
+            .filter(|(likeness, _)| *likeness >= MIN_SIMILARITY)
             .collect();
         alike.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-        alike.into_iter().take(SUGGESTIONS).map(|(_, name)| name).collect()
+        alike.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect()
     }
 
     fn hint(&self) -> String {

@@ -15,10 +15,10 @@ pub enum Format {
 }
 
 /// A result that can be printed in every [`Format`]: JSON is its serialisation, text and CSV are its rows.
-pub trait Printed: Serialize {
+pub trait Printable: Serialize {
     fn columns(&self) -> Vec<&'static str>;
 
-    /// The rows, each as long as [`Printed::columns`].
+    /// The rows, each as long as [`Printable::columns`].
     fn rows(&self) -> Vec<Vec<String>>;
 
     /// Lines that people read below the table: what was left out, how long it took.
@@ -27,7 +27,7 @@ pub trait Printed: Serialize {
     }
 
     /// The whole result as text, ending with a line feed.
-    fn printed(&self, format: Format) -> String {
+    fn render(&self, format: Format) -> String {
         match format {
             Format::Json => serde_json::to_string_pretty(self).expect("results have string keys only") + "\n",
             Format::Csv => csv(&self.columns(), &self.rows()),

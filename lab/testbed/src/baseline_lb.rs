@@ -35,15 +35,15 @@ pub enum Kind {
 
 /// The load balancer; all of it ends with this value.
 #[derive(Debug)]
-pub struct OtherBalancer {
+pub struct BaselineBalancer {
     namespace: Namespace,
     _proxy: Option<Process>,
 }
 
 impl Testbed {
-    /// Starts it; packets go there after [`Testbed::announce_other`]. Fails when a program is missing or rejects
+    /// Starts it; packets go there after [`Testbed::announce_baseline`]. Fails when a program is missing or rejects
     /// something.
-    pub fn start_other_balancer(&self, kind: Kind) -> anyhow::Result<OtherBalancer> {
+    pub fn start_baseline_balancer(&self, kind: Kind) -> anyhow::Result<BaselineBalancer> {
         let namespace = self.instance_namespace("director");
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, "director", 1, 1)?;
@@ -63,11 +63,11 @@ impl Testbed {
             }
             Kind::Proxy => Some(self.start_haproxy(&namespace)?),
         };
-        Ok(OtherBalancer { namespace, _proxy: proxy })
+        Ok(BaselineBalancer { namespace, _proxy: proxy })
     }
 
     /// From now on the VIPs are routed to it. Fails when the kernel refuses the route.
-    pub fn announce_other(&self) -> anyhow::Result<()> {
+    pub fn announce_baseline(&self) -> anyhow::Result<()> {
         self.announce_by(&[ADDRESS])
     }
 
@@ -151,14 +151,14 @@ impl Testbed {
     }
 }
 
-impl OtherBalancer {
+impl BaselineBalancer {
     /// Its host.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 }
 
-impl Drop for OtherBalancer {
+impl Drop for BaselineBalancer {
     fn drop(&mut self) {
         // A namespace's devices outlive it by some milliseconds, and with them the name of the switch's port.
         let link = ip_batch(Some(&self.namespace), &format!("link delete {DEVICE}\n"));

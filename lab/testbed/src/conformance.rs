@@ -201,10 +201,10 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Tcp) -> anyhow::R
         let busy = scope.spawn(move || testbed.client().within(|| Ok(busy_connection(testbed.service(), quiet))));
         let (wrk_requests, wrk_errors) = wrk(testbed, options.wrk_seconds)?;
         let (downloads, failed_downloads) = download(testbed, options.downloads)?;
-        let idle = joined(idle)?.map_err(|error| format!("{error:#}"));
-        let busy = joined(busy)?.map_err(|error| format!("{error:#}"));
+        let idle = join_thread(idle)?.map_err(|error| format!("{error:#}"));
+        let busy = join_thread(busy)?.map_err(|error| format!("{error:#}"));
         done.store(true, Ordering::Relaxed);
-        joined(pool)?;
+        join_thread(pool)?;
         Ok::<_, anyhow::Error>(Outcome {
             wrk_requests,
             wrk_errors,
@@ -237,7 +237,7 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-fn joined<T>(thread: std::thread::ScopedJoinHandle<'_, anyhow::Result<T>>) -> anyhow::Result<T> {
+fn join_thread<T>(thread: std::thread::ScopedJoinHandle<'_, anyhow::Result<T>>) -> anyhow::Result<T> {
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 

@@ -24,7 +24,7 @@ use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
 pub(crate) use daemons::logs;
-pub use daemons::{asking, asking_of, coreward_command, lab_command, unit_capabilities};
+pub use daemons::{coreward_command, lab_command, operator_command, operator_command_for, unit_capabilities};
 pub use files::{bundle, busy_file, certificate_files, certificates, issue};
 pub use names::{
     CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of,
@@ -98,7 +98,7 @@ impl Fleet {
     /// Starts the daemon of a load balancer (again, if it was killed). Fails when there is no such load balancer or the
     /// daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
-        self.certify(testbed, Role::Lb, &load_balancer_name(number))?;
+        self.issue_certificate(testbed, Role::Lb, &load_balancer_name(number))?;
         write_load_balancer_file(testbed, &self.options, number)?;
         let daemon = self.start_daemon(testbed, testbed.load_balancer(number)?, "lb", &load_balancer_name(number))?;
         self.load_balancers.insert(number, daemon);
@@ -144,7 +144,7 @@ impl Fleet {
     /// Starts the agent of a server (again, if it was killed). Fails when there is no such server or the daemon cannot
     /// be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
-        self.certify(testbed, Role::Agent, &format!("s{number}"))?;
+        self.issue_certificate(testbed, Role::Agent, &format!("s{number}"))?;
         write_agent_file(testbed, &self.options, number)?;
         let agent = self.start_daemon(testbed, testbed.server(number)?, "agent", &format!("agent-s{number}"))?;
         self.agents.insert(number, agent);
@@ -152,7 +152,7 @@ impl Fleet {
     }
 
     /// A certificate for a daemon that has none.
-    fn certify(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
+    fn issue_certificate(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
         if self.options.tls && !bundle(testbed, role, name).exists() {
             issue(testbed, role, name, &fleet_name()?, Validity::from_now(DAY))?;
         }
@@ -169,7 +169,7 @@ impl Fleet {
 
     /// Restarts a daemon with another binary of coreward, which it has from then on; `None`: with this one. Fails when
     /// there is none of that name, or it does not end or start.
-    pub fn exchange(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
+    pub fn replace_binary(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
         self.set_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
         self.upgrade(testbed, name)
     }
@@ -188,7 +188,7 @@ impl Fleet {
 
     fn start_rack(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         let name = rack_name(number);
-        self.certify(testbed, Role::Rack, &name)?;
+        self.issue_certificate(testbed, Role::Rack, &name)?;
         write_rack_file(testbed, &self.options, number)?;
         let rack = self.start_daemon(testbed, testbed.rack(number)?, "rack", &name)?;
         self.racks.insert(number, rack);
@@ -199,7 +199,7 @@ impl Fleet {
     fn apply(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
         let end = Instant::now() + *TIMEOUT;
         loop {
-            match self.ask(testbed, &["apply", "--yes", &document.display().to_string()]) {
+            match self.query_controller(testbed, &["apply", "--yes", &document.display().to_string()]) {
                 Ok(_) => return Ok(()),
                 Err(error) if Instant::now() > end => return Err(error),
                 Err(_) => std::thread::sleep(Duration::from_millis(50)),
@@ -208,8 +208,8 @@ impl Fleet {
     }
 
     /// Output of `coreward ARGUMENTS`, of the controller that leads.
-    fn ask(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
-        let command = asking_of(testbed, self.controllers.keys().copied(), arguments)?;
+    fn query_controller(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
+        let command = operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
         Ok(testbed.run(testbed.controller(), command)?.stdout)
     }
 
@@ -246,8 +246,8 @@ impl Fleet {
 
     /// Writes the fleet's file with this in the place of [`FleetOptions::more`] and lets the controller read it again.
     /// Fails when the file cannot be written or the controller has ended.
-    pub fn set_more(&mut self, testbed: &Testbed, more: &str) -> anyhow::Result<()> {
-        self.set_options(testbed, FleetOptions { more: more.to_owned(), ..self.options.clone() })
+    pub fn set_fleet_text(&mut self, testbed: &Testbed, more: &str) -> anyhow::Result<()> {
+        self.set_options(testbed, FleetOptions { fleet_text: more.to_owned(), ..self.options.clone() })
     }
 
     /// The pool as the controller's file has it.
@@ -285,7 +285,7 @@ impl Fleet {
 
     /// `coreward status --format json`. Fails when the controller does not answer.
     pub fn status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
-        Ok(serde_json::from_slice(&self.ask(testbed, &["status", "--format", "json"])?)?)
+        Ok(serde_json::from_slice(&self.query_controller(testbed, &["status", "--format", "json"])?)?)
     }
 
     /// Waits until every active server of the pool reports, if it has an agent, and the load balancers' tables have all

@@ -35,10 +35,10 @@ impl Instance {
         if name.is_empty() {
             bail!("testbed instance \"\": expected a name");
         }
-        Self::take_whole(&prefixed(name))
+        Self::lock_name(&prefixed(name))
     }
 
-    fn take_whole(name: &str) -> anyhow::Result<Self> {
+    fn lock_name(name: &str) -> anyhow::Result<Self> {
         if name.len() > NAME_MAX || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()) {
             bail!("testbed instance {name:?}: expected 1 to {NAME_MAX} lower-case letters and digits");
         }
@@ -76,7 +76,7 @@ impl Instance {
         for namespace in namespace::with_prefix(&namespace_prefix(&self.name)) {
             outcome = outcome.and(namespace.remove());
         }
-        outcome = outcome.and(absent_is_fine(fs::remove_dir_all(self.pin_directory())));
+        outcome = outcome.and(ignore_not_found(fs::remove_dir_all(self.pin_directory())));
         for entry in fs::read_dir(self.directory()).into_iter().flatten().flatten() {
             if entry.file_name() == OWNER_FILE {
                 continue;
@@ -85,7 +85,7 @@ impl Instance {
             // A file system that a killed testbed has mounted; for all else this fails.
             let _ = nix::mount::umount2(&path, nix::mount::MntFlags::MNT_DETACH);
             let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            outcome = outcome.and(absent_is_fine(removed));
+            outcome = outcome.and(ignore_not_found(removed));
         }
         outcome
     }
@@ -129,7 +129,7 @@ pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
 }
 
 /// The directories and namespaces that a testbed has, or left when it was killed.
-pub fn remains(name: &str) -> Vec<PathBuf> {
+pub fn find_remains(name: &str) -> Vec<PathBuf> {
     let name = prefixed(name);
     let directories = [directory(&name), pin_directory(&name)].into_iter().filter(|path| path.exists());
     let namespaces = namespace::with_prefix(&namespace_prefix(&name));
@@ -142,7 +142,7 @@ fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<Str
         if owner(&name).is_some() {
             continue;
         }
-        match Instance::take_whole(&name) {
+        match Instance::lock_name(&name) {
             Ok(instance) => drop(instance),
             // Another process has taken it since.
             Err(_) if owner(&name).is_some() => continue,
@@ -182,7 +182,7 @@ fn namespace_prefix(name: &str) -> String {
 fn owner(name: &str) -> Option<String> {
     let path = directory(name).join(OWNER_FILE);
     let file = File::open(&path).ok()?;
-    let mut lock = whole_file();
+    let mut lock = exclusive_lock();
     let asked = fcntl(&file, FcntlArg::F_OFD_GETLK(&mut lock));
     // Without a process id, its owner is about to lock it.
     let locked = asked.is_err() || lock.l_type != libc::F_UNLCK as libc::c_short;
@@ -205,7 +205,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
         };
-        if fcntl(&file, FcntlArg::F_OFD_SETLK(&whole_file())).is_err() {
+        if fcntl(&file, FcntlArg::F_OFD_SETLK(&exclusive_lock())).is_err() {
             let pid = owner_pid(name).unwrap_or_else(|| "unknown".to_owned());
             bail!("testbed {name} is in use by process {pid}");
         }
@@ -218,7 +218,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
 }
 
 /// An exclusive lock. It belongs to the open file, and not to the process: a process cannot take a name twice.
-fn whole_file() -> libc::flock {
+fn exclusive_lock() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
@@ -228,7 +228,7 @@ fn whole_file() -> libc::flock {
     }
 }
 
-fn absent_is_fine(outcome: io::Result<()>) -> anyhow::Result<()> {
+fn ignore_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
     match outcome {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error.into()),
         _ => Ok(()),
@@ -269,9 +269,9 @@ mod tests {
         assert_eq!(owner(&name), Some(std::process::id().to_string()));
         assert!(Instance::take(&short).unwrap_err().to_string().contains("is in use by process"));
         assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), Vec::<String>::new());
-        assert!(!remains(&short).is_empty());
+        assert!(!find_remains(&short).is_empty());
         drop(instance);
-        assert_eq!(remains(&short), Vec::<PathBuf>::new());
+        assert_eq!(find_remains(&short), Vec::<PathBuf>::new());
 
         // A killed one has left these.
         fs::create_dir_all(directory(&name)).unwrap();
@@ -279,6 +279,6 @@ mod tests {
         fs::write(directory(&name).join("log"), "").unwrap();
         assert_eq!(owner(&name), None);
         assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), [name]);
-        assert_eq!(remains(&short), Vec::<PathBuf>::new());
+        assert_eq!(find_remains(&short), Vec::<PathBuf>::new());
     }
 }

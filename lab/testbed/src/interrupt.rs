@@ -10,7 +10,7 @@ use coreward_load::event_loop::now_ns;
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-extern "C" fn note(_signal: i32) {
+extern "C" fn record_signal(_signal: i32) {
     request();
 }
 
@@ -22,7 +22,7 @@ pub fn request() {
 /// From now on SIGINT and SIGTERM only make [`check`] fail.
 pub fn catch() -> anyhow::Result<()> {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
-        set_handler(signal, SigHandler::Handler(note))?;
+        set_handler(signal, SigHandler::Handler(record_signal))?;
     }
     Ok(())
 }

@@ -25,9 +25,9 @@ use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response};
 /// A request unanswered for so long makes its connection a broken one (ns).
 const TIMEOUT_NS: u64 = 10_000_000_000;
 /// Interval of that search (ns).
-const SWEEP_NS: u64 = 500_000_000;
+const SWEEP_INTERVAL_NS: u64 = 500_000_000;
 /// Time between start and the log's time 0, when none is given (ns).
-const LEAD_NS: u64 = 50_000_000;
+const START_DELAY_NS: u64 = 50_000_000;
 
 /// Options of `coreward-lab testbed load`.
 #[derive(Debug, Clone, clap::Args)]
@@ -113,7 +113,7 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
         args.vip,
         args.first_address
     );
-    let start_ns = args.start_at.unwrap_or_else(|| now_ns() + LEAD_NS);
+    let start_ns = args.start_at.unwrap_or_else(|| now_ns() + START_DELAY_NS);
     let mut client = Client {
         log,
         vip: args.vip,
@@ -123,13 +123,13 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
         connections: HashMap::new(),
         due: BinaryHeap::new(),
         next_arrival: 0,
-        next_sweep_ns: start_ns + SWEEP_NS,
+        next_sweep_ns: start_ns + SWEEP_INTERVAL_NS,
         report: LoadReport::default(),
         latency: new_histogram()?,
         lateness: new_histogram()?,
         placed: HashMap::new(),
     };
-    while client.turn()? {}
+    while client.step()? {}
     Ok(client.into_report())
 }
 
@@ -187,7 +187,7 @@ impl Client<'_> {
     }
 
     /// Waits for the next thing to do and does all that is due; false when nothing is left.
-    fn turn(&mut self) -> anyhow::Result<bool> {
+    fn step(&mut self) -> anyhow::Result<bool> {
         let next_arrival_ns = (self.next_arrival < self.log.arrivals.len()).then(|| self.due_ns(self.next_arrival, 0));
         if next_arrival_ns.is_none() && self.connections.is_empty() {
             return Ok(false);
@@ -197,7 +197,7 @@ impl Client<'_> {
         let events: Vec<Event> = self.epoll.wait(Some(wake_ns))?.collect();
         for event in events {
             let index = event.token as usize;
-            if let Err(failure) = self.ready(index, event) {
+            if let Err(failure) = self.handle_event(index, event) {
                 self.fail(index, failure);
             }
         }
@@ -211,7 +211,7 @@ impl Client<'_> {
             self.request_is_due(index, due_ns);
         }
         if now_ns >= self.next_sweep_ns {
-            self.next_sweep_ns = now_ns + SWEEP_NS;
+            self.next_sweep_ns = now_ns + SWEEP_INTERVAL_NS;
             self.sweep(now_ns);
         }
         Ok(true)
@@ -287,18 +287,18 @@ impl Client<'_> {
         Ok(())
     }
 
-    fn ready(&mut self, index: usize, event: Event) -> Result<(), Failure> {
+    fn handle_event(&mut self, index: usize, event: Event) -> Result<(), Failure> {
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
-        if event.has(libc::EPOLLERR)
+        if event.has_flags(libc::EPOLLERR)
             && let Some(error) = connection.stream.take_error()?
         {
             return Err(error.into());
         }
-        if !connection.connected && event.has(libc::EPOLLOUT) {
+        if !connection.connected && event.has_flags(libc::EPOLLOUT) {
             connection.connected = true;
             self.send_due(index)?;
         }
-        if event.has(libc::EPOLLIN) { self.receive(index, event.has(libc::EPOLLRDHUP)) } else { Ok(()) }
+        if event.has_flags(libc::EPOLLIN) { self.receive(index, event.has_flags(libc::EPOLLRDHUP)) } else { Ok(()) }
     }
 
     /// Reads everything. A short read means that the socket is empty (epoll(7), question 9), unless the stream's end

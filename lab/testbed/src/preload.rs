@@ -44,7 +44,7 @@ impl Preload {
     }
 
     /// Applies the daemon's faults to the process of the command.
-    pub(crate) fn give(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
+    pub(crate) fn apply_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let path = self.faults(daemon);
         let build = || -> io::Result<()> {
             File::options().write(true).create(true).truncate(false).open(&path)?.set_len(BYTES)
@@ -74,9 +74,9 @@ mod tests {
     use super::*;
 
     /// Time of `date` with the clock, in seconds.
-    fn date(preload: &Preload) -> i64 {
+    fn read_date(preload: &Preload) -> i64 {
         let mut command = Command::new("date");
-        preload.give("d", command.arg("+%s")).unwrap();
+        preload.apply_faults("d", command.arg("+%s")).unwrap();
         String::from_utf8(command.output().unwrap().stdout).unwrap().trim().parse().unwrap()
     }
 
@@ -84,11 +84,11 @@ mod tests {
     fn clock_shift_affects_one_process_only() {
         let directory = tempfile::tempdir().unwrap();
         let preload = Preload::create(directory.path()).unwrap();
-        let before = date(&preload);
+        let before = read_date(&preload);
         preload.set_clock("d", 86_400 * 1_000_000_000).unwrap();
-        assert!((86_400..86_460).contains(&(date(&preload) - before)));
+        assert!((86_400..86_460).contains(&(read_date(&preload) - before)));
         preload.set_clock("d", -3_600 * 1_000_000_000).unwrap();
-        assert!((-3_600..-3_540).contains(&(date(&preload) - before)));
+        assert!((-3_600..-3_540).contains(&(read_date(&preload) - before)));
         assert!(preload.set_clock("nobody", 1).is_err());
     }
 
@@ -100,7 +100,7 @@ mod tests {
         let grow = |length: &str| {
             let mut command = Command::new("truncate");
             command.args(["--size", length]).arg(directory.path().join("file"));
-            preload.give("t", &mut command).unwrap();
+            preload.apply_faults("t", &mut command).unwrap();
             command.output().unwrap().status.success()
         };
         assert!(grow("1"));

@@ -34,7 +34,7 @@ impl Process {
     /// so that nothing outlives a killed testbed: call it from a thread that lives as long as the process should. Fails
     /// when the namespace cannot be opened or the program cannot be started.
     pub fn spawn(namespace: &Namespace, mut command: Command) -> anyhow::Result<Self> {
-        enter(namespace, &mut command)?;
+        enter_namespace(namespace, &mut command)?;
         let name = command.get_program().to_string_lossy().into_owned();
         let child =
             command.spawn().with_context(|| format!("cannot start {name} in namespace {}", namespace.name()))?;
@@ -120,7 +120,7 @@ impl Drop for Process {
 /// Runs `command` in `namespace` to its end and returns what it printed. Fails when it cannot be started or does not
 /// exit with 0; the error holds what it wrote to stderr.
 pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
-    enter(namespace, &mut command)?;
+    enter_namespace(namespace, &mut command)?;
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -131,7 +131,7 @@ pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output
 
 /// In a process group of its own: when a group loses its shell while one of its processes is stopped, the kernel sends
 /// SIGHUP to all of them (kernel/exit.c, kill_orphaned_pgrp), and nginx reloads.
-fn enter(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
+fn enter_namespace(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
     command.process_group(0);
     let namespace = namespace.open()?;
     let parent = std::process::id() as i32;

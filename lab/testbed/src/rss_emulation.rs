@@ -99,7 +99,7 @@ pub struct ReceiveQueues {
 
 impl ReceiveQueues {
     /// Starts to watch, until the device is removed. Fails when the program does not load or attach.
-    pub fn watch(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
+    pub fn start(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
         let program = open.load().context("the kernel does not load receive_queues.bpf.c")?;

@@ -52,7 +52,7 @@ pub struct TestbedOptions {
     /// Each server has a ring of 256 packets per receive queue, as a NIC has, where otherwise all hosts share one
     /// backlog per CPU: for many servers that packets for all of them reach. Agents see one receive queue more than
     /// there are cores.
-    pub rings: bool,
+    pub has_rings: bool,
     /// Load balancers to start with (1 to 32), each a next hop of the VIPs; more can be added.
     pub load_balancers: u16,
     /// Hosts for rack controllers (0 to 32).
@@ -64,7 +64,7 @@ pub struct TestbedOptions {
     pub router_mtu: Option<u16>,
     /// Servers reach the client through load balancer 1, whose kernel routes; otherwise they answer it directly. Needs
     /// a router.
-    pub answers_by_load_balancer: bool,
+    pub routes_answers_via_load_balancer: bool,
     /// Servers are behind a router: [`crate::server_router`].
     pub routed_servers: bool,
     /// VLANs of clients and servers; `None`: all frames are untagged. Without routers and racks only.
@@ -85,12 +85,12 @@ impl Default for TestbedOptions {
             instance: "testbed".to_owned(),
             servers: 4,
             cores: 4,
-            rings: false,
+            has_rings: false,
             load_balancers: 1,
             racks: 0,
             client_addresses: 4,
             router_mtu: None,
-            answers_by_load_balancer: false,
+            routes_answers_via_load_balancer: false,
             routed_servers: false,
             vlans: None,
             vips: 1,
@@ -165,7 +165,7 @@ impl Testbed {
                 bail!("{value} {name} in a testbed: expected {min} to {max}");
             }
         }
-        if options.answers_by_load_balancer && options.router_mtu.is_none() {
+        if options.routes_answers_via_load_balancer && options.router_mtu.is_none() {
             bail!(
                 "answers by a load balancer without a router: expected `router_mtu`, so that there is something to \
                  route"
@@ -251,7 +251,7 @@ impl Testbed {
         self.connect(&namespace, &name, 1, 1)?;
         let address = load_balancer_address(number);
         let mut routes = self.route_to_servers();
-        if self.options.answers_by_load_balancer {
+        if self.options.routes_answers_via_load_balancer {
             routes += &self.route_lines(ROUTED_CLIENTS, ROUTER_ADDRESS);
         }
         if self.options.family == Family::Ipv6 {
@@ -259,7 +259,7 @@ impl Testbed {
             routes += &format!("route add blackhole {VIPS_IPV6}\n");
         }
         ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT, DEVICE) + &routes))?;
-        if self.options.answers_by_load_balancer {
+        if self.options.routes_answers_via_load_balancer {
             self.make_forward(&namespace)?;
             namespace.set_sysctls(&[
                 ("ipv4/conf/all/send_redirects", "0"),
@@ -309,9 +309,9 @@ impl Testbed {
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         // One queue more: see rss_emulation.bpf.c, "Why + 2".
         let port_queues = self.options.cores + 1;
-        if self.options.rings {
+        if self.options.has_rings {
             self.connect(&namespace, &name, port_queues, port_queues)?;
-            self.give_rings(&namespace, &name)?;
+            self.set_up_rings(&namespace, &name)?;
         } else {
             self.connect(&namespace, &name, self.options.cores, port_queues)?;
         }
@@ -362,7 +362,7 @@ impl Testbed {
     /// [`TestbedOptions::rings`]. The backlog (net.core.netdev_max_backlog) has 1000 packets, which some 40 for all of
     /// 31 servers overflow. veth has rings where its end does GRO and the other end no TSO
     /// (veth_skb_is_eligible_for_gro() in drivers/net/veth.c).
-    fn give_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
+    fn set_up_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;
         self.set_offloads(host, DEVICE, &["gro", "on"])
     }
@@ -403,7 +403,7 @@ impl Testbed {
 
     /// Load balancer `number`, counted from 1. Fails when there is none, or it was removed.
     pub fn load_balancer(&self, number: u16) -> anyhow::Result<&Namespace> {
-        let load_balancer = numbered(&self.load_balancers, number);
+        let load_balancer = host_by_number(&self.load_balancers, number);
         load_balancer.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
     }
 
@@ -428,7 +428,7 @@ impl Testbed {
 
     /// Server `number`, counted from 1. Fails when there is none, or it was removed.
     pub fn server(&self, number: u16) -> anyhow::Result<&Namespace> {
-        numbered(&self.servers, number)
+        host_by_number(&self.servers, number)
             .with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
     }
 
@@ -545,7 +545,7 @@ impl Testbed {
     }
 }
 
-fn numbered(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace> {
+fn host_by_number(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace> {
     hosts.get(usize::from(number).checked_sub(1)?)?.as_ref()
 }
 

@@ -42,7 +42,7 @@ impl Testbed {
     }
 
     /// The host whose kernel chooses a load balancer for each connection: the router, or without one the client.
-    pub fn chooser(&self) -> &Namespace {
+    pub fn selecting_host(&self) -> &Namespace {
         self.router().unwrap_or(self.client())
     }
 
@@ -64,7 +64,7 @@ impl Testbed {
         if self.options().family == Family::Ipv6 {
             routes += &route(VIPS_IPV6, Family::Ipv6);
         }
-        ip_batch(Some(self.chooser()), &routes)
+        ip_batch(Some(self.selecting_host()), &routes)
     }
 
     /// Makes the client and, if there is to be one, the router.
@@ -83,7 +83,7 @@ impl Testbed {
         }
         ip_batch(Some(self.client()), &client)?;
         let setting = "fib_multipath_hash_policy";
-        self.chooser().set_sysctls(&[(&format!("ipv4/{setting}"), "1"), (&format!("ipv6/{setting}"), "1")])
+        self.selecting_host().set_sysctls(&[(&format!("ipv4/{setting}"), "1"), (&format!("ipv6/{setting}"), "1")])
     }
 
     fn make_router(&self, router: &Namespace) -> anyhow::Result<()> {
@@ -105,7 +105,7 @@ impl Testbed {
 
     /// A server's route to the client, as lines for `ip`.
     pub(crate) fn route_to_client(&self) -> String {
-        if self.options().answers_by_load_balancer {
+        if self.options().routes_answers_via_load_balancer {
             return self.route_lines(DEFAULT, load_balancer_address(1));
         }
         self.router().map_or_else(String::new, |_| self.route_lines(ROUTED_CLIENTS, ROUTER_ADDRESS))

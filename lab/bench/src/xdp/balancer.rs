@@ -24,7 +24,7 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::runner::{Feed, Frame, PACKETS, Packet, Runner};
-use super::workload::{Case, Direction, FIRST_SERVER_MAC, First, OWN_MAC, VIP, clients, response, syn};
+use super::workload::{Case, Direction, FIRST_SERVER_MAC, NewConnection, OWN_MAC, VIP, clients, response, syn};
 
 /// A pool like a small fleet's.
 const SERVERS: u64 = 64;
@@ -43,7 +43,7 @@ pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
 
 /// The load balancer's service, which is not that of [`Case::NotForAVip`].
 fn service_of(case: Case) -> SocketAddr {
-    if case == Case::NotForAVip { VIP.into() } else { case.destination() }
+    if case == Case::OtherDestination { VIP.into() } else { case.destination() }
 }
 
 /// A load balancer for the packets of one case.
@@ -66,14 +66,16 @@ pub struct Setup {
 }
 
 impl Setup {
-    fn of(case: Case) -> anyhow::Result<Self> {
+    fn for_case(case: Case) -> anyhow::Result<Self> {
         let (rule, groups) = match case {
-            Case::First(First { rule, groups, .. }) => (rule, groups),
+            Case::NewConnection(NewConnection { rule, groups, .. }) => (rule, groups),
             _ => (Rule::Table, 1),
         };
         let entries = match case {
             Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
-            Case::First(First { consistency: Consistency::Stateful, connections, .. }) => 2 * connections as u64,
+            Case::NewConnection(NewConnection { consistency: Consistency::Stateful, connections, .. }) => {
+                2 * connections as u64
+            }
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
         };
         // It has only connections that are not stamped: none here.
@@ -101,11 +103,11 @@ impl Balancer {
     /// With all connections open that the case's packets are of. Fails without the right to load BPF programs, or when
     /// a connection is not remembered.
     pub fn new(case: Case) -> anyhow::Result<Self> {
-        Self::with(case, Setup::of(case)?)
+        Self::with_setup(case, Setup::for_case(case)?)
     }
 
     /// A load balancer with another setup.
-    pub fn with(case: Case, setup: Setup) -> anyhow::Result<Self> {
+    pub fn with_setup(case: Case, setup: Setup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
             flow_table_entries: setup.flow_entries,
@@ -166,7 +168,7 @@ impl Balancer {
 
     /// Each by its SYN.
     fn open_connections(&self) -> anyhow::Result<()> {
-        if !self.case.is_remembered() {
+        if !self.case.needs_connection_entry() {
             return Ok(());
         }
         let clients = clients(self.case.connections());
@@ -196,11 +198,11 @@ impl Balancer {
     /// connection has no entry that should.
     pub fn packets(&self) -> anyhow::Result<Vec<Packet>> {
         let mut rng = seeded_rng(3, 0);
-        let places = self.places();
+        let places = self.entries_by_client();
         let clients = clients(self.case.connections());
         let packets = clients.iter().map(|client| {
             let stamped = match self.case {
-                Case::First(_) | Case::FirstIpv6 => return Ok(self.packet(client, 0)),
+                Case::NewConnection(_) | Case::NewConnectionIpv6 => return Ok(self.packet(client, 0)),
                 Case::LbStamped(Direction::ToClient) => return Ok(self.packet(client, rng.next_u32())),
                 Case::LbStamped(Direction::ToServer) => {
                     return Ok(self.packet(client, self.lb_stamped(client, &mut rng)));
@@ -226,7 +228,7 @@ impl Balancer {
     }
 
     /// Index of each client's entry in the connection table.
-    pub fn places(&self) -> HashMap<SocketAddr, ConnectionIndex> {
+    pub fn entries_by_client(&self) -> HashMap<SocketAddr, ConnectionIndex> {
         let lb = self.lb.borrow();
         lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()
     }
@@ -245,7 +247,7 @@ impl Balancer {
     pub fn counters(&self) -> Counters {
         let lb = self.lb.borrow();
         match self.case {
-            Case::NotForAVip => lb.counters_without_service(),
+            Case::OtherDestination => lb.counters_without_service(),
             _ => lb.counters(self.service),
         }
     }
@@ -253,7 +255,7 @@ impl Balancer {
     /// Runs the program on this number of packets: mean time of one (ns). All taken entries are free again afterwards.
     /// Fails when the program does not treat each packet as the case expects.
     pub fn run(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
-        if !self.case.takes_entries() {
+        if !self.case.allocates_entries() {
             return self.run_expecting(runner, feed, packets);
         }
         let batch = packets.min(runner.connections() as u32);

@@ -7,7 +7,7 @@ use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::Consistency;
 
 use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES};
-use super::interleaved::{Program, Rounds, Turn, above, in_turns, median_of, quartiles};
+use super::interleaved::{Program, Rounds, Turn, difference, median_of, quartiles, run_interleaved};
 use super::runner::{Feed, PACKETS, Runner};
 use super::workload::{Case, clients};
 use super::{Args, Measured};
@@ -43,22 +43,22 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
     let hash_table = balancer(Consistency::HashTable)?;
     let runner = |of: &Balancer| Runner::new(&of.case().frame(), &of.packets()?, 0);
     let (for_stateful, for_hash_table) = (runner(&stateful)?, runner(&hash_table)?);
-    let (places, size) = (stateful.places(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
+    let (places, size) = (stateful.entries_by_client(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
     let mut packets = stateless.packets()?;
     for (packet, client) in packets.iter_mut().zip(clients(connections)) {
         packet.line = places[&client.into()].position(size);
     }
     let usual = Runner::new(&stateless.case().frame(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
-    let by_cookie = Turn::of(&usual, Program::Balancer(&stateless));
-    let times = in_turns(
+    let by_cookie = Turn::new(&usual, Program::Balancer(&stateless));
+    let times = run_interleaved(
         &[
-            Turn::of(&usual, Program::Floor(usual.empty.as_fd())),
-            Turn::of(&usual, Program::Floor(usual.parse_and_swap_macs.as_fd())),
+            Turn::new(&usual, Program::Floor(usual.empty.as_fd())),
+            Turn::new(&usual, Program::Floor(usual.parse_and_swap_macs.as_fd())),
             by_cookie,
             Turn { feed: Feed::AndLine, ..by_cookie },
             Turn { feed: Feed::AfterLine, ..by_cookie },
-            Turn::of(&for_stateful, Program::Balancer(&stateful)),
-            Turn::of(&for_hash_table, Program::Balancer(&hash_table)),
+            Turn::new(&for_stateful, Program::Balancer(&stateful)),
+            Turn::new(&for_hash_table, Program::Balancer(&hash_table)),
         ],
         args.length.rounds,
         args.length.packets,
@@ -69,8 +69,8 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
         stateless: Measured::new(&stateless, [empty, swap, by_cookie])?,
         stateful: Measured::new(&stateful, [empty, swap, by_index])?,
         hash_table: Measured::new(&hash_table, [empty, swap, by_hash])?,
-        with_line: above(with_line, empty),
-        after_line: above(after_line, empty),
+        with_line: difference(with_line, empty),
+        after_line: difference(after_line, empty),
     })
 }
 
@@ -89,10 +89,10 @@ pub fn table(measured: &[ByConnections]) -> Table {
     ]);
     for of in measured {
         let stateless = &of.stateless.above_empty;
-        let stateful = above(&of.stateful.above_empty, stateless);
-        let hash_table = above(&of.hash_table.above_empty, stateless);
-        let with_line = above(&of.with_line, stateless);
-        let after_line = above(&of.after_line, stateless);
+        let stateful = difference(&of.stateful.above_empty, stateless);
+        let hash_table = difference(&of.hash_table.above_empty, stateless);
+        let with_line = difference(&of.with_line, stateless);
+        let after_line = difference(&of.after_line, stateless);
         table.row([
             (of.connections as u64).into(),
             median_of(stateless).into(),

@@ -18,7 +18,7 @@ use nix::unistd::Pid;
 
 use super::Length;
 use super::balancer::{Balancer, FLOW_TABLE_ENTRIES, Setup};
-use super::interleaved::{Rounds, above, median_of, quartiles};
+use super::interleaved::{Rounds, difference, median_of, quartiles};
 use super::runner::{Feed, Runner};
 use super::workload::{Case, XDP_TX};
 use crate::cpus::THIS_THREAD;
@@ -79,11 +79,11 @@ impl fmt::Display for Victim {
 struct Measured {
     victim: Victim,
     /// Time per packet (ns), round by round: the empty program and the load balancer's ...
-    quiet: [Rounds; 2],
+    unloaded: [Rounds; 2],
     /// ... and both during a flood.
     flooded: [Rounds; 2],
     /// Fraction of the open connections' packets, during a flood, that found their server by the mode's own means.
-    found: f64,
+    found_fraction: f64,
     flood: Sent,
     /// SYNs that found no free entry.
     without_entry: u64,
@@ -123,19 +123,19 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
     // The rule that writes most memory for a first packet.
     let entries = TableSize::try_from(u64::from(victim.entries()))?;
     let setup = Setup { rule: Rule::LeastAssigned, groups: 1, entries, flow_entries: FLOW_TABLE_ENTRIES };
-    let balancer = Balancer::with(case, setup)?;
+    let balancer = Balancer::with_setup(case, setup)?;
     let runner = Runner::new(&case.frame(), &balancer.packets()?, 0)?;
-    let open: HashSet<ConnectionIndex> = balancer.places().into_values().collect();
+    let open: HashSet<ConnectionIndex> = balancer.entries_by_client().into_values().collect();
     if victim == Victim::StatefulFull {
-        fill(&balancer, victim, flooder)?;
+        fill_table(&balancer, victim, flooder)?;
     }
     let program = balancer.program()?;
     let before = (Memory::of(program.as_fd())?, balancer.entries_in_use(), balancer.counters());
     let mut measured = Measured {
         victim,
-        quiet: Default::default(),
+        unloaded: Default::default(),
         flooded: Default::default(),
-        found: 0.0,
+        found_fraction: 0.0,
         flood: Sent::default(),
         without_entry: 0,
         memory: [before.0; 2],
@@ -149,7 +149,7 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
             let (is_lb, is_flood) = (turn & 1 == 1, turn & 2 == 2);
             let order = if is_flood { Order::Flood(program.try_clone()?) } else { Order::Idle };
             let work = || established(&balancer, &runner, is_lb, length.packets);
-            let ((time, counted), sent) = flooder.during(order, work)?;
+            let ((time, counted), sent) = flooder.run_during(order, work)?;
             if is_flood {
                 measured.flood.syns += sent.syns;
                 measured.flood.time += sent.time;
@@ -160,7 +160,7 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
                 balancer.free_all_but(&open)?;
             }
             if round > 0 {
-                let of = if is_flood { &mut measured.flooded } else { &mut measured.quiet };
+                let of = if is_flood { &mut measured.flooded } else { &mut measured.unloaded };
                 of[usize::from(is_lb)].push(time);
             }
             if round > 0 && is_flood {
@@ -173,10 +173,14 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
     let first = since(|counters| counters.packets[intf::LB_COUNTER_NEW_CONNECTION as usize]);
     ensure!(first == measured.flood.syns, "{first} of {} SYNs were counted as first packets", measured.flood.syns);
     measured.without_entry = since(|counters| counters.events[intf::LB_EVENT_CONNECTION_TABLE_FULL as usize]);
-    measured.found = found as f64 / (f64::from(length.rounds) * f64::from(length.packets));
+    measured.found_fraction = found as f64 / (f64::from(length.rounds) * f64::from(length.packets));
     measured.memory[1] = Memory::of(program.as_fd())?;
     let must_find = victim != Victim::HashTable;
-    ensure!(!must_find || measured.found == 1.0, "only {} of the packets found their server", measured.found);
+    ensure!(
+        !must_find || measured.found_fraction == 1.0,
+        "only {} of the packets found their server",
+        measured.found_fraction
+    );
     Ok(measured)
 }
 
@@ -193,10 +197,10 @@ fn established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) 
 }
 
 /// A flood until no entry is free.
-fn fill(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow::Result<()> {
+fn fill_table(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow::Result<()> {
     let entries = victim.entries() as usize;
     for _ in 0..100 {
-        flooder.during(Order::Flood(balancer.program()?), || {
+        flooder.run_during(Order::Flood(balancer.program()?), || {
             std::thread::sleep(std::time::Duration::from_millis(100));
             Ok(())
         })?;
@@ -208,7 +212,7 @@ fn fill(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow::Resul
 }
 
 /// By how much `rounds` are more than `others`, in percent, round by round.
-fn more(rounds: &[f64], others: &[f64]) -> Rounds {
+fn excess_percent(rounds: &[f64], others: &[f64]) -> Rounds {
     rounds.iter().zip(others).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
 }
 
@@ -238,13 +242,13 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
         "after ",
     ]);
     for m in measured {
-        let of_packet = more(&m.flooded[1], &m.quiet[1]);
-        let [quiet, flooded] = [&m.quiet, &m.flooded].map(|of| above(&of[1], &of[0]));
-        let above_empty = more(&flooded, &quiet);
+        let of_packet = excess_percent(&m.flooded[1], &m.unloaded[1]);
+        let [quiet, flooded] = [&m.unloaded, &m.flooded].map(|of| difference(&of[1], &of[0]));
+        let above_empty = excess_percent(&flooded, &quiet);
         let [goal, verdict] = goal_cells(Some(FLOOD_COST_GOAL), median_of(&of_packet));
         cost.row([
             m.victim.to_string().into(),
-            median_of(&m.quiet[1]).into(),
+            median_of(&m.unloaded[1]).into(),
             median_of(&m.flooded[1]).into(),
             median_of(&of_packet).into(),
             quartiles(&of_packet).into(),
@@ -252,7 +256,7 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
             verdict,
             median_of(&above_empty).into(),
             quartiles(&above_empty).into(),
-            (m.found * 100.0).into(),
+            (m.found_fraction * 100.0).into(),
             (m.flood.syns as f64 / m.flood.time / 1e6).into(),
             (m.without_entry as f64 / m.flood.syns as f64 * 100.0).into(),
         ]);

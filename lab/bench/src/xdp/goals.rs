@@ -7,9 +7,9 @@ use coreward_model::statistics::median;
 
 use super::Measured;
 use super::established::ByConnections;
-use super::interleaved::{above, median_of};
+use super::interleaved::{difference, median_of};
 use super::runner::PACKETS;
-use super::workload::{Case, First};
+use super::workload::{Case, NewConnection};
 use crate::report::Goal;
 
 /// Cost of parsing and swapping MAC addresses above the empty program on the machine of the goals (AMD EPYC), ns.
@@ -19,7 +19,7 @@ const IPV6_FACTOR: f64 = 1.3;
 
 /// Greatest cost above the empty program.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Limit {
+enum CostLimit {
     /// ns on the machine of the goals.
     Reference(f64),
     /// The same, and one cache miss of this machine.
@@ -28,26 +28,26 @@ enum Limit {
     Ipv6Of(Case),
 }
 
-fn limit(case: Case) -> Option<Limit> {
-    let reference = |ns| Some(Limit::Reference(ns));
+fn limit(case: Case) -> Option<CostLimit> {
+    let reference = |ns| Some(CostLimit::Reference(ns));
     match case {
         Case::Established(Consistency::Stateless, _) => reference(20.0),
         Case::Established(Consistency::Stateful, 16384) => reference(32.0),
-        Case::Established(Consistency::Stateful, PACKETS) => Some(Limit::MissAndReference(20.0)),
+        Case::Established(Consistency::Stateful, PACKETS) => Some(CostLimit::MissAndReference(20.0)),
         Case::Established(Consistency::HashTable, 16384) => reference(90.0),
         Case::Established(Consistency::HashTable, 131072) => reference(190.0),
-        Case::First(first) => new_connection_limit(first).map(Limit::Reference),
+        Case::NewConnection(first) => new_connection_limit(first).map(CostLimit::Reference),
         Case::Encapsulated(Forwarding::Gue) => reference(35.0),
         Case::EstablishedIpv6(connections) => {
-            Some(Limit::Ipv6Of(Case::Established(Consistency::Stateless, connections)))
+            Some(CostLimit::Ipv6Of(Case::Established(Consistency::Stateless, connections)))
         }
-        Case::FirstIpv6 => Some(Limit::Ipv6Of(Case::First(First::STATELESS))),
+        Case::NewConnectionIpv6 => Some(CostLimit::Ipv6Of(Case::NewConnection(NewConnection::STATELESS))),
         _ => None,
     }
 }
 
 /// ns on the machine of the goals.
-fn new_connection_limit(first: First) -> Option<f64> {
+fn new_connection_limit(first: NewConnection) -> Option<f64> {
     match (first.consistency, first.rule, first.groups) {
         (Consistency::Stateful, ..) => Some(160.0),
         (Consistency::Stateless, Rule::Table, 1) => Some(45.0),
@@ -75,18 +75,18 @@ impl<'a> Goals<'a> {
         let largest = established.iter().find(|of| of.connections == PACKETS);
         Self {
             floor: median(&floors).expect("at least one case"),
-            miss: largest.map(|of| median_of(&above(&of.after_line, &of.stateless.above_empty))),
+            miss: largest.map(|of| median_of(&difference(&of.after_line, &of.stateless.above_empty))),
             measured,
         }
     }
 
     /// Returns the goal of a case. `None`: it has none, or depends on a case that was not measured.
-    pub fn of(&self, case: Case) -> Option<Goal> {
+    pub fn goal_of(&self, case: Case) -> Option<Goal> {
         let of_reference = |ns: f64| ns * self.floor / REFERENCE_FLOOR;
         let ns = match limit(case)? {
-            Limit::Reference(ns) => of_reference(ns),
-            Limit::MissAndReference(ns) => self.miss? + of_reference(ns),
-            Limit::Ipv6Of(ipv4) => self.measured.iter().find(|of| of.case == ipv4)?.fastest * IPV6_FACTOR,
+            CostLimit::Reference(ns) => of_reference(ns),
+            CostLimit::MissAndReference(ns) => self.miss? + of_reference(ns),
+            CostLimit::Ipv6Of(ipv4) => self.measured.iter().find(|of| of.case == ipv4)?.fastest * IPV6_FACTOR,
         };
         Some(Goal::AtMost(ns))
     }
@@ -112,10 +112,10 @@ mod tests {
             after_line: vec![130.0],
         }];
         let goals = Goals::new(&established, &[]);
-        assert_eq!(goals.of(established[0].stateless.case), Some(Goal::AtMost(40.0)));
-        assert_eq!(goals.of(established[0].stateful.case), Some(Goal::AtMost(140.0)));
-        assert_eq!(goals.of(established[0].hash_table.case), None);
-        assert_eq!(goals.of(Case::EstablishedIpv6(PACKETS)), Some(Goal::AtMost(39.0)));
-        assert_eq!(goals.of(Case::FirstIpv6), None);
+        assert_eq!(goals.goal_of(established[0].stateless.case), Some(Goal::AtMost(40.0)));
+        assert_eq!(goals.goal_of(established[0].stateful.case), Some(Goal::AtMost(140.0)));
+        assert_eq!(goals.goal_of(established[0].hash_table.case), None);
+        assert_eq!(goals.goal_of(Case::EstablishedIpv6(PACKETS)), Some(Goal::AtMost(39.0)));
+        assert_eq!(goals.goal_of(Case::NewConnectionIpv6), None);
     }
 }

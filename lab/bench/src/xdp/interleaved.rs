@@ -28,11 +28,11 @@ pub struct Turn<'a> {
 
 impl<'a> Turn<'a> {
     /// On fresh packets, with nothing besides.
-    pub fn of(runner: &'a Runner, program: Program<'a>) -> Self {
+    pub fn new(runner: &'a Runner, program: Program<'a>) -> Self {
         Self { runner, feed: Feed::Packet, program }
     }
 
-    fn take(&self, packets: u32) -> anyhow::Result<f64> {
+    fn measure(&self, packets: u32) -> anyhow::Result<f64> {
         match self.program {
             Program::Balancer(balancer) => balancer.run(self.runner, self.feed, packets),
             Program::Floor(program) => {
@@ -47,8 +47,8 @@ impl<'a> Turn<'a> {
     fn warm_up(&self) -> anyhow::Result<()> {
         match self.program {
             // A first packet occurs once.
-            Program::Balancer(balancer) if balancer.case().takes_entries() => Ok(()),
-            _ => self.take(self.runner.connections() as u32).map(drop),
+            Program::Balancer(balancer) if balancer.case().allocates_entries() => Ok(()),
+            _ => self.measure(self.runner.connections() as u32).map(drop),
         }
     }
 }
@@ -58,10 +58,10 @@ pub type Rounds = Vec<f64>;
 
 /// Measures programs one after the other in each round. Returns what each took in each round. Fails when a program does
 /// not do what is expected of it.
-pub fn in_turns(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<Rounds>> {
+pub fn run_interleaved(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<Rounds>> {
     interleave(turns.len(), rounds, |position| {
         turns[position].warm_up()?;
-        turns[position].take(packets)
+        turns[position].measure(packets)
     })
 }
 
@@ -87,7 +87,7 @@ pub fn interleave<T>(
 }
 
 /// Difference of `rounds` from `others`, round by round.
-pub fn above(rounds: &[f64], others: &[f64]) -> Rounds {
+pub fn difference(rounds: &[f64], others: &[f64]) -> Rounds {
     rounds.iter().zip(others).map(|(time, other)| time - other).collect()
 }
 
@@ -98,7 +98,7 @@ pub fn median_of(rounds: &[f64]) -> f64 {
 
 /// Returns the fastest round's time above the fastest of the others. Disturbances only make rounds slower: with shared
 /// CPUs (hyperthreads of other guests) this is the cost of the program, and the median includes the machine.
-pub fn fastest_above(rounds: &[f64], others: &[f64]) -> f64 {
+pub fn fastest_difference(rounds: &[f64], others: &[f64]) -> f64 {
     let least = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
     least(rounds) - least(others)
 }

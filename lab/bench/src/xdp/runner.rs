@@ -111,7 +111,7 @@ impl Runner {
         })
     }
 
-    pub fn on(self, queue: ReceiveQueue) -> Self {
+    pub fn on_queue(self, queue: ReceiveQueue) -> Self {
         Self { queue: Some(queue), ..self }
     }
 

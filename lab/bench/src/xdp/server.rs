@@ -21,7 +21,7 @@ use nix::time::{ClockId, clock_gettime};
 use rand::Rng as _;
 
 use super::Length;
-use super::interleaved::{Rounds, above, fastest_above, median_of, quartiles};
+use super::interleaved::{Rounds, difference, fastest_difference, median_of, quartiles};
 use super::runner::{Frame, PACKETS, Packet, choose, run_feed};
 use super::workload::{VIP, VIP_IPV6, client_ipv6, clients, request, request_ipv6, response, response_ipv6};
 use crate::report::{Report, Table};
@@ -243,14 +243,14 @@ pub fn run(length: &Length) -> anyhow::Result<Report> {
     ]);
     for case in Case::all() {
         let measured = measure(case, length).with_context(|| case.to_string())?;
-        let above_empty = above(&measured.server, &measured.empty);
-        let fastest = fastest_above(&measured.server, &measured.empty);
+        let above_empty = difference(&measured.server, &measured.empty);
+        let fastest = fastest_difference(&measured.server, &measured.empty);
         table.row([
             measured.case.to_string().into(),
             median_of(&above_empty).into(),
             quartiles(&above_empty).into(),
             fastest.into(),
-            (fastest / fastest_above(&measured.swap, &measured.empty)).into(),
+            (fastest / fastest_difference(&measured.swap, &measured.empty)).into(),
             median_of(&measured.empty).into(),
         ]);
     }

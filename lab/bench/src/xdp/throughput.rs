@@ -22,7 +22,7 @@ use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
 use crate::report::{Cell, Goal, Report, Table, goal_cells};
 use generator::{Floor, Generator, LIVE_PACKETS, Traffic};
-use wire::{NapiThread, NapiUsage, Wire, prefer};
+use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
 
 /// Length of the measurement.
 #[derive(Debug, Clone, clap::Args)]
@@ -122,7 +122,7 @@ struct TestEnv {
     /// Entries of the connection table that are in use from the start.
     open: HashSet<ConnectionIndex>,
     generator: Generator,
-    tested: NapiThread,
+    tested_thread: NapiThread,
     sink: NapiThread,
 }
 
@@ -133,22 +133,22 @@ struct Turn {
     /// Millions of frames per second by the clock.
     rate: f64,
     /// The part of the time that the tested end's thread was running.
-    busy: f64,
+    busy_fraction: f64,
     /// The part of the frames that came back.
-    returned: f64,
+    returned_fraction: f64,
 }
 
 impl TestEnv {
     /// `cpus`: the generator's, and that of the tested end.
     fn new(lane: Lane, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
-        let wire = Wire::new(number)?;
+        let wire = VethPair::new(number)?;
         // The floors get the frames of open connections.
-        let source = Balancer::with(lane.case(), lane.setup()?)?;
+        let source = Balancer::with_setup(lane.case(), lane.setup()?)?;
         let balancer = lane.floor.is_none().then_some(source);
-        Self::behind(wire, lane, balancer, cpus)
+        Self::set_up(wire, lane, balancer, cpus)
     }
 
-    fn behind(wire: Wire, lane: Lane, balancer: Option<Balancer>, cpus: [usize; 2]) -> anyhow::Result<Self> {
+    fn set_up(wire: VethPair, lane: Lane, balancer: Option<Balancer>, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let case = lane.case();
         let packets = match &balancer {
             Some(balancer) => balancer.packets()?,
@@ -158,7 +158,8 @@ impl TestEnv {
         let traffic =
             Traffic { frames: [&established, &syn], packets: &packets, is_new: &|number| lane.is_new(number) };
         let generator = Generator::new(&wire, &traffic, lane.floor)?;
-        let open = balancer.as_ref().map(|balancer| balancer.places().into_values().collect()).unwrap_or_default();
+        let open =
+            balancer.as_ref().map(|balancer| balancer.entries_by_client().into_values().collect()).unwrap_or_default();
         if let Some(balancer) = &balancer {
             balancer.attach(&wire.tested_end)?;
         }
@@ -166,7 +167,7 @@ impl TestEnv {
             lane,
             open,
             generator,
-            tested: NapiThread::start(&wire.tested_end, cpus[1])?,
+            tested_thread: NapiThread::start(&wire.tested_end, cpus[1])?,
             sink: NapiThread::start(&wire.generator_end, cpus[0])?,
             balancer,
         })
@@ -174,10 +175,10 @@ impl TestEnv {
 
     fn take_turn(&self, frames: u32) -> anyhow::Result<Turn> {
         let counters = self.balancer.as_ref().map(Balancer::counters);
-        let (tested, sink) = (self.tested.usage_when_idle()?, self.sink.usage_when_idle()?);
+        let (tested, sink) = (self.tested_thread.usage_when_idle()?, self.sink.usage_when_idle()?);
         let start = Instant::now();
         self.generator.send(frames)?;
-        let work = self.tested.usage_when_idle()?.since(tested);
+        let work = self.tested_thread.usage_when_idle()?.since(tested);
         let elapsed = start.elapsed().as_secs_f64();
         let returned = self.sink.usage_when_idle()?.since(sink);
         if let (Some(before), Some(balancer)) = (counters, &self.balancer) {
@@ -190,8 +191,8 @@ impl TestEnv {
         Ok(Turn {
             time: work.time as f64 / work.frames as f64,
             rate: work.frames as f64 / elapsed / 1e6,
-            busy: work.time as f64 / 1e9 / elapsed,
-            returned: returned.frames as f64 / work.frames as f64,
+            busy_fraction: work.time as f64 / 1e9 / elapsed,
+            returned_fraction: returned.frames as f64 / work.frames as f64,
         })
     }
 
@@ -225,7 +226,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let envs = lanes.map(|(number, lane)| TestEnv::new(lane, number, cpus).context(lane.name));
     let envs: Vec<TestEnv> = envs.collect::<anyhow::Result<_>>()?;
     cpus::bind(THIS_THREAD, cpus[0])?;
-    prefer(nix::unistd::gettid())?;
+    raise_priority(nix::unistd::gettid())?;
     let turns = interleave(envs.len(), args.rounds, |position| {
         let env = &envs[position];
         env.take_turn(args.frames).context(env.lane.name)
@@ -270,8 +271,8 @@ fn row(lane: &Lane, turns: &[Turn], floor: &[Turn]) -> [Cell; 10] {
         median_of(&of(turns, |turn| turn.time)).into(),
         median_of(&paired(|turn, floor| turn.time - floor.time)).into(),
         median_of(&of(turns, |turn| turn.rate)).into(),
-        (median_of(&of(turns, |turn| turn.busy)) * 100.0).into(),
-        (median_of(&of(turns, |turn| turn.returned)) * 100.0).into(),
+        (median_of(&of(turns, |turn| turn.busy_fraction)) * 100.0).into(),
+        (median_of(&of(turns, |turn| turn.returned_fraction)) * 100.0).into(),
     ]
 }
 

@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
 use super::Length;
-use super::interleaved::{Program, Turn, above, fastest_above, in_turns, median_of, quartiles};
+use super::interleaved::{Program, Turn, difference, fastest_difference, median_of, quartiles, run_interleaved};
 use super::runner::{Packet, Runner};
 use super::workload::request;
 use crate::report::Table;
@@ -34,17 +34,17 @@ pub fn measure(length: &Length) -> anyhow::Result<Table> {
         ("obfuscation: keyed hash of a connection, reveal of its cookie", programs.unit_reveal_cookie.as_fd()),
     ];
     let runner = Runner::new(&request(), &[Packet::default()], 0)?;
-    let floor = Turn::of(&runner, Program::Floor(runner.empty.as_fd()));
-    let measured = units.iter().map(|(_, program)| Turn::of(&runner, Program::Floor(*program)));
+    let floor = Turn::new(&runner, Program::Floor(runner.empty.as_fd()));
+    let measured = units.iter().map(|(_, program)| Turn::new(&runner, Program::Floor(*program)));
     let turns: Vec<Turn<'_>> = std::iter::once(floor).chain(measured).collect();
-    let times = in_turns(&turns, length.rounds, length.packets)?;
+    let times = run_interleaved(&turns, length.rounds, length.packets)?;
     let each = |rounds: &[f64]| rounds.iter().map(|time| time / REPEATS).collect::<Vec<f64>>();
     let empty = each(&times[0]);
     let mut table = Table::new(&["operation, in the cache", "ns each", "quartiles", "fastest rounds"]);
     for ((name, _), time) in units.iter().zip(&times[1..]) {
         let time = each(time);
-        let above_empty = above(&time, &empty);
-        let fastest = fastest_above(&time, &empty);
+        let above_empty = difference(&time, &empty);
+        let fastest = fastest_difference(&time, &empty);
         table.row([(*name).into(), median_of(&above_empty).into(), quartiles(&above_empty).into(), fastest.into()]);
     }
     Ok(table)

@@ -47,15 +47,15 @@ pub enum Case {
     /// The same by IPv6 in IPv6.
     EncapsulatedIpv6(Forwarding),
     /// SYNs of different connections.
-    First(First),
+    NewConnection(NewConnection),
     /// Packets of that many open connections of IPv6, with cookies.
     EstablishedIpv6(usize),
     /// SYNs of different connections of IPv6.
-    FirstIpv6,
+    NewConnectionIpv6,
     /// Packets of open connections that the load balancer stamps (`timestamps = "lb"`).
     LbStamped(Direction),
     /// TCP to a port that is no service.
-    NotForAVip,
+    OtherDestination,
 }
 
 /// Direction of a packet of a connection.
@@ -69,7 +69,7 @@ pub enum Direction {
 
 /// Measured SYNs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct First {
+pub struct NewConnection {
     /// Consistency of the service. With `Stateful` each SYN takes a free entry of the connection table.
     pub consistency: Consistency,
     pub rule: Rule,
@@ -78,62 +78,62 @@ pub struct First {
     pub connections: usize,
 }
 
-impl First {
+impl NewConnection {
     /// As policy `crossrss` places them.
-    pub const STATELESS: First =
-        First { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKETS };
+    pub const STATELESS: NewConnection =
+        NewConnection { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKETS };
 }
 
 /// Entries of the connection table that a CPU's cache holds, and its free places.
-const FEW: usize = 1 << 14;
+const CACHED_ENTRIES: usize = 1 << 14;
 
 impl Case {
     /// All that are measured by themselves, in the order of the report.
-    pub fn alone() -> impl Iterator<Item = Case> {
-        let usual = First::STATELESS;
-        let stateful = First { consistency: Consistency::Stateful, ..usual };
+    pub fn measured_alone() -> impl Iterator<Item = Case> {
+        let usual = NewConnection::STATELESS;
+        let stateful = NewConnection { consistency: Consistency::Stateful, ..usual };
         let groups = intf::MAX_RSS_GROUPS as usize;
         let without_cookies = [Consistency::None, Consistency::Beamer];
         let encapsulated = [Forwarding::Ipip, Forwarding::Gue];
         Rule::ALL
-            .map(|rule| First { rule, ..usual })
+            .map(|rule| NewConnection { rule, ..usual })
             .into_iter()
-            .chain([Rule::Table, Rule::LeastAssigned].map(|rule| First { rule, groups, ..usual }))
-            .chain(Rule::ALL.map(|rule| First { rule, ..stateful }))
-            .chain(Rule::ALL.map(|rule| First { rule, connections: FEW, ..stateful }))
-            .chain(without_cookies.map(|consistency| First { consistency, ..usual }))
-            .map(Case::First)
+            .chain([Rule::Table, Rule::LeastAssigned].map(|rule| NewConnection { rule, groups, ..usual }))
+            .chain(Rule::ALL.map(|rule| NewConnection { rule, ..stateful }))
+            .chain(Rule::ALL.map(|rule| NewConnection { rule, connections: CACHED_ENTRIES, ..stateful }))
+            .chain(without_cookies.map(|consistency| NewConnection { consistency, ..usual }))
+            .map(Case::NewConnection)
             .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKETS)))
             .chain(encapsulated.map(Case::Encapsulated))
             .chain([1, PACKETS].map(Case::EstablishedIpv6))
             .chain(encapsulated.map(Case::EncapsulatedIpv6))
-            .chain([Case::FirstIpv6])
+            .chain([Case::NewConnectionIpv6])
             .chain([Direction::ToServer, Direction::ToClient].map(Case::LbStamped))
-            .chain([Case::NotForAVip])
+            .chain([Case::OtherDestination])
     }
 
     pub fn connections(self) -> usize {
         match self {
             Case::Established(_, connections)
             | Case::EstablishedIpv6(connections)
-            | Case::First(First { connections, .. }) => connections,
+            | Case::NewConnection(NewConnection { connections, .. }) => connections,
             Case::Encapsulated(_)
             | Case::EncapsulatedIpv6(_)
-            | Case::FirstIpv6
+            | Case::NewConnectionIpv6
             | Case::LbStamped(_)
-            | Case::NotForAVip => PACKETS,
+            | Case::OtherDestination => PACKETS,
         }
     }
 
     pub fn consistency(self) -> Consistency {
         match self {
-            Case::Established(consistency, _) | Case::First(First { consistency, .. }) => consistency,
+            Case::Established(consistency, _) | Case::NewConnection(NewConnection { consistency, .. }) => consistency,
             Case::Encapsulated(_)
             | Case::EncapsulatedIpv6(_)
             | Case::EstablishedIpv6(_)
-            | Case::FirstIpv6
+            | Case::NewConnectionIpv6
             | Case::LbStamped(_)
-            | Case::NotForAVip => Consistency::Stateless,
+            | Case::OtherDestination => Consistency::Stateless,
         }
     }
 
@@ -158,7 +158,7 @@ impl Case {
         match self {
             Case::Encapsulated(_) | Case::EncapsulatedIpv6(_) => Feed::Shortened,
             // A client that returns may find the word of its last, freed entry among the recent SYNs.
-            Case::First(_) | Case::FirstIpv6 => Feed::FreshSource,
+            Case::NewConnection(_) | Case::NewConnectionIpv6 => Feed::FreshSource,
             _ => Feed::Packet,
         }
     }
@@ -166,7 +166,7 @@ impl Case {
     /// XDP action for the packets.
     pub fn verdict(self) -> i32 {
         match self {
-            Case::LbStamped(Direction::ToClient) | Case::NotForAVip => XDP_PASS,
+            Case::LbStamped(Direction::ToClient) | Case::OtherDestination => XDP_PASS,
             _ => XDP_TX,
         }
     }
@@ -176,7 +176,8 @@ impl Case {
             Case::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,
             Case::Established(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION_TABLE,
             Case::Established(Consistency::None, _) => intf::LB_COUNTER_PER_PACKET,
-            Case::Established(Consistency::Beamer, _) | Case::First(First { consistency: Consistency::Beamer, .. }) => {
+            Case::Established(Consistency::Beamer, _)
+            | Case::NewConnection(NewConnection { consistency: Consistency::Beamer, .. }) => {
                 intf::LB_COUNTER_BUCKET_HASH
             }
             Case::Established(..)
@@ -185,27 +186,27 @@ impl Case {
             | Case::EstablishedIpv6(_)
             | Case::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
             Case::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
-            Case::First(_) | Case::FirstIpv6 => intf::LB_COUNTER_NEW_CONNECTION,
-            Case::NotForAVip => intf::LB_COUNTER_PASSED_NOT_SERVICE,
+            Case::NewConnection(_) | Case::NewConnectionIpv6 => intf::LB_COUNTER_NEW_CONNECTION,
+            Case::OtherDestination => intf::LB_COUNTER_PASSED_NOT_SERVICE,
         };
         counter as usize
     }
 
     /// Whether each packet takes an entry of the connection table.
-    pub fn takes_entries(self) -> bool {
-        matches!(self, Case::First(First { consistency: Consistency::Stateful, .. }))
+    pub fn allocates_entries(self) -> bool {
+        matches!(self, Case::NewConnection(NewConnection { consistency: Consistency::Stateful, .. }))
     }
 
     /// Whether the packets are of connections that the load balancer must have seen begin.
-    pub fn is_remembered(self) -> bool {
+    pub fn needs_connection_entry(self) -> bool {
         matches!(self, Case::Established(Consistency::Stateful | Consistency::HashTable, _))
     }
 
     /// Destination of the packets.
     pub fn destination(self) -> SocketAddr {
         match self {
-            Case::NotForAVip => (VIP.0, OTHER_PORT).into(),
-            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(_) | Case::FirstIpv6 => VIP_IPV6.into(),
+            Case::OtherDestination => (VIP.0, OTHER_PORT).into(),
+            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(_) | Case::NewConnectionIpv6 => VIP_IPV6.into(),
             _ => VIP.into(),
         }
     }
@@ -227,11 +228,11 @@ impl Case {
     /// The frame that packets vary: a bare ACK, or a SYN.
     pub fn frame(self) -> Frame {
         match self {
-            Case::First(_) => syn(),
+            Case::NewConnection(_) => syn(),
             Case::LbStamped(Direction::ToClient) => response(),
             Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(_) => request_ipv6(),
-            Case::FirstIpv6 => in_ipv6(&syn()),
-            Case::NotForAVip => established((VIP.0, OTHER_PORT)),
+            Case::NewConnectionIpv6 => in_ipv6(&syn()),
+            Case::OtherDestination => established((VIP.0, OTHER_PORT)),
             _ => established(VIP),
         }
     }
@@ -247,7 +248,7 @@ impl fmt::Display for Case {
             Case::Encapsulated(forwarding) => {
                 write!(f, "stateless by {}, {PACKETS} connections", forwarding.name())
             }
-            Case::First(First { consistency, rule, groups, connections }) => {
+            Case::NewConnection(NewConnection { consistency, rule, groups, connections }) => {
                 write!(f, "first, {}, {}", consistency.name(), rule.name())?;
                 if *groups > 1 {
                     write!(f, ", {groups} RSS groups")?;
@@ -258,10 +259,10 @@ impl fmt::Display for Case {
                 write!(f, "IPv6 in IPv6, stateless by {}, {PACKETS} connections", forwarding.name())
             }
             Case::EstablishedIpv6(connections) => write!(f, "IPv6, stateless, {connections} connections"),
-            Case::FirstIpv6 => f.write_str("first, IPv6, stateless, table"),
+            Case::NewConnectionIpv6 => f.write_str("first, IPv6, stateless, table"),
             Case::LbStamped(Direction::ToServer) => f.write_str("timestamps by the load balancer, to the server"),
             Case::LbStamped(Direction::ToClient) => f.write_str("timestamps by the load balancer, to the client"),
-            Case::NotForAVip => f.write_str("not for a VIP"),
+            Case::OtherDestination => f.write_str("not for a VIP"),
         }
     }
 }

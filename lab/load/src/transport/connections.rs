@@ -124,7 +124,7 @@ impl<P: Protocol> Connections<P> {
             let connected = socket.connect_timeout(&target.into(), CONNECT_LIMIT);
             connected.with_context(|| format!("cannot connect from {source} to {target}"))?;
             all.connections.push(None);
-            all.enter(index, socket, true)?;
+            all.add_connection(index, socket, true)?;
         }
         Ok(all)
     }
@@ -139,7 +139,7 @@ impl<P: Protocol> Connections<P> {
         Ok(socket)
     }
 
-    fn enter(&mut self, index: usize, socket: Socket, open: bool) -> io::Result<()> {
+    fn add_connection(&mut self, index: usize, socket: Socket, open: bool) -> io::Result<()> {
         socket.set_nonblocking(true)?;
         let stream = TcpStream::from(socket);
         // Edge-triggered: one report when it is connected, then one per arrival of data.
@@ -165,7 +165,7 @@ impl<P: Protocol> Connections<P> {
                 _ => Ok(socket),
             }
         };
-        if attempt().and_then(|socket| self.enter(index, socket, false)).is_err() {
+        if attempt().and_then(|socket| self.add_connection(index, socket, false)).is_err() {
             self.connections[index] = None;
             self.errors.refused += 1;
             self.retries.push_back((now_ns() + RETRY_NS, index));
@@ -195,12 +195,12 @@ impl<P: Protocol> Connections<P> {
         self.protocol.write(demand, id, &mut connection.output);
         connection.pending.push_back(id);
         if connection.open && connection.flush().is_err() {
-            self.broke(index);
+            self.on_broken(index);
         }
     }
 
     /// A connection ended while requests were on their way, or could not be opened.
-    fn broke(&mut self, index: usize) {
+    fn on_broken(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
         if connection.open {
             self.errors.broken_connections += 1;
@@ -212,22 +212,22 @@ impl<P: Protocol> Connections<P> {
         }
     }
 
-    fn ready(&mut self, index: usize, event: Event, answers: &mut Vec<Answer>) {
+    fn handle_event(&mut self, index: usize, event: Event, answers: &mut Vec<Answer>) {
         let Some(connection) = &mut self.connections[index] else { return };
-        if event.has(libc::EPOLLERR) && !matches!(connection.stream.take_error(), Ok(None)) {
-            return self.broke(index);
+        if event.has_flags(libc::EPOLLERR) && !matches!(connection.stream.take_error(), Ok(None)) {
+            return self.on_broken(index);
         }
-        if event.has(libc::EPOLLOUT) {
+        if event.has_flags(libc::EPOLLOUT) {
             let opened = !std::mem::replace(&mut connection.open, true);
             if connection.flush().is_err() {
-                return self.broke(index);
+                return self.on_broken(index);
             }
             if opened {
                 self.is_free(index);
             }
         }
-        if event.has(libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLHUP) {
-            self.read(index, event.has(libc::EPOLLRDHUP), answers);
+        if event.has_flags(libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLHUP) {
+            self.read(index, event.has_flags(libc::EPOLLRDHUP), answers);
         }
     }
 
@@ -238,22 +238,22 @@ impl<P: Protocol> Connections<P> {
             let Some(connection) = &mut self.connections[index] else { return };
             let received = match self.receiver.receive(&connection.stream, &mut self.buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(_) => return self.broke(index),
+                Err(_) => return self.on_broken(index),
                 Ok(received) => received,
             };
             let bytes = &self.buffer[..received.length];
             if bytes.is_empty() {
                 // Between requests a server may close when it likes.
-                return if connection.pending.is_empty() { self.reopen(index) } else { self.broke(index) };
+                return if connection.pending.is_empty() { self.reopen(index) } else { self.on_broken(index) };
             }
             let had_work = !connection.pending.is_empty();
             let failed = &mut self.errors.failed;
-            if connection.take(bytes, received.arrived_ns, failed, answers, P::read).is_err() {
+            if connection.match_replies(bytes, received.arrived_ns, failed, answers, P::read).is_err() {
                 self.errors.malformed += 1;
-                return self.broke(index);
+                return self.on_broken(index);
             }
             if connection.closes {
-                return if connection.pending.is_empty() { self.reopen(index) } else { self.broke(index) };
+                return if connection.pending.is_empty() { self.reopen(index) } else { self.on_broken(index) };
             }
             if had_work && connection.pending.is_empty() {
                 self.is_free(index);
@@ -280,7 +280,7 @@ impl<R> Connection<R> {
     }
 
     /// Matches replies with the requests that they answer.
-    fn take(
+    fn match_replies(
         &mut self,
         bytes: &[u8],
         arrived_ns: u64,
@@ -320,7 +320,7 @@ impl<P: Protocol> Transport for Connections<P> {
         let mut events = std::mem::take(&mut self.events);
         events.extend(self.epoll.wait(Some(until_ns.min(retry_ns)))?);
         for event in events.drain(..) {
-            self.ready(event.token as usize, event, answers);
+            self.handle_event(event.token as usize, event, answers);
         }
         self.events = events;
         while let Some((_, index)) = self.retries.front().copied().filter(|(at_ns, _)| *at_ns <= now_ns()) {

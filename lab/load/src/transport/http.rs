@@ -67,7 +67,7 @@ impl Reader {
         let rest = &self.unread[at..];
         let consumed = match self.expected {
             Expected::Head => {
-                let Some((length, expected, reply)) = head(rest)? else { return Ok(None) };
+                let Some((length, expected, reply)) = parse_head(rest)? else { return Ok(None) };
                 (self.expected, self.reply) = (expected, reply);
                 length
             }
@@ -113,7 +113,7 @@ impl Reader {
 }
 
 /// Parses a response's head: its length, the expected rest, and the reply.
-fn head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malformed> {
+fn parse_head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malformed> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut response = httparse::Response::new(&mut headers);
     let httparse::Status::Complete(length) = response.parse(bytes).map_err(|_| Malformed)? else {

@@ -131,8 +131,8 @@ impl Assertion {
         Verdict {
             statement: self.statement.get_ref().clone(),
             holds,
-            measured: values.as_deref().and_then(extent),
-            seeds: extent(&of_seeds.collect::<Vec<_>>()),
+            measured: values.as_deref().and_then(min_and_max),
+            seeds: min_and_max(&of_seeds.collect::<Vec<_>>()),
             points: values.map_or(0, |values| values.len()),
             bound: self.bound(),
             published: self.published,
@@ -167,7 +167,7 @@ impl Assertion {
         } else if let Some(ratio) = &self.ratio {
             ratio.values(table, of)
         } else {
-            self.ascending.as_ref()?.steps(table, of)
+            self.ascending.as_ref()?.quotients(table, of)
         }
     }
 }
@@ -189,7 +189,7 @@ impl Ratio {
                 _ => return None,
             },
         };
-        Some(reduced(quotients, self.take))
+        Some(reduce(quotients, self.take))
     }
 
     /// Everything that is named, the nested quotient's too.
@@ -201,7 +201,7 @@ impl Ratio {
 
 impl Ascending {
     /// The quotient of each series and the one before it, at each point.
-    fn steps(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+    fn quotients(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
         let curves: Option<Vec<Vec<f64>>> =
             self.series.iter().map(|label| self.quantity_of(label).values(table, of)).collect();
         let curves = curves?;
@@ -236,7 +236,7 @@ impl Quantity {
         for panel in panels {
             values.extend(self.panel_values(panel, of)?);
         }
-        Some(reduced(values, self.take))
+        Some(reduce(values, self.take))
     }
 
     fn uses(&self, panel: &PanelTable) -> bool {
@@ -273,7 +273,7 @@ impl Quantity {
     }
 }
 
-fn reduced(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
+fn reduce(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
     let value = match take {
         None => return values,
         Some(Take::Least) => values.into_iter().reduce(f64::min),
@@ -284,7 +284,7 @@ fn reduced(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
 }
 
 /// Least and greatest; `None` without values, and where a quotient by zero is among them: JSON has no such number.
-fn extent(values: &[f64]) -> Option<(f64, f64)> {
+fn min_and_max(values: &[f64]) -> Option<(f64, f64)> {
     let least = values.iter().copied().reduce(f64::min)?;
     values.iter().all(|value| value.is_finite()).then_some((least, values.iter().copied().reduce(f64::max)?))
 }

@@ -41,11 +41,11 @@ pub struct FigureArgs {
     #[arg(long, value_enum, default_value_t = Format::Text, conflicts_with = "out")]
     format: Format,
     #[command(flatten)]
-    smaller: Overrides,
+    overrides: Overrides,
 }
 
 /// A figure to be made.
-struct Asked {
+struct RequestedFigure {
     name: String,
     scenario: Scenario,
     provenance: Provenance,
@@ -60,12 +60,12 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     if args.list {
         return list(args.format, live);
     }
-    let asked = asked(&args, live)?;
+    let requested = requested_figures(&args, live)?;
     let open = |path| Directory::open(path, library::with_live_figures(live));
     let directory = args.out.as_deref().map(open).transpose()?;
     let session = Session::begin()?;
     let mut page: Vec<(FigureResult, Scenario)> = Vec::new();
-    for figure in asked {
+    for figure in requested {
         let result = session.run(&figure)?;
         page.push((result, figure.scenario));
         let (result, scenario) = page.last().expect("just pushed");
@@ -74,7 +74,7 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
                 session.writing(|| directory.write(result, scenario, &page))?;
                 print(&claims_of(result, scenario))?;
             }
-            None => print(&printed(result, scenario, args.format))?,
+            None => print(&render(result, scenario, args.format))?,
         }
     }
     if let Some(directory) = &directory {
@@ -84,8 +84,8 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
 }
 
 /// Figures and settings of the arguments, all read before anything is simulated.
-fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
-    let mut asked = Vec::new();
+fn requested_figures(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
+    let mut requested = Vec::new();
     let figures = library::with_live_figures(live);
     let embedded = if args.all {
         library::all()
@@ -94,10 +94,10 @@ fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
     };
     for figure in embedded {
         let (mut scenario, mut provenance) = (figure.scenario()?, figure.provenance());
-        args.smaller.apply(&mut scenario).with_context(|| figure.name)?;
-        provenance.command += &args.smaller.as_options();
+        args.overrides.apply(&mut scenario).with_context(|| figure.name)?;
+        provenance.command += &args.overrides.as_options();
         let live = LiveFigure::named(live, figure.name).copied();
-        asked.push(Asked { name: figure.name.to_owned(), scenario, provenance, live });
+        requested.push(RequestedFigure { name: figure.name.to_owned(), scenario, provenance, live });
     }
     for path in &args.scenario {
         let text =
@@ -112,16 +112,16 @@ fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
             path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
         let file = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
         let provenance = Provenance::new(format!("coreward-lab figure --scenario {file}"), &text);
-        asked.push(Asked { name: name.to_owned(), scenario, provenance, live: None });
+        requested.push(RequestedFigure { name: name.to_owned(), scenario, provenance, live: None });
     }
-    if let Some(name) = twice(&asked) {
+    if let Some(name) = find_duplicate(&requested) {
         anyhow::bail!("figure {name:?} is asked for twice: its files would overwrite each other");
     }
-    Ok(asked)
+    Ok(requested)
 }
 
-fn twice(asked: &[Asked]) -> Option<&str> {
-    let names: Vec<&str> = asked.iter().map(|figure| figure.name.as_str()).collect();
+fn find_duplicate(requested: &[RequestedFigure]) -> Option<&str> {
+    let names: Vec<&str> = requested.iter().map(|figure| figure.name.as_str()).collect();
     names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)).map(|(_, name)| *name)
 }
 
@@ -156,7 +156,7 @@ fn claims_of(result: &FigureResult, scenario: &Scenario) -> String {
     format!("{}: {}\n{lines}", result.name, scenario.title)
 }
 
-fn printed(result: &FigureResult, scenario: &Scenario, format: Format) -> String {
+fn render(result: &FigureResult, scenario: &Scenario, format: Format) -> String {
     match format {
         Format::Csv => result.table.csv(),
         Format::Json => serde_json::to_string_pretty(result).expect("results have string keys only") + "\n",

@@ -40,7 +40,7 @@ pub struct CannotExpand {
     pub panel: usize,
     /// Index of the series in the scenario.
     pub series: usize,
-    pub unfit: ParameterError,
+    pub cause: ParameterError,
 }
 
 impl Scenario {
@@ -52,7 +52,7 @@ impl Scenario {
         for (panel_index, panel) in self.panel.iter().enumerate() {
             for series in self.series_of(panel) {
                 let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
-                let failed = |unfit| CannotExpand { panel: panel_index, series: series_index, unfit };
+                let failed = |cause| CannotExpand { panel: panel_index, series: series_index, cause };
                 for (x, swept) in points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
                         let Some((job, query)) = self.job(panel, series, swept, seed).map_err(failed)? else {

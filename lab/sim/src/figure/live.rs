@@ -75,13 +75,13 @@ impl LiveFigure {
         let mut table = table_of(scenario, values);
         let beside = scenario.part(true);
         if !beside.series.is_empty() {
-            put(&mut table, run::run(&beside, &|_, _| {})?);
+            insert_panel(&mut table, run::run(&beside, &|_, _| {})?);
         }
         Ok(table)
     }
 }
 
-fn put(table: &mut Table, part: Table) {
+fn insert_panel(table: &mut Table, part: Table) {
     for simulated in part.panels {
         let panel = table.panels.iter_mut().find(|panel| panel.title == simulated.title);
         let curves = panel.map_or(&mut [][..], |panel| &mut panel.curves[..]);

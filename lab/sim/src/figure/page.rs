@@ -25,9 +25,9 @@ nav table { font-size: 95%; }
 ";
 
 pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
-    let (holding, claims) = figures
-        .iter()
-        .fold((0, 0), |(holding, claims), (result, _)| (holding + result.holding(), claims + result.claims.len()));
+    let (holding, claims) = figures.iter().fold((0, 0), |(holding, claims), (result, _)| {
+        (holding + result.holding_claims(), claims + result.claims.len())
+    });
     let contents: String = figures.iter().map(|(result, scenario)| contents_row(result, scenario)).collect();
     let sections: String = figures.iter().map(|(result, scenario)| section(result, scenario)).collect();
     format!(
@@ -55,7 +55,7 @@ fn source_of_numbers(some_live: bool) -> String {
 }
 
 fn contents_row(result: &FigureResult, scenario: &Scenario) -> String {
-    let failing = result.claims.len() - result.holding();
+    let failing = result.claims.len() - result.holding_claims();
     let claims = match (result.claims.len(), failing) {
         (0, _) => "no statement to judge".to_owned(),
         (all, 0) => format!("{all} of {all} hold"),

@@ -40,7 +40,7 @@ impl Provenance {
     }
 
     /// The same, measured on this machine.
-    pub fn on(self, machine: String) -> Self {
+    pub fn measured_by(self, machine: String) -> Self {
         Self { measured_on: Some(machine), ..self }
     }
 
@@ -63,7 +63,7 @@ impl FigureResult {
     }
 
     /// Number of claims that hold.
-    pub fn holding(&self) -> usize {
+    pub fn holding_claims(&self) -> usize {
         self.claims.iter().filter(|claim| claim.holds).count()
     }
 

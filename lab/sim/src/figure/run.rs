@@ -16,7 +16,7 @@ use crate::seed_summary::SeedSummary;
 /// The table does not depend on the number of threads, because runs are independent and ordered. Fails with the error
 /// of a simulation.
 pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<Table> {
-    let plan = scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.unfit))?;
+    let plan = scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))?;
     let total = plan.jobs.len();
     let finished = std::sync::atomic::AtomicUsize::new(0);
     done(0, total);

@@ -5,7 +5,7 @@ use coreward_model::load::{Alpha, AlphaOutOfRange};
 use coreward_model::placement::{BucketCount, BucketCountError};
 
 use super::{Config, run};
-use crate::output::{Format, Printed as _};
+use crate::output::{Format, Printable as _};
 use crate::trace::Source;
 use crate::trace::capture::ReadOptions;
 
@@ -133,7 +133,7 @@ impl LbArgs {
             rack_candidates: self.rack_candidates,
             table_delay_ms: self.table_delay_ms,
         };
-        Ok(run(&config)?.printed(self.format))
+        Ok(run(&config)?.render(self.format))
     }
 }
 

@@ -61,14 +61,14 @@ impl Cores {
     #[inline]
     pub fn enter(&mut self, core: usize, time_ns: u64, bytes: u16) {
         self.entered[core] += 1;
-        if self.limited && !self.queued(core, time_ns) {
+        if self.limited && !self.try_enqueue(core, time_ns) {
             return;
         }
         self.bytes += u64::from(bytes);
     }
 
     /// Whether the packet finds room.
-    fn queued(&mut self, core: usize, time_ns: u64) -> bool {
+    fn try_enqueue(&mut self, core: usize, time_ns: u64) -> bool {
         let (now_ns, free_ns) = (time_ns as f64, &mut self.free_ns[core]);
         // All packets take the same time, so the remaining work gives their number; one of them is in service and does
         // not wait.

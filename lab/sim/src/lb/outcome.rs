@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::output::Printed;
+use crate::output::Printable;
 use crate::seed_summary::SeedSummary;
 use crate::trace::Skipped;
 
@@ -76,7 +76,7 @@ pub struct Outcome {
     pub reordered: u64,
 }
 
-impl Printed for Outcome {
+impl Printable for Outcome {
     fn columns(&self) -> Vec<&'static str> {
         vec![
             "policy",

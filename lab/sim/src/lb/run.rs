@@ -67,7 +67,7 @@ impl Run {
             packets += batch.packets.iter().filter(|packet| packet.event.is_packet()).count() as u64;
             flows +=
                 batch.packets.iter().filter(|packet| packet.event.opens() && packet.event.is_packet()).count() as u64;
-            simulations.par_iter_mut().map(|simulation| simulation.take(&batch)).collect::<Result<(), _>>()?;
+            simulations.par_iter_mut().map(|simulation| simulation.process_batch(&batch)).collect::<Result<(), _>>()?;
         }
         let (skipped, reordered) = (trace.skipped(), trace.reordered());
         if packets == 0 {

@@ -59,11 +59,11 @@ pub struct Simulation {
     next_report_ns: u64,
     /// Time from reports until their table is in force, and the table that waits for it.
     table_delay_ns: u64,
-    coming: Option<(u64, PlacementTable)>,
+    pending_table: Option<(u64, PlacementTable)>,
     next_window_ns: u64,
     /// At the end of the newest window, and of the first, which is not measured.
-    newest: Counters,
-    first: Option<Counters>,
+    last_counters: Counters,
+    first_counters: Option<Counters>,
     windows: Windows,
 }
 
@@ -83,7 +83,7 @@ impl Simulation {
             let policies = (0..racks).map(|_| policy::named(policy, seed).expect("the controller has one"));
             fleet.set_racks(Racks { policies: policies.collect(), candidates: config.rack_candidates.into() });
         }
-        let newest =
+        let last_counters =
             Counters { entered: vec![0; core_count], served: vec![0; core_count], dropped: 0, bytes: 0, time_ns: 0 };
         Ok(Self {
             placer,
@@ -98,22 +98,22 @@ impl Simulation {
             window_ns: u64::from(config.window_ms) * 1_000_000,
             next_report_ns: 0,
             table_delay_ns: u64::from(config.table_delay_ms) * 1_000_000,
-            coming: None,
+            pending_table: None,
             next_window_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
-            newest,
-            first: None,
+            last_counters,
+            first_counters: None,
             windows: Windows::default(),
         })
     }
 
     /// Takes the next packets. Fails when the oracle does not know a flow's rate.
-    pub fn take(&mut self, batch: &Batch) -> Result<(), Error> {
+    pub fn process_batch(&mut self, batch: &Batch) -> Result<(), Error> {
         let mut openings = batch.openings.iter();
         for packet in &batch.packets {
             if packet.time_ns >= self.next_report_ns.min(self.next_window_ns) {
                 self.advance(packet.time_ns);
             }
-            self.switch(packet.time_ns);
+            self.install_due_table(packet.time_ns);
             if packet.event.opens() {
                 self.open(packet, openings.next().expect("one for each flow that opens"))?;
             }
@@ -185,7 +185,7 @@ impl Simulation {
 
     fn report(&mut self, now_ns: u64) {
         // Before the next reports: what they find assigned belongs to the table of before.
-        self.switch(now_ns);
+        self.install_due_table(now_ns);
         let Placer::Policy(policy) = &mut self.placer else { return };
         let in_history = self.history.busy_ns(now_ns).iter();
         let busy_ns: Vec<u64> =
@@ -193,13 +193,13 @@ impl Simulation {
         let table = self.fleet.prepare(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
         // The first one has none before it that could hold meanwhile.
         let in_force_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
-        self.coming = Some((in_force_ns, table));
-        self.switch(now_ns);
+        self.pending_table = Some((in_force_ns, table));
+        self.install_due_table(now_ns);
     }
 
     /// Puts the due table in force.
-    fn switch(&mut self, now_ns: u64) {
-        if let Some((_, table)) = self.coming.take_if(|(in_force_ns, _)| *in_force_ns <= now_ns) {
+    fn install_due_table(&mut self, now_ns: u64) {
+        if let Some((_, table)) = self.pending_table.take_if(|(in_force_ns, _)| *in_force_ns <= now_ns) {
             self.fleet.install_table(table);
         }
     }
@@ -215,18 +215,18 @@ impl Simulation {
         let since = |new: &[u64], old: &[u64]| -> Vec<f64> {
             new.iter().zip(old).map(|(new, old)| (new - old) as f64).collect()
         };
-        if self.first.is_some() {
-            let entered = since(&counters.entered, &self.newest.entered);
-            let served = since(&counters.served, &self.newest.served);
+        if self.first_counters.is_some() {
+            let entered = since(&counters.entered, &self.last_counters.entered);
+            let served = since(&counters.served, &self.last_counters.served);
             let of_servers: Vec<f64> = entered.chunks(self.cores_of_server).map(|cores| cores.iter().sum()).collect();
             self.windows.server_variance_pct.extend(variance_pct(&of_servers));
             self.windows.core_variance_pct.extend(variance_pct(&served));
             let largest = served.iter().copied().fold(0.0, f64::max);
             self.windows.max_over_mean.extend(mean(&served).filter(|mean| *mean > 0.0).map(|mean| largest / mean));
         } else {
-            self.first = Some(counters.clone());
+            self.first_counters = Some(counters.clone());
         }
-        self.newest = counters;
+        self.last_counters = counters;
     }
 
     /// The trace has ended at this time. `None` when no window was measured.
@@ -236,17 +236,17 @@ impl Simulation {
         if end_ns >= self.next_window_ns - self.window_ns / 20 {
             self.window(end_ns);
         }
-        let first = self.first?;
+        let first = self.first_counters?;
         let sum = |counters: &[u64]| counters.iter().sum::<u64>() as f64;
-        let seconds = (self.newest.time_ns - first.time_ns) as f64 / 1e9;
-        let entered = sum(&self.newest.entered) - sum(&first.entered);
+        let seconds = (self.last_counters.time_ns - first.time_ns) as f64 / 1e9;
+        let entered = sum(&self.last_counters.entered) - sum(&first.entered);
         Some(Measured {
             server_variance_pct: mean(&self.windows.server_variance_pct)?,
             core_variance_pct: mean(&self.windows.core_variance_pct)?,
             max_over_mean: mean(&self.windows.max_over_mean)?,
-            dropped_pct: (self.newest.dropped - first.dropped) as f64 / entered * 100.0,
-            throughput_pps: (sum(&self.newest.served) - sum(&first.served)) / seconds,
-            throughput_gbps: (self.newest.bytes - first.bytes) as f64 * 8.0 / seconds / 1e9,
+            dropped_pct: (self.last_counters.dropped - first.dropped) as f64 / entered * 100.0,
+            throughput_pps: (sum(&self.last_counters.served) - sum(&first.served)) / seconds,
+            throughput_gbps: (self.last_counters.bytes - first.bytes) as f64 * 8.0 / seconds / 1e9,
         })
     }
 }

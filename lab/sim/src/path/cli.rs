@@ -4,9 +4,9 @@ use coreward_model::fleet::TableDraw;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 
-use super::{Config, Readings, run};
+use super::{Config, ReportPhase, run};
 use crate::lb::cli::{parse_alpha, parse_buckets};
-use crate::output::{Format, Printed as _};
+use crate::output::{Format, Printable as _};
 use crate::rpc::{Policy, Service};
 
 /// Arguments of `coreward-lab sim path`.
@@ -54,10 +54,10 @@ pub struct PathArgs {
     /// Weight of the newest report in a smoothed load
     #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
     alpha: Alpha,
-    /// Time at which agents read their core loads: `ideal` (all when the table is made) or `drawn` (each at its own
+    /// Time at which agents read their core loads: `aligned` (all when the table is made) or `random` (each at its own
     /// time)
-    #[arg(long, value_enum, default_value_t = Readings::Ideal)]
-    readings: Readings,
+    #[arg(long, value_enum, default_value_t = ReportPhase::Aligned)]
+    report_phase: ReportPhase,
     /// Length of the windows in which variance is measured (ms)
     #[arg(long, default_value_t = 1_000.0)]
     window_ms: f64,
@@ -91,11 +91,11 @@ impl PathArgs {
             tables: TableDraw::Balanced,
             report_ms: self.report_ms,
             alpha: self.alpha,
-            readings: self.readings,
+            report_phase: self.report_phase,
             window_ms: self.window_ms,
             seconds: self.seconds,
             seeds: (1..=self.seeds).collect(),
         };
-        Ok(run(&config)?.printed(self.format))
+        Ok(run(&config)?.render(self.format))
     }
 }

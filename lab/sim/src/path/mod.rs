@@ -61,7 +61,7 @@ pub struct Config {
     pub report_ms: f64,
     /// Weight of the newest report.
     pub alpha: Alpha,
-    pub readings: Readings,
+    pub report_phase: ReportPhase,
     /// Length of the windows in which variance is measured (ms), 0.001 to 3,600,000.
     pub window_ms: f64,
     /// Time of new requests (s). The first tenth is warm-up, and at least two mean connections.
@@ -73,11 +73,11 @@ pub struct Config {
 /// Time at which agents read their core loads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Readings {
+pub enum ReportPhase {
     /// All of them when the table is made.
-    Ideal,
+    Aligned,
     /// Each at its own time, as live: the loads of a table are up to a report interval old.
-    Drawn,
+    Random,
 }
 
 impl Default for Config {
@@ -98,7 +98,7 @@ impl Default for Config {
             tables: TableDraw::Balanced,
             report_ms: 100.0,
             alpha: Alpha::PUBLISHED,
-            readings: Readings::Ideal,
+            report_phase: ReportPhase::Aligned,
             window_ms: 1_000.0,
             seconds: 20.0,
             seeds: (1..=5).collect(),

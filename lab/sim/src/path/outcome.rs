@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::output::Printed;
+use crate::output::Printable;
 use crate::rpc::Quantiles;
 use crate::seed_summary::SeedSummary;
 
@@ -68,7 +68,7 @@ pub struct Outcome {
     pub unit_us: f64,
 }
 
-impl Printed for Outcome {
+impl Printable for Outcome {
     fn columns(&self) -> Vec<&'static str> {
         vec!["policy", "dispatch", "mean", "p50", "p90", "p99", "p99.9", "server variance %", "core variance %"]
     }

@@ -8,7 +8,7 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::traffic::{Event, Id, Traffic};
-use super::{Config, Error, Measured, Readings};
+use super::{Config, Error, Measured, ReportPhase};
 use crate::names::UnknownName;
 use crate::rpc::outcome::{Observer as _, Recorder};
 use crate::rpc::server::{Request, Response, Server, ServerSpec, Sink, WithServer};
@@ -64,7 +64,7 @@ struct Connection {
     /// Requests that came and were not answered.
     unanswered: u32,
     /// The last request has arrived.
-    last_came: bool,
+    has_last_arrived: bool,
 }
 
 impl Sink for Answers {
@@ -73,7 +73,7 @@ impl Sink for Answers {
         let id = Id(response.request.connection);
         let connection = &mut self.connections[id.0 as usize];
         connection.unanswered -= 1;
-        if connection.last_came && connection.unanswered == 0 {
+        if connection.has_last_arrived && connection.unanswered == 0 {
             self.open[usize::from(connection.server)] -= 1;
             self.closed.push(id);
         }
@@ -83,7 +83,7 @@ impl Sink for Answers {
 impl Answers {
     fn open(&mut self, server: u16, flow_hash: u32) -> Id {
         self.open[usize::from(server)] += 1;
-        let connection = Connection { server, flow_hash, unanswered: 0, last_came: false };
+        let connection = Connection { server, flow_hash, unanswered: 0, has_last_arrived: false };
         let Some(id) = self.closed.pop() else {
             self.connections.push(connection);
             return Id(self.connections.len() as u32 - 1);
@@ -127,9 +127,9 @@ impl<'a> Simulation<'a> {
         let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
         let report = config.in_ticks(config.report_ms / 1e3);
         let mut reading = |_| {
-            let next = match config.readings {
-                Readings::Ideal => 0,
-                Readings::Drawn => report * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
+            let next = match config.report_phase {
+                ReportPhase::Aligned => 0,
+                ReportPhase::Random => report * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
             };
             Reading { next, measured: None, busy: vec![0; usize::from(config.cores)] }
         };
@@ -211,21 +211,21 @@ impl<'a> Simulation<'a> {
     }
 
     fn handle_event(&mut self, now: Tick) {
-        let id = match self.traffic.take() {
+        let id = match self.traffic.pop_event() {
             Event::Requests(id) => id,
             Event::Opens(tuple) => {
                 let server = self.fleet.place(&tuple) / usize::from(self.config.cores);
                 // Connections that are over by now are counted as such.
                 self.servers[server].advance(now, &mut self.answers);
                 let id = self.answers.open(server as u16, self.fleet.rss_hash(&tuple));
-                self.traffic.opened(id);
+                self.traffic.open_connection(id);
                 id
             }
         };
         let (class, work) = self.sampler.sample(&mut self.services);
         let connection = &mut self.answers.connections[id.0 as usize];
         connection.unanswered += 1;
-        connection.last_came = !self.traffic.has_more_requests(id);
+        connection.has_last_arrived = !self.traffic.has_more_requests(id);
         let server = &mut self.servers[usize::from(connection.server)];
         let request = Request {
             arrived: now,
@@ -316,13 +316,13 @@ mod tests {
         while simulation.traffic.next_event() < end {
             let now = simulation.traffic.next_event();
             simulation.handle_event(now);
-            let id = match reference.traffic.take() {
+            let id = match reference.traffic.pop_event() {
                 Event::Requests(id) => id,
                 Event::Opens(tuple) => {
                     // The reference never reuses ids.
                     let id = Id(cores.len() as u32);
                     cores.push(reference.fleet.place(&tuple));
-                    reference.traffic.opened(id);
+                    reference.traffic.open_connection(id);
                     id
                 }
             };

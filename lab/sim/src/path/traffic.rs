@@ -27,7 +27,7 @@ pub struct Id(pub u32);
 
 /// Requests that a connection is still to have, and how far apart they are (ticks).
 #[derive(Debug, Clone, Copy)]
-struct Rest {
+struct PendingRequests {
     requests: u64,
     mean_gap: f64,
 }
@@ -44,7 +44,7 @@ pub struct Traffic {
     next_connection: Tick,
     next_requests: BinaryHeap<Reverse<(Tick, Id)>>,
     /// By connection.
-    rests: Vec<Rest>,
+    pending: Vec<PendingRequests>,
     connections: Xoshiro256PlusPlus,
     requests: Xoshiro256PlusPlus,
 }
@@ -66,7 +66,7 @@ impl Traffic {
             rate_sigma: config.rate_sigma,
             next_connection: 0,
             next_requests: BinaryHeap::new(),
-            rests: Vec::new(),
+            pending: Vec::new(),
             connections: seeded_rng(seed, RNG_STREAM_CONNECTIONS),
             requests: seeded_rng(seed, RNG_STREAM_REQUESTS),
         };
@@ -82,12 +82,12 @@ impl Traffic {
         self.next_requests.peek().map_or(NEVER, |Reverse((at, _))| *at).min(self.next_connection)
     }
 
-    pub fn take(&mut self) -> Event {
+    pub fn pop_event(&mut self) -> Event {
         if let Some(Reverse((at, id))) = self.next_requests.peek().copied()
             && at <= self.next_connection
         {
             self.next_requests.pop();
-            self.rests[id.0 as usize].requests -= 1;
+            self.pending[id.0 as usize].requests -= 1;
             self.schedule(id, at);
             return Event::Requests(id);
         }
@@ -102,21 +102,21 @@ impl Traffic {
     }
 
     /// After [`Event::Opens`]: the connection gets this id, which no other open connection has.
-    pub fn opened(&mut self, id: Id) {
+    pub fn open_connection(&mut self, id: Id) {
         let at = self.next_connection;
         self.next_connection = at + self.interval();
-        let rest = Rest { requests: self.draw_following(), mean_gap: self.draw_gap() };
+        let rest = PendingRequests { requests: self.draw_following(), mean_gap: self.draw_gap() };
         let index = id.0 as usize;
-        if self.rests.len() <= index {
-            self.rests.resize(index + 1, rest);
+        if self.pending.len() <= index {
+            self.pending.resize(index + 1, rest);
         }
-        self.rests[index] = rest;
+        self.pending[index] = rest;
         self.schedule(id, at);
     }
 
     /// Whether the connection is to have more requests.
     pub fn has_more_requests(&self, id: Id) -> bool {
-        self.rests[id.0 as usize].requests > 0
+        self.pending[id.0 as usize].requests > 0
     }
 
     /// Requests after the first: geometric, so that the mean with the first is as configured.
@@ -138,7 +138,7 @@ impl Traffic {
 
     /// The connection's next request after the one at `at`, if there is to be one.
     fn schedule(&mut self, id: Id, at: Tick) {
-        let rest = self.rests[id.0 as usize];
+        let rest = self.pending[id.0 as usize];
         if rest.requests > 0 {
             let gap = (exponential(&mut self.requests) * rest.mean_gap + 0.5) as Tick;
             self.next_requests.push(Reverse((at + gap, id)));
@@ -160,8 +160,8 @@ mod tests {
             assert!(traffic.next_event() >= last, "time goes on");
             last = traffic.next_event();
             requests += 1;
-            if let Event::Opens(_) = traffic.take() {
-                traffic.opened(Id(connections));
+            if let Event::Opens(_) = traffic.pop_event() {
+                traffic.open_connection(Id(connections));
                 connections += 1;
             }
         }

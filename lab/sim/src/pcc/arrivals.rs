@@ -53,7 +53,7 @@ impl RateStep {
 
 /// The connections of one simulation, in order.
 #[derive(Debug)]
-pub struct Source {
+pub struct ConnectionSource {
     arrivals: Arrivals,
     mix: Mix,
     rng: Xoshiro256PlusPlus,
@@ -63,13 +63,13 @@ pub struct Source {
     waiting: VecDeque<u8>,
 }
 
-impl Source {
+impl ConnectionSource {
     /// A wave starts with the end of the warm-up.
     pub fn new(arrivals: Arrivals, mix: &Mix, warm_up: Nanoseconds, seed: u64) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
         let mut source = Self { arrivals, mix: mix.clone(), rng, next: 0, warm_up, waiting: VecDeque::new() };
         if let Arrivals::Recycled { clients, .. } = arrivals {
-            let mut all: Vec<u8> = (0..clients).flat_map(|_| mix.every().to_vec()).collect();
+            let mut all: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kinds().to_vec()).collect();
             // Fisher and Yates.
             for last in (1..all.len()).rev() {
                 all.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
@@ -86,7 +86,7 @@ impl Source {
     }
 
     /// Takes the next connection: its identity, and its kind. `None`: no request waits to be sent.
-    pub fn take(&mut self) -> Option<(u64, u8)> {
+    pub fn pop_connection(&mut self) -> Option<(u64, u8)> {
         let kind = match self.arrivals {
             Arrivals::Open { .. } => Some(self.mix.draw(&mut self.rng)),
             Arrivals::Recycled { .. } => self.waiting.pop_front(),
@@ -96,7 +96,7 @@ impl Source {
         Some((identity, kind?))
     }
 
-    pub fn ended(&mut self, kind: u8) {
+    pub fn connection_ended(&mut self, kind: u8) {
         if let Arrivals::Recycled { .. } = self.arrivals {
             self.waiting.push_back(kind);
         }
@@ -127,10 +127,10 @@ mod tests {
 
     #[test]
     fn open_system_rate_follows_from_the_mean_duration() {
-        let mut source = Source::new(Arrivals::Open { connections: 1_000.0 }, &Mix::constant(10.0), 0, 1);
+        let mut source = ConnectionSource::new(Arrivals::Open { connections: 1_000.0 }, &Mix::constant(10.0), 0, 1);
         let mut count = 0;
         while source.next() < from_seconds(1_000.0) {
-            source.take().unwrap();
+            source.pop_connection().unwrap();
             count += 1;
         }
         // 100 a second; standard deviation 316.
@@ -141,10 +141,12 @@ mod tests {
     fn ended_request_is_sent_again() {
         let wave = RateStep { low: 1_000.0, high: 2_000.0, length: 40.0 };
         let mix = Mix::constant(10.0);
-        let mut source = Source::new(Arrivals::Recycled { clients: 2, per_second: wave }, &mix, 0, 1);
-        assert!(source.take().is_some() && source.take().is_some() && source.take().is_none());
-        source.ended(0);
-        assert!(source.take().is_some() && source.take().is_none());
+        let mut source = ConnectionSource::new(Arrivals::Recycled { clients: 2, per_second: wave }, &mix, 0, 1);
+        assert!(
+            source.pop_connection().is_some() && source.pop_connection().is_some() && source.pop_connection().is_none()
+        );
+        source.connection_ended(0);
+        assert!(source.pop_connection().is_some() && source.pop_connection().is_none());
         assert_eq!([wave.at(-1.0), wave.at(0.0), wave.at(20.0), wave.at(40.0)], [1_000.0, 1_000.0, 2_000.0, 1_000.0]);
         // sin(pi / 6) and sin(pi / 4).
         assert!((wave.at(40.0 / 6.0) - 1_500.0).abs() < 2.0 && (wave.at(10.0) - 1_707.1).abs() < 2.0);

@@ -20,10 +20,10 @@ pub trait Balancer {
     fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed;
 
     /// The connection now counts on its server.
-    fn opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
+    fn connection_opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
 
     /// The connection no longer counts on its server.
-    fn closed(&mut self, _connection: &Connection, _cluster: &Cluster) {}
+    fn connection_closed(&mut self, _connection: &Connection, _cluster: &Cluster) {}
 
     /// There are other servers in the pool than before. Called before the first packet, too.
     fn servers_changed(&mut self, cluster: &Cluster);

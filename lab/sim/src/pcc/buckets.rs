@@ -28,7 +28,7 @@ struct Eviction {
     at: Nanoseconds,
 }
 
-const NOBODY: Resident = Resident { server: u16::MAX, since: u32::MAX };
+const NO_RESIDENT: Resident = Resident { server: u16::MAX, since: u32::MAX };
 
 /// Returns the bucket of a hash (its lower 32 bits).
 pub fn bucket_of(hash: u64, buckets: usize) -> usize {
@@ -51,7 +51,7 @@ impl BucketTable {
     /// Returns a table whose buckets have no server yet.
     pub fn new(buckets: usize, daisy_chaining: bool, keeps_history: bool) -> Self {
         Self {
-            buckets: vec![Bucket { current: NOBODY, previous: NOBODY }; buckets],
+            buckets: vec![Bucket { current: NO_RESIDENT, previous: NO_RESIDENT }; buckets],
             daisy_chaining,
             changes: 0,
             now: 0,
@@ -99,7 +99,7 @@ impl BucketTable {
         };
         entry.current = Resident { server, since: self.changes };
         if let Some(history) = &mut self.history
-            && evicted.server != NOBODY.server
+            && evicted.server != NO_RESIDENT.server
         {
             let (server, since) = (evicted.server, evicted.since);
             history[bucket].push(Eviction { server, since, until: self.changes, at: self.now });

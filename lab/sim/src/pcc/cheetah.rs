@@ -28,7 +28,7 @@ const MEAN_LOAD: f64 = 0.5;
 /// The load balancers, with one policy.
 pub struct Cheetah {
     policy: Box<dyn Policy>,
-    knowledge: LoadInfo,
+    load_info: LoadInfo,
     buckets: BucketCount,
     table: PlacementTable,
     /// One per load balancer: their turns and what they have assigned.
@@ -47,7 +47,7 @@ pub struct Cheetah {
 impl Cheetah {
     /// `name` is one of [`policy::names`].
     pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
-        let by_counts = config.knowledge == LoadInfo::Current && name == LEAST_POLICY;
+        let by_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY;
         let policy: Box<dyn Policy> = match by_counts {
             // All servers' counts are known, so all can be compared, and no bucket is needed.
             true => Box::new(LeastByMetric::without_sampling(seed)),
@@ -64,7 +64,7 @@ impl Cheetah {
         let keys = [(); 2].map(|()| CookieKey::random(&mut rng));
         Self {
             policy,
-            knowledge: config.knowledge,
+            load_info: config.load_info,
             buckets,
             table: PlacementTable::empty(buckets),
             states: vec![PlacementState::default(); LOAD_BALANCERS_MAX],
@@ -98,7 +98,7 @@ impl Cheetah {
 
     /// Returns whether [`PlacementState::assigned`] holds the present open connections.
     fn has_current_counts(&self) -> bool {
-        self.knowledge == LoadInfo::Current && self.policy.name() == LEAST_POLICY
+        self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
 
     /// Makes a new table for all load balancers. Turns continue.
@@ -113,7 +113,7 @@ impl Cheetah {
             let turns = state.round_robin;
             *state = PlacementState { round_robin: turns, ..PlacementState::for_table(&self.table) };
         }
-        if self.knowledge == LoadInfo::Current {
+        if self.load_info == LoadInfo::Current {
             self.copy_counts(cluster);
         }
     }
@@ -153,7 +153,7 @@ impl Cheetah {
 
     /// The servers that rule `PowerOfTwo` compares.
     #[cfg(test)]
-    pub fn drawn(&self, identity: u64) -> [coreward_model::ServerId; 2] {
+    pub fn drawn_servers(&self, identity: u64) -> [coreward_model::ServerId; 2] {
         use coreward_model::placement::{mix, two_draws};
         let hash = self.table.groups[0].toeplitz(&tuple(identity).bytes());
         let (first, second) = two_draws(mix(hash), self.table.members.len() as u32);
@@ -196,13 +196,13 @@ impl Balancer for Cheetah {
         Placed { server: server.get(), core: self.core(server.get(), &tuple), mark: cookie.into() }
     }
 
-    fn opened(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
         let position = self.core_position(connection);
         self.open[position] += 1;
         self.counted(connection.server, cluster);
     }
 
-    fn closed(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         let position = self.core_position(connection);
         self.open[position] -= 1;
         self.counted(connection.server, cluster);
@@ -214,7 +214,7 @@ impl Balancer for Cheetah {
 
     fn takes_reports(&self) -> bool {
         let by_counts = self.has_current_counts() || self.table.rule == Rule::PowerOfTwo;
-        self.policy.reads_loads() && !(self.knowledge == LoadInfo::Current && by_counts)
+        self.policy.reads_loads() && !(self.load_info == LoadInfo::Current && by_counts)
     }
 
     fn report(&mut self, cluster: &Cluster) {

@@ -3,7 +3,7 @@
 use coreward_model::placement::BucketCount;
 
 use super::{Arrivals, Config, DEFAULT_METHODS, LoadInfo, Method, Updates, run};
-use crate::output::{Format, Printed as _};
+use crate::output::{Format, Printable as _};
 
 /// Arguments of `coreward-lab sim pcc`.
 #[derive(Debug, clap::Args)]
@@ -36,7 +36,7 @@ pub struct PccArgs {
     seeds: u64,
     /// Load information of the policies
     #[arg(long, value_enum, default_value_t = LoadInfo::Current)]
-    knowledge: LoadInfo,
+    load_info: LoadInfo,
     /// Interval of the servers' reports (ms)
     #[arg(long, default_value_t = 100)]
     report_ms: u64,
@@ -72,13 +72,13 @@ impl PccArgs {
             load_balancers: self.load_balancers,
             methods: self.methods,
             seeds: self.seeds,
-            knowledge: self.knowledge,
+            load_info: self.load_info,
             report_ms: self.report_ms,
             buckets_per_server: self.buckets_per_server,
             buckets: BucketCount::new(self.buckets)?,
             cores: self.cores,
             by_second: false,
         })?;
-        Ok(outcome.printed(self.format))
+        Ok(outcome.render(self.format))
     }
 }

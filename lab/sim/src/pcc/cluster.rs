@@ -31,7 +31,7 @@ pub struct Cluster {
     /// Servers of the pool, by number.
     members: Vec<u16>,
     is_member: Vec<bool>,
-    outside: VecDeque<u16>,
+    spare_servers: VecDeque<u16>,
     open: Vec<u32>,
     total_of_members: u64,
     load_balancers: Vec<u8>,
@@ -49,7 +49,7 @@ impl Cluster {
             now: 0,
             members: (0..servers as u16).collect(),
             is_member: (0..servers + spare).map(|server| server < servers).collect(),
-            outside: (servers as u16..(servers + spare) as u16).collect(),
+            spare_servers: (servers as u16..(servers + spare) as u16).collect(),
             open: vec![0; servers + spare],
             total_of_members: 0,
             load_balancers: (0..load_balancers as u8).collect(),
@@ -98,20 +98,20 @@ impl Cluster {
     }
 
     /// A connection begins on a server.
-    pub fn opened(&mut self, server: u16) {
+    pub fn connection_opened(&mut self, server: u16) {
         let count = &mut self.open[usize::from(server)];
         if self.is_member[usize::from(server)] {
-            self.imbalance.opened(*count);
+            self.imbalance.connection_opened(*count);
             self.total_of_members += 1;
         }
         *count += 1;
     }
 
     /// A connection ends.
-    pub fn closed(&mut self, server: u16) {
+    pub fn connection_closed(&mut self, server: u16) {
         let count = &mut self.open[usize::from(server)];
         if self.is_member[usize::from(server)] {
-            self.imbalance.closed(*count);
+            self.imbalance.connection_closed(*count);
             self.total_of_members -= 1;
         }
         *count -= 1;
@@ -140,7 +140,7 @@ impl Cluster {
     }
 
     fn add_server(&mut self) -> bool {
-        let Some(server) = self.outside.pop_front() else { return false };
+        let Some(server) = self.spare_servers.pop_front() else { return false };
         let position = self.members.partition_point(|member| *member < server);
         self.members.insert(position, server);
         self.is_member[usize::from(server)] = true;
@@ -155,7 +155,7 @@ impl Cluster {
         }
         let server = self.members.remove(uniform_below(rng, self.members.len() as u32) as usize);
         self.is_member[usize::from(server)] = false;
-        self.outside.push_back(server);
+        self.spare_servers.push_back(server);
         self.total_of_members -= u64::from(self.open(server));
         self.imbalance.remove_server(self.open(server));
         true
@@ -177,13 +177,13 @@ mod tests {
     fn drained_server_keeps_its_connections_and_leaves_the_mean() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(3, 1, 2, 0);
-        [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.opened(server));
+        [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.connection_opened(server));
         assert_eq!(cluster.mean_open(), 2.0);
         assert!(cluster.change(Change::RemoveServer, &mut rng));
         let gone = (0..3).find(|server| !cluster.is_member(*server)).unwrap();
         assert_eq!(cluster.mean_open(), f64::from(6 - cluster.open(gone)) / 2.0);
         let kept = cluster.open(gone);
-        cluster.closed(gone);
+        cluster.connection_closed(gone);
         assert_eq!(cluster.open(gone), kept - 1);
         // The spare one joins first, then the one that left.
         assert!(cluster.change(Change::AddServer, &mut rng) && cluster.is_member(3));

@@ -26,7 +26,7 @@ pub struct Connection {
 #[derive(Debug)]
 pub struct Connections {
     slots: Vec<Option<Connection>>,
-    vacant: Vec<u32>,
+    free_slots: Vec<u32>,
     /// By kind: when connections end and the slots that they are in, in that order.
     queues: Vec<VecDeque<(Nanoseconds, u32)>>,
     durations: Vec<Nanoseconds>,
@@ -44,7 +44,7 @@ impl Connections {
         let kinds = mix.kinds();
         Self {
             slots: Vec::new(),
-            vacant: Vec::new(),
+            free_slots: Vec::new(),
             queues: vec![VecDeque::new(); kinds.len()],
             durations: kinds.iter().map(|kind| kind.duration).collect(),
             ends: vec![NEVER; kinds.len()],
@@ -67,7 +67,7 @@ impl Connections {
     pub fn open(&mut self, connection: Connection) {
         let kind = usize::from(connection.kind);
         let end = connection.start + self.durations[kind];
-        let slot = match self.vacant.pop() {
+        let slot = match self.free_slots.pop() {
             Some(slot) => {
                 self.slots[slot as usize] = Some(connection);
                 slot
@@ -97,7 +97,7 @@ impl Connections {
         let (_, slot) = self.queues[kind].pop_front()?;
         self.ends[kind] = self.queues[kind].front().map_or(NEVER, |(end, _)| *end);
         self.next_kind = position_of_minimum(&self.ends);
-        self.vacant.push(slot);
+        self.free_slots.push(slot);
         self.open -= 1;
         self.slots[slot as usize].take()
     }

@@ -1,19 +1,19 @@
 //! One simulation: events of connections, servers and load balancers, in the order of time.
 
-use super::arrivals::{Source, settling_time};
+use super::arrivals::{ConnectionSource, settling_time};
 use super::balancer::Balancer;
 use super::clock::{Nanoseconds, from_seconds};
 use super::cluster::{Change, Cluster};
 use super::connections::{Connection, Connections};
 use super::mix::Mix;
 use super::outcome::{Run, Second};
-use super::schedule::{Schedule, stray};
+use super::schedule::{Schedule, max_deviation};
 use super::{Config, Updates};
 
 /// Servers that are outside the pool at the start.
 fn spare_servers(config: &Config) -> usize {
     match &config.updates {
-        Updates::PerMinute { .. } => stray(config.servers),
+        Updates::PerMinute { .. } => max_deviation(config.servers),
         Updates::At(list) => list.iter().filter(|(_, change)| *change == Change::AddServer).count(),
     }
 }
@@ -32,7 +32,7 @@ struct Simulation<'a, B> {
     balancer: B,
     cluster: Cluster,
     connections: Connections,
-    source: Source,
+    source: ConnectionSource,
     schedule: Schedule,
     next_report: Option<Nanoseconds>,
     report_interval: Nanoseconds,
@@ -55,7 +55,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             next_report: balancer.takes_reports().then_some(report_interval),
             balancer,
             connections: Connections::new(mix),
-            source: Source::new(config.arrivals, mix, warm_up, seed),
+            source: ConnectionSource::new(config.arrivals, mix, warm_up, seed),
             schedule: Schedule::new(&config.updates, &cluster, warm_up, seed),
             cluster,
             report_interval,
@@ -93,9 +93,9 @@ impl<'a, B: Balancer> Simulation<'a, B> {
     }
 
     fn open(&mut self) {
-        let Some((identity, kind)) = self.source.take() else { return };
+        let Some((identity, kind)) = self.source.pop_connection() else { return };
         let placed = self.balancer.place(identity, &self.cluster);
-        self.cluster.opened(placed.server);
+        self.cluster.connection_opened(placed.server);
         let connection = Connection {
             identity,
             mark: placed.mark,
@@ -105,16 +105,16 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             core: placed.core,
             kind,
         };
-        self.balancer.opened(&connection, &self.cluster);
+        self.balancer.connection_opened(&connection, &self.cluster);
         self.connections.open(connection);
     }
 
     fn close(&mut self) {
         let connection = self.connections.close_next().expect("one ends now");
         let broken = self.balancer.broken(&connection, &self.cluster);
-        self.source.ended(connection.kind);
-        self.cluster.closed(connection.server);
-        self.balancer.closed(&connection, &self.cluster);
+        self.source.connection_ended(connection.kind);
+        self.cluster.connection_closed(connection.server);
+        self.balancer.connection_closed(&connection, &self.cluster);
         if self.cluster.now < self.warm_up {
             return;
         }
@@ -123,7 +123,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             Some(at) => {
                 self.run.broken += 1;
                 if !self.run.seconds.is_empty() {
-                    let noticed = self.noticed(&connection, at);
+                    let noticed = self.notice_time(&connection, at);
                     self.second_of(noticed, |second| second.broken += 1);
                 }
             }
@@ -152,7 +152,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     /// Time when the client notices the break: with the first acknowledgement that it sends afterwards, at the latest
     /// when the connection should end.
-    fn noticed(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
+    fn notice_time(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind)];
         let packets = u128::from(kind.packets);
         let passed = u128::from(broken_at - connection.start);
@@ -174,7 +174,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             // Connections that are still open may have been broken in a second that is shown.
             while let Some(connection) = self.connections.close_next() {
                 if let Some(at) = self.balancer.broken(&connection, &self.cluster) {
-                    let noticed = self.noticed(&connection, at);
+                    let noticed = self.notice_time(&connection, at);
                     self.second_of(noticed, |second| second.broken += 1);
                 }
             }

@@ -85,12 +85,12 @@ impl Balancer for Hashed {
 #[derive(Debug)]
 pub struct Stateful {
     hashed: Hashed,
-    running: u64,
+    running_load_balancers: u64,
 }
 
 impl Stateful {
     pub fn new(layout: HashLayout, config: &Config) -> Self {
-        Self { hashed: Hashed::new(layout, config), running: 0 }
+        Self { hashed: Hashed::new(layout, config), running_load_balancers: 0 }
     }
 
     /// Current server of packets at a load balancer that does not know the connection.
@@ -110,15 +110,15 @@ impl Balancer for Stateful {
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
-        self.running = bits_of(cluster.load_balancers());
+        self.running_load_balancers = bits_of(cluster.load_balancers());
         self.hashed.servers_changed(cluster);
     }
 
     /// Checks all connections, because each may reach another load balancer now. Hashed ones keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // A load balancer that stops or restarts loses its state.
-        let kept = self.running & bits_of(cluster.load_balancers());
-        self.running = bits_of(cluster.load_balancers());
+        let kept = self.running_load_balancers & bits_of(cluster.load_balancers());
+        self.running_load_balancers = bits_of(cluster.load_balancers());
         let hashed = &self.hashed;
         for connection in connections.iter_mut().filter(|connection| connection.rerouted.is_none()) {
             connection.mark &= kept;

@@ -10,17 +10,25 @@ pub struct Imbalance {
     servers_with: Vec<u32>,
     servers: u64,
     connections: u64,
-    most: usize,
+    max_connections: usize,
     since: Nanoseconds,
     /// Max/mean x time, and the time, while there were connections.
-    area: f64,
+    weighted_time: f64,
     measured: f64,
 }
 
 impl Imbalance {
     /// No servers; counts from `start` on.
     pub fn from(start: Nanoseconds) -> Self {
-        Self { servers_with: vec![0], servers: 0, connections: 0, most: 0, since: start, area: 0.0, measured: 0.0 }
+        Self {
+            servers_with: vec![0],
+            servers: 0,
+            connections: 0,
+            max_connections: 0,
+            since: start,
+            weighted_time: 0.0,
+            measured: 0.0,
+        }
     }
 
     /// The counts were as they are until `now`.
@@ -30,7 +38,7 @@ impl Imbalance {
         }
         if self.connections > 0 {
             let elapsed = (now - self.since) as f64;
-            self.area += self.now() * elapsed;
+            self.weighted_time += self.now() * elapsed;
             self.measured += elapsed;
         }
         self.since = now;
@@ -38,53 +46,53 @@ impl Imbalance {
 
     /// Max over mean at this moment; only with connections.
     fn now(&self) -> f64 {
-        (self.most as u64 * self.servers) as f64 / self.connections as f64
+        (self.max_connections as u64 * self.servers) as f64 / self.connections as f64
     }
 
     /// Max over mean, averaged over the time in which there were connections; 1.0 when there never were.
     pub fn average(&self) -> f64 {
-        if self.measured > 0.0 { self.area / self.measured } else { 1.0 }
+        if self.measured > 0.0 { self.weighted_time / self.measured } else { 1.0 }
     }
 
     pub fn add_server(&mut self, connections: u32) {
         self.servers += 1;
         self.connections += u64::from(connections);
-        self.put(connections as usize);
+        self.insert(connections as usize);
     }
 
     /// Removes a server with this number of connections.
     pub fn remove_server(&mut self, connections: u32) {
         self.servers -= 1;
         self.connections -= u64::from(connections);
-        self.take(connections as usize);
+        self.remove(connections as usize);
     }
 
     /// A server that had `before` connections has one more.
-    pub fn opened(&mut self, before: u32) {
+    pub fn connection_opened(&mut self, before: u32) {
         self.connections += 1;
-        self.put(before as usize + 1);
-        self.take(before as usize);
+        self.insert(before as usize + 1);
+        self.remove(before as usize);
     }
 
     /// A server that had `before` connections has one less.
-    pub fn closed(&mut self, before: u32) {
+    pub fn connection_closed(&mut self, before: u32) {
         self.connections -= 1;
-        self.put(before as usize - 1);
-        self.take(before as usize);
+        self.insert(before as usize - 1);
+        self.remove(before as usize);
     }
 
-    fn put(&mut self, connections: usize) {
+    fn insert(&mut self, connections: usize) {
         if connections >= self.servers_with.len() {
             self.servers_with.resize(connections + 1, 0);
         }
         self.servers_with[connections] += 1;
-        self.most = self.most.max(connections);
+        self.max_connections = self.max_connections.max(connections);
     }
 
-    fn take(&mut self, connections: usize) {
+    fn remove(&mut self, connections: usize) {
         self.servers_with[connections] -= 1;
-        while self.most > 0 && self.servers_with[self.most] == 0 {
-            self.most -= 1;
+        while self.max_connections > 0 && self.servers_with[self.max_connections] == 0 {
+            self.max_connections -= 1;
         }
     }
 }
@@ -118,11 +126,11 @@ mod tests {
                 }
                 (slot @ Some(_), 0) => imbalance.remove_server(slot.take().unwrap()),
                 (Some(count), 1..20) if *count > 0 => {
-                    imbalance.closed(*count);
+                    imbalance.connection_closed(*count);
                     *count -= 1;
                 }
                 (Some(count), 20..) => {
-                    imbalance.opened(*count);
+                    imbalance.connection_opened(*count);
                     *count += 1;
                 }
                 _ => (),

@@ -92,7 +92,7 @@ impl Mix {
     }
 
     /// The numbers of all connections' kinds, each as often as it occurs.
-    pub fn every(&self) -> &[u8] {
+    pub fn weighted_kinds(&self) -> &[u8] {
         &self.drawn_from
     }
 
@@ -119,10 +119,10 @@ mod tests {
     #[test]
     fn web_server_mix_equals_the_published_one() {
         let mix = Mix::web_server();
-        assert_eq!(mix.every().len(), 908);
+        assert_eq!(mix.weighted_kinds().len(), 908);
         // The file's: mean 26.3013 s, median 0.544234 s, longest 150.403355 s, mean size 6.2 KB.
         assert!((mix.mean_duration() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration());
-        assert_eq!(mix.kinds()[usize::from(mix.every()[454])].duration, from_seconds(0.544234));
+        assert_eq!(mix.kinds()[usize::from(mix.weighted_kinds()[454])].duration, from_seconds(0.544234));
         assert_eq!(mix.longest(), 150_403_355_000);
         let bytes: f64 = WEB_SERVER.iter().map(|(_, bytes, weight)| bytes * f64::from(*weight)).sum();
         assert!((bytes / 908.0 - 6_200.0).abs() < 50.0, "{}", bytes / 908.0);

@@ -21,7 +21,7 @@ mod reference_tests;
 mod schedule;
 mod small_cookies;
 
-pub use arrivals::{Arrivals, RateStep, Source};
+pub use arrivals::{Arrivals, ConnectionSource, RateStep};
 use beamer::{Beamer, Control};
 use cheetah::Cheetah;
 pub use cluster::{Change, LOAD_BALANCERS_MAX};
@@ -61,8 +61,8 @@ pub struct Config {
     pub methods: Vec<Method>,
     /// Seeds 1 to this one.
     pub seeds: u64,
-    /// Policies' knowledge.
-    pub knowledge: LoadInfo,
+    /// Load information of the policies.
+    pub load_info: LoadInfo,
     /// Time between two reports, and between two tables computed from them: 10 to 60000 ms.
     pub report_ms: u64,
     /// Buckets per server, at least, of hash, consistent-hash and beamer: 1 to 1000. (maglev has its published sizes.)
@@ -86,7 +86,7 @@ impl Default for Config {
             load_balancers: 1,
             methods: DEFAULT_METHODS.iter().map(|name| name.parse().expect("it exists")).collect(),
             seeds: 3,
-            knowledge: LoadInfo::Current,
+            load_info: LoadInfo::Current,
             report_ms: 100,
             buckets_per_server: 100,
             buckets: BucketCount::new(2048).expect("a power of two"),

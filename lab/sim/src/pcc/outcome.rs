@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::method::Method;
-use crate::output::Printed;
+use crate::output::Printable;
 use crate::seed_summary::SeedSummary;
 
 /// One method with one seed.
@@ -88,7 +88,7 @@ pub struct Outcome {
     pub methods: Vec<MethodOutcome>,
 }
 
-impl Printed for Outcome {
+impl Printable for Outcome {
     fn columns(&self) -> Vec<&'static str> {
         vec![
             "method",

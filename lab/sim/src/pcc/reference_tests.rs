@@ -32,14 +32,14 @@ trait Network<B> {
 }
 
 /// A balancer whose every connection is followed.
-struct Followed<B, N> {
+struct FollowedConnections<B, N> {
     balancer: B,
     network: N,
     /// By identity: the connection, and when it was first seen at another server.
     open: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
 }
 
-impl<B: Balancer, N: Network<B>> Followed<B, N> {
+impl<B: Balancer, N: Network<B>> FollowedConnections<B, N> {
     fn new(balancer: B, network: N) -> Self {
         Self { balancer, network, open: BTreeMap::new() }
     }
@@ -54,23 +54,23 @@ impl<B: Balancer, N: Network<B>> Followed<B, N> {
     }
 }
 
-impl<B: Balancer, N: Network<B>> Balancer for Followed<B, N> {
+impl<B: Balancer, N: Network<B>> Balancer for FollowedConnections<B, N> {
     fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
         let placed = self.balancer.place(identity, cluster);
         assert!(cluster.is_member(placed.server), "a new connection went to a server that is not in the pool");
         placed
     }
 
-    fn opened(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
         self.network.begin(connection, cluster);
         self.open.insert(connection.identity, (connection.clone(), None));
-        self.balancer.opened(connection, cluster);
+        self.balancer.connection_opened(connection, cluster);
         self.send_to_all(cluster);
     }
 
-    fn closed(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         self.open.remove(&connection.identity);
-        self.balancer.closed(connection, cluster);
+        self.balancer.connection_closed(connection, cluster);
         self.send_to_all(cluster);
     }
 
@@ -116,20 +116,21 @@ impl Network<Hashed> for ByBucket {
 /// The server that the bucket points to, or, when it does not know the connection, the one that it pointed to before.
 #[derive(Default)]
 struct DaisyChained {
-    pointed_to: Vec<u16>,
-    before: Vec<u16>,
+    current_servers: Vec<u16>,
+    previous_servers: Vec<u16>,
 }
 
 impl Network<Beamer> for DaisyChained {
     fn observe(&mut self, balancer: &Beamer, _: &Cluster) {
         let table = balancer.table();
-        if self.pointed_to.is_empty() {
-            self.pointed_to = vec![u16::MAX; table.len()];
-            self.before = self.pointed_to.clone();
+        if self.current_servers.is_empty() {
+            self.current_servers = vec![u16::MAX; table.len()];
+            self.previous_servers = self.current_servers.clone();
         }
         for bucket in 0..table.len() {
-            if self.pointed_to[bucket] != table.server(bucket) {
-                self.before[bucket] = std::mem::replace(&mut self.pointed_to[bucket], table.server(bucket));
+            if self.current_servers[bucket] != table.server(bucket) {
+                self.previous_servers[bucket] =
+                    std::mem::replace(&mut self.current_servers[bucket], table.server(bucket));
             }
         }
     }
@@ -139,7 +140,7 @@ impl Network<Beamer> for DaisyChained {
     fn send(&mut self, connection: &Connection, balancer: &Beamer, _: &Cluster) -> u16 {
         let bucket = balancer.table().bucket(connection.identity);
         let knows = |server: u16| server == connection.server;
-        if knows(self.pointed_to[bucket]) { self.pointed_to[bucket] } else { self.before[bucket] }
+        if knows(self.current_servers[bucket]) { self.current_servers[bucket] } else { self.previous_servers[bucket] }
     }
 }
 
@@ -212,7 +213,7 @@ impl Network<Cheetah> for ByCookie {
 }
 
 /// A small cluster in which everything changes all the time.
-fn restless(servers: usize, load_balancers: usize) -> Config {
+fn churning_cluster(servers: usize, load_balancers: usize) -> Config {
     Config {
         servers,
         arrivals: Arrivals::Open { connections: 60.0 },
@@ -226,7 +227,7 @@ fn restless(servers: usize, load_balancers: usize) -> Config {
 }
 
 fn check<B: Balancer, N: Network<B>>(config: &Config, seed: u64, balancer: B, network: N) -> Run {
-    let run = simulate(config, &Mix::web_server(), seed, Followed::new(balancer, network));
+    let run = simulate(config, &Mix::web_server(), seed, FollowedConnections::new(balancer, network));
     assert!(run.ended > 50 && run.updates > 30, "{run:?}");
     let by_second: u64 = run.seconds.iter().map(|second| second.completed).sum();
     assert_eq!(by_second, run.ended - run.broken);
@@ -238,7 +239,7 @@ proptest! {
 
     #[test]
     fn bucket_tables_equal_the_reference(seed: u64, servers in 2usize..12, layout in 0usize..3) {
-        let config = restless(servers, 2);
+        let config = churning_cluster(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let run = check(&config, seed, Hashed::new(layout, &config), ByBucket);
         prop_assert!(run.broken > 0);
@@ -248,14 +249,14 @@ proptest! {
     fn daisy_chaining_equals_the_reference(
         seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)
     ) {
-        let config = restless(servers, 2);
+        let config = churning_cluster(servers, 2);
         let control = threshold.map(|threshold| Control { threshold, starts: 20_000_000_000 });
         check(&config, seed, Beamer::new(control, &config, seed), DaisyChained::default());
     }
 
     #[test]
     fn connection_tables_equal_the_reference(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
-        let config = restless(servers, load_balancers);
+        let config = churning_cluster(servers, load_balancers);
         check(&config, seed, Stateful::new(HashLayout::Striped, &config), ConnectionTables::default());
     }
 
@@ -263,7 +264,7 @@ proptest! {
     fn small_cookies_equal_the_reference(
         seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, fresh: bool, index_bits in 0u8..3
     ) {
-        let config = restless(servers, 2);
+        let config = churning_cluster(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let (fields, mix) = (Fields { tag_bits, fresh, index_bits }, Mix::web_server());
         let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest());
@@ -274,7 +275,7 @@ proptest! {
     fn cookies_equal_the_reference(
         seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::names())
     ) {
-        let config = Config { cores: 3, report_ms: 500, ..restless(servers, 3) };
+        let config = Config { cores: 3, report_ms: 500, ..churning_cluster(servers, 3) };
         let run = check(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed), ByCookie);
         prop_assert_eq!(run.broken, 0);
     }
@@ -293,19 +294,19 @@ fn least_and_pow2_use_present_counts() {
             if self.1 == "least" {
                 assert_eq!(Some(chosen), least);
             } else {
-                let drawn: [ServerId; 2] = self.0.drawn(identity);
+                let drawn: [ServerId; 2] = self.0.drawn_servers(identity);
                 assert!(drawn.contains(&id_of(placed.server)));
                 assert_eq!(Some(chosen), drawn.iter().map(|server| cluster.open(server.get())).min());
             }
             placed
         }
 
-        fn opened(&mut self, connection: &Connection, cluster: &Cluster) {
-            self.0.opened(connection, cluster);
+        fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+            self.0.connection_opened(connection, cluster);
         }
 
-        fn closed(&mut self, connection: &Connection, cluster: &Cluster) {
-            self.0.closed(connection, cluster);
+        fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+            self.0.connection_closed(connection, cluster);
         }
 
         fn servers_changed(&mut self, cluster: &Cluster) {
@@ -318,7 +319,7 @@ fn least_and_pow2_use_present_counts() {
         }
     }
 
-    let config = Config { arrivals: Arrivals::Open { connections: 2_000.0 }, ..restless(40, 2) };
+    let config = Config { arrivals: Arrivals::Open { connections: 2_000.0 }, ..churning_cluster(40, 2) };
     for policy in ["least", "pow2"] {
         let balancer = Checked(Cheetah::new(policy, &config, server_count(&config), 1), policy);
         let run = simulate(&config, &Mix::web_server(), 1, balancer);

@@ -25,7 +25,7 @@ pub enum Updates {
 }
 
 /// Deviation of the number of servers or load balancers from the nominal one.
-pub fn stray(nominal: usize) -> usize {
+pub fn max_deviation(nominal: usize) -> usize {
     (nominal / 10).max(1)
 }
 
@@ -87,8 +87,8 @@ impl Schedule {
 fn random_change(of_servers: bool, add: bool, cluster: &Cluster, nominal: (usize, usize)) -> Change {
     let (count, nominal) =
         if of_servers { (cluster.members().len(), nominal.0) } else { (cluster.load_balancers().len(), nominal.1) };
-    let fewest = nominal.saturating_sub(stray(nominal)).max(1);
-    let add = (add || count <= fewest) && count < nominal + stray(nominal);
+    let fewest = nominal.saturating_sub(max_deviation(nominal)).max(1);
+    let add = (add || count <= fewest) && count < nominal + max_deviation(nominal);
     match (of_servers, add) {
         (true, true) => Change::AddServer,
         (true, false) => Change::RemoveServer,
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn random_changes_keep_the_rate_and_the_size() {
-        let mut cluster = Cluster::new(40, stray(40), 4, 0);
+        let mut cluster = Cluster::new(40, max_deviation(40), 4, 0);
         let updates = Updates::PerMinute { servers: 60.0, load_balancers: 20.0 };
         let mut schedule = Schedule::new(&updates, &cluster, 0, 1);
         let (mut of_servers, mut of_load_balancers) = (0, 0);

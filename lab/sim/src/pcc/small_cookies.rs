@@ -66,7 +66,7 @@ impl SmallCookies {
             configurations: VecDeque::new(),
             first: 0,
             longest,
-            reported: (config.knowledge == LoadInfo::Reported).then(|| vec![0; servers]),
+            reported: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
         }
     }
 
@@ -102,7 +102,7 @@ impl SmallCookies {
 
     /// Whether a load balancer can still find the connection's server in configuration `number`, `tagged` being the tag
     /// that it has; then the tag that it has from now on.
-    fn survives(&self, connection: &Connection, tagged: u32, number: u32) -> Option<u32> {
+    fn surviving_tag(&self, connection: &Connection, tagged: u32, number: u32) -> Option<u32> {
         let index = (connection.mark >> 32) as u32;
         let same = self.server(number, connection.identity, index) == connection.server;
         let reused = (number - tagged).is_multiple_of(self.tags());
@@ -149,7 +149,7 @@ impl Balancer for SmallCookies {
     fn broken(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
         let mut tagged = connection.mark as u32;
         for number in tagged + 1..=self.present() {
-            match self.survives(connection, tagged, number) {
+            match self.surviving_tag(connection, tagged, number) {
                 Some(tag) => tagged = tag,
                 None => return Some(self.configuration(number).at),
             }

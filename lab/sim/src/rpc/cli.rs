@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{
     Class, Config, Outcome, Peak, PeakConfig, Policy, Quantiles, Service, SloMetric, SloUnit, Window, peak, run,
 };
-use crate::output::{Format, Printed};
+use crate::output::{Format, Printable};
 
 /// Common arguments of `rpc` and `peak`.
 #[derive(Debug, clap::Args)]
@@ -124,7 +124,7 @@ impl RpcArgs {
         let start = Instant::now();
         let outcome = run(&config)?;
         let result = RpcResult::new(outcome, start.elapsed().as_secs_f64());
-        Ok(result.printed(self.server.format))
+        Ok(result.render(self.server.format))
     }
 }
 
@@ -139,11 +139,11 @@ impl PeakArgs {
             measure: self.measure,
             unit: self.slo_unit,
         })?;
-        Ok(found.printed(self.server.format))
+        Ok(found.render(self.server.format))
     }
 }
 
-impl Printed for RpcResult {
+impl Printable for RpcResult {
     fn columns(&self) -> Vec<&'static str> {
         vec!["requests", "service", "mean", "p50", "p90", "p99", "p99.9"]
     }
@@ -175,7 +175,7 @@ impl Printed for RpcResult {
     }
 }
 
-impl Printed for Peak {
+impl Printable for Peak {
     fn columns(&self) -> Vec<&'static str> {
         vec!["peak_load", "low", "high"]
     }
@@ -203,7 +203,7 @@ mod tests {
         })
         .unwrap();
         let result = RpcResult::new(outcome, 50_000.0);
-        let json: serde_json::Value = serde_json::from_str(&result.printed(Format::Json)).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&result.render(Format::Json)).unwrap();
         for quantiles in [&json["all"], &json["classes"][0], &json["classes"][1], &json["windows"][0]] {
             for name in ["mean", "p50", "p90", "p99", "p999"] {
                 assert!(quantiles[name].as_f64().unwrap() > 0.0, "{name} in {quantiles}");
@@ -215,7 +215,7 @@ mod tests {
         let rows = result.rows();
         assert!(rows.len() > 4 && rows.iter().all(|row| row.len() == result.columns().len()));
         let peak = Peak { peak_load: 0.5, low: 0.4, high: 0.6 };
-        let json: serde_json::Value = serde_json::from_str(&peak.printed(Format::Json)).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&peak.render(Format::Json)).unwrap();
         assert_eq!(json, serde_json::json!({"peak_load": 0.5, "low": 0.4, "high": 0.6}));
     }
 }

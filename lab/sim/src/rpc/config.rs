@@ -74,8 +74,8 @@ pub enum Error {
     #[error("latency {0}: expected a number from 0 to 1000000 service times")]
     Latency(f64),
     /// Too few requests for any quantile, or too many for 64 bits of time.
-    #[error("{requests} requests: expected 10 to {most} at this load")]
-    Requests { requests: u64, most: u64 },
+    #[error("{requests} requests: expected 10 to {max} at this load")]
+    Requests { requests: u64, max: u64 },
     /// Not a skew.
     #[error("skew {0}: expected a number from 0 to 10")]
     Skew(f64),
@@ -144,9 +144,9 @@ impl Config {
         }
         // Half of the 64 bits: the other half is for queues.
         let duration = self.service.mean() / (self.load * f64::from(self.cores));
-        let most = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / duration;
-        if self.requests < 10 || self.requests as f64 > most {
-            return Err(Error::Requests { requests: self.requests, most: most as u64 });
+        let max = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / duration;
+        if self.requests < 10 || self.requests as f64 > max {
+            return Err(Error::Requests { requests: self.requests, max: max as u64 });
         }
         if !within(self.skew, 0.0, 10.0) {
             return Err(Error::Skew(self.skew));

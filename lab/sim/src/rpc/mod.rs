@@ -99,10 +99,10 @@ impl<O: Observer> WithServer<O> for Runner<'_, O> {
                 self.observer.measure_from(request.arrived);
             }
             server.advance(request.arrived, self.observer);
-            if self.observer.decided() {
+            if self.observer.is_decided() {
                 return dropped;
             }
-            if server.inside() < bound {
+            if server.outstanding() < bound {
                 server.offer(request);
             } else {
                 dropped += 1;

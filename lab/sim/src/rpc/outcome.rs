@@ -127,11 +127,11 @@ impl Recorder {
 
 impl Windows {
     fn record(&mut self, response: &Response) {
-        if response.left >= self.begin + self.length {
+        if response.departed >= self.begin + self.length {
             self.close();
-            self.begin = response.left / self.length * self.length;
+            self.begin = response.departed / self.length * self.length;
         }
-        self.current.record(response.left - response.request.arrived);
+        self.current.record(response.departed - response.request.arrived);
     }
 
     fn close(&mut self) {
@@ -149,7 +149,7 @@ pub trait Observer: Sink {
     fn measure_from(&mut self, from: Tick);
 
     /// Nothing that follows can change the result.
-    fn decided(&self) -> bool {
+    fn is_decided(&self) -> bool {
         false
     }
 }
@@ -160,7 +160,7 @@ impl Sink for Recorder {
         if response.request.arrived < self.from {
             return;
         }
-        self.classes[usize::from(response.request.class)].record(response.left - response.request.arrived);
+        self.classes[usize::from(response.request.class)].record(response.departed - response.request.arrived);
         if let Some(windows) = &mut self.windows {
             windows.record(response);
         }

@@ -113,7 +113,7 @@ fn meets(search: &PeakConfig, config: &Config, load: f64) -> bool {
         from: NEVER,
         latency: ticks(search.slo * unit),
         classes: if search.measure == SloMetric::Short { 1 } else { u8::MAX },
-        most_late: measured / 100,
+        max_late: measured / 100,
         responses: 0,
         late: 0,
     };
@@ -129,7 +129,7 @@ struct Bound {
     /// Requests of a class below this one count.
     classes: u8,
     /// More late responses than this miss the SLO in any case: 1 % of all that could count.
-    most_late: u64,
+    max_late: u64,
     responses: u64,
     late: u64,
 }
@@ -139,7 +139,7 @@ impl Sink for Bound {
     fn response(&mut self, response: &Response) {
         if response.request.arrived >= self.from && response.request.class < self.classes {
             self.responses += 1;
-            self.late += u64::from(response.left - response.request.arrived > self.latency);
+            self.late += u64::from(response.departed - response.request.arrived > self.latency);
         }
     }
 }
@@ -150,8 +150,8 @@ impl Observer for Bound {
     }
 
     #[inline]
-    fn decided(&self) -> bool {
-        self.late > self.most_late
+    fn is_decided(&self) -> bool {
+        self.late > self.max_late
     }
 }
 

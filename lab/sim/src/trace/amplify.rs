@@ -45,14 +45,14 @@ impl Cut {
                 return;
             }
             if packet.time_ns < self.from_ns {
-                self.before(packet, opening);
+                self.process_before_part(packet, opening);
             } else {
-                self.within(packet, opening, part);
+                self.process_in_part(packet, opening, part);
             }
         }
     }
 
-    fn before(&mut self, packet: &Packet, opening: Option<Opening>) {
+    fn process_before_part(&mut self, packet: &Packet, opening: Option<Opening>) {
         if let Some(opening) = opening {
             self.waiting.insert(packet.flow, opening);
         }
@@ -61,7 +61,7 @@ impl Cut {
         }
     }
 
-    fn within(&mut self, packet: &Packet, opening: Option<Opening>, part: &mut Batch) {
+    fn process_in_part(&mut self, packet: &Packet, opening: Option<Opening>, part: &mut Batch) {
         let began_before = self.waiting.remove(&packet.flow);
         if began_before.is_some() && !packet.event.is_packet() {
             return;
@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     /// A trace for tests: packets of flow 5 at 0, 10, .. 90 ns, of flow 6 at 35 and 65 ns.
-    struct Small(Vec<Batch>);
+    struct SmallTrace(Vec<Batch>);
 
     fn small() -> Box<dyn Trace> {
         let tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
@@ -264,10 +264,10 @@ mod tests {
         packets.push(packet(65, 6, Event::CLOSES));
         packets.sort_by_key(|packet| packet.time_ns);
         let batch = Batch { packets, openings: vec![opening(1), opening(2)] };
-        Box::new(Small(vec![batch]))
+        Box::new(SmallTrace(vec![batch]))
     }
 
-    impl Trace for Small {
+    impl Trace for SmallTrace {
         fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
             *batch = self.0.pop().unwrap_or_default();
             Ok(())

@@ -42,9 +42,9 @@ impl FromStr for Burst {
         for setting in settings("burst", text) {
             let setting = setting?;
             match setting.name {
-                "seed" => burst.seed = Some(setting.within(0..=u64::MAX)?),
-                "connections" => burst.connections = setting.within(1..=1_000_000)? as u32,
-                "seconds" => burst.seconds = setting.within(2..=3_600)?,
+                "seed" => burst.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
+                "connections" => burst.connections = setting.to_integer_in(1..=1_000_000)? as u32,
+                "seconds" => burst.seconds = setting.to_integer_in(2..=3_600)?,
                 _ => return Err(setting.unknown(&["seed", "connections", "seconds"])),
             }
         }

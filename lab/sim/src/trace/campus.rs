@@ -109,10 +109,10 @@ impl FromStr for Campus {
         for setting in settings("campus", text) {
             let setting = setting?;
             match setting.name {
-                "seed" => campus.seed = Some(setting.within(0..=u64::MAX)?),
-                "flows" => campus.flows_per_s = setting.within(1..=1_000_000)? as f64,
-                "seconds" => campus.seconds = setting.within(1..=3_600)?,
-                "history" => campus.history_s = setting.within(0..=MAX_FLOW_SECONDS as u64)?,
+                "seed" => campus.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
+                "flows" => campus.flows_per_s = setting.to_integer_in(1..=1_000_000)? as f64,
+                "seconds" => campus.seconds = setting.to_integer_in(1..=3_600)?,
+                "history" => campus.history_s = setting.to_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
                 _ => return Err(setting.unknown(&["seed", "flows", "seconds", "history"])),
             }
         }
@@ -125,7 +125,7 @@ pub(super) struct Active {
     /// Time of its next packet.
     next_ns: f64,
     interval_ns: f64,
-    left: u32,
+    remaining_packets: u32,
     number: u32,
     is_new: bool,
     tuple: FourTuple,
@@ -133,7 +133,7 @@ pub(super) struct Active {
 
 impl Active {
     pub fn new(number: u32, first_ns: f64, rate: f64, packets: u32, tuple: FourTuple) -> Self {
-        Self { next_ns: first_ns, interval_ns: 1e9 / rate, left: packets, number, is_new: true, tuple }
+        Self { next_ns: first_ns, interval_ns: 1e9 / rate, remaining_packets: packets, number, is_new: true, tuple }
     }
 
     fn opening(&self) -> Opening {
@@ -142,7 +142,7 @@ impl Active {
 
     /// End of the flow: each packet fills one interval.
     fn end_ns(&self) -> f64 {
-        self.next_ns + f64::from(self.left) * self.interval_ns
+        self.next_ns + f64::from(self.remaining_packets) * self.interval_ns
     }
 }
 
@@ -218,7 +218,7 @@ impl CampusTrace {
         self.finish_slice(batch, openings, until_ns);
         if until_ns == self.history_ns {
             self.active.iter_mut().for_each(|flow| skip_packets_before(flow, until_ns as f64));
-            self.active.retain(|flow| flow.left > 0);
+            self.active.retain(|flow| flow.remaining_packets > 0);
         }
     }
 
@@ -233,7 +233,7 @@ impl CampusTrace {
     }
 
     fn finish_slice(&mut self, batch: &mut Batch, openings: Vec<Sorted>, until_ns: u64) {
-        self.free.extend(self.active.extract_if(.., |flow| flow.left == 0).map(|flow| flow.number));
+        self.free.extend(self.active.extract_if(.., |flow| flow.remaining_packets == 0).map(|flow| flow.number));
         sort(batch, openings);
         self.slice_start_ns = until_ns;
     }
@@ -281,22 +281,22 @@ fn begin_or_expire(flow: &mut Active, until_ns: f64, events: &mut Vec<Packet>, o
     }
     if flow.end_ns() < until_ns {
         events.push(event(flow.end_ns() as u64, Event::EXPIRES));
-        flow.left = 0;
+        flow.remaining_packets = 0;
     }
 }
 
 /// The history has ended at this time, and what the flow sent in it was sent.
 fn skip_packets_before(flow: &mut Active, now_ns: f64) {
-    let sent = ((now_ns - flow.next_ns) / flow.interval_ns).ceil().clamp(0.0, f64::from(flow.left));
+    let sent = ((now_ns - flow.next_ns) / flow.interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
     flow.next_ns += sent * flow.interval_ns;
-    flow.left -= sent as u32;
+    flow.remaining_packets -= sent as u32;
 }
 
 /// Appends the flow's packets up to a time.
 pub(super) fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
-    while flow.left > 0 && flow.next_ns < until_ns {
+    while flow.remaining_packets > 0 && flow.next_ns < until_ns {
         let time_ns = flow.next_ns as u64;
-        let event = match (flow.is_new, flow.left == 1) {
+        let event = match (flow.is_new, flow.remaining_packets == 1) {
             (false, false) => Event::NONE,
             (false, true) => Event::CLOSES,
             (true, false) => Event::OPENS,
@@ -308,7 +308,7 @@ pub(super) fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, 
         }
         packets.push(Packet { time_ns, flow: flow.number, bytes: PACKET_BYTES, event });
         flow.next_ns += flow.interval_ns;
-        flow.left -= 1;
+        flow.remaining_packets -= 1;
     }
 }
 

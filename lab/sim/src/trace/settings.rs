@@ -50,7 +50,7 @@ pub fn settings<'a>(
 
 impl Setting<'_> {
     /// The value as a whole number. Fails when it is none, or out of the range.
-    pub fn within(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
+    pub fn to_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
         self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| SettingError::Value {
             generator: self.generator,
             name: self.name.to_owned(),

@@ -115,7 +115,7 @@ impl Source {
 
 fn open_file(path: &Path, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
     let mut input = input::open(path)?;
-    if input.begins != FileFormat::ArrivalLog {
+    if input.format != FileFormat::ArrivalLog {
         return Ok(Box::new(CaptureTrace::start(input, path, options)));
     }
     let shown = path.display().to_string();

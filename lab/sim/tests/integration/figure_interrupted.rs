@@ -21,7 +21,7 @@ struct Cli {
 }
 
 /// A measurement that ends on command only.
-const ENDLESS: LiveFigure = LiveFigure {
+const ENDLESS_FIGURE: LiveFigure = LiveFigure {
     figure: Embedded {
         name: "endless-live",
         text: "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[live]\n\
@@ -32,16 +32,16 @@ const ENDLESS: LiveFigure = LiveFigure {
     measure: |_, _| {
         println!("measuring");
         let began = Instant::now();
-        while !TOLD.load(Ordering::Relaxed) {
+        while !IS_INTERRUPTED.load(Ordering::Relaxed) {
             anyhow::ensure!(began.elapsed() < Duration::from_secs(60), "no command to end");
             std::thread::sleep(Duration::from_millis(10));
         }
         println!("tidied up");
         anyhow::bail!("ended by command")
     },
-    interrupt: Some(|| TOLD.store(true, Ordering::Relaxed)),
+    interrupt: Some(|| IS_INTERRUPTED.store(true, Ordering::Relaxed)),
 };
-static TOLD: AtomicBool = AtomicBool::new(false);
+static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Not a test: `coreward-lab figure` as a process of its own, for the tests to send signals to.
 #[test]
@@ -49,7 +49,7 @@ static TOLD: AtomicBool = AtomicBool::new(false);
 fn as_a_process() {
     let arguments = std::env::var(ARGUMENTS).expect("the tests of this file set it");
     let cli = Cli::parse_from(["figure"].into_iter().chain(arguments.split('\n')));
-    coreward_sim::figure::cli::run(cli.figure, &[ENDLESS]).unwrap();
+    coreward_sim::figure::cli::run(cli.figure, &[ENDLESS_FIGURE]).unwrap();
 }
 
 fn figure(arguments: &[&str]) -> Child {

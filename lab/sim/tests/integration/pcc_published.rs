@@ -2,7 +2,7 @@
 //! calculated.
 
 use coreward_model::placement::BucketCount;
-use coreward_sim::output::{Format, Printed as _};
+use coreward_sim::output::{Format, Printable as _};
 use coreward_sim::pcc::{Arrivals, Config, MethodOutcome, Second, Updates, run};
 use coreward_sim::seed_summary::SeedSummary;
 
@@ -127,7 +127,7 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
     };
     let (with_one, with_three) = (on(1), on(3));
     assert_eq!(with_one, with_three);
-    assert_eq!(with_one.printed(Format::Json), with_three.printed(Format::Json));
+    assert_eq!(with_one.render(Format::Json), with_three.render(Format::Json));
     // Seeds are independent of how many there are, and differ.
     let fewer = run(&Config { seeds: 2, ..config.clone() }).unwrap();
     assert_eq!(fewer.methods[0].runs, with_one.methods[0].runs[..2]);
@@ -137,7 +137,7 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
 #[test]
 fn output_has_the_documented_fields() {
     let outcome = run(&Config { servers: 5, ..config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
-    let json: serde_json::Value = serde_json::from_str(&outcome.printed(Format::Json)).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&outcome.render(Format::Json)).unwrap();
     assert_eq!(json["methods"][1]["method"], "beamer:0.1");
     for figure in ["broken_pct", "imbalance"] {
         for part in ["median", "mean", "low", "high"] {
@@ -146,7 +146,7 @@ fn output_has_the_documented_fields() {
     }
     let header =
         "method,broken %,broken low,broken high,imbalance,imbalance low,imbalance high,connections,updates\nhash,";
-    assert!(outcome.printed(Format::Csv).starts_with(header));
+    assert!(outcome.render(Format::Csv).starts_with(header));
 }
 
 #[test]

@@ -6,29 +6,29 @@ use coreward_sim::rpc::{Config, Outcome, Policy, run};
 use proptest::prelude::*;
 
 #[derive(Default)]
-struct Answered(Vec<Response>);
+struct CollectedResponses(Vec<Response>);
 
-impl Sink for Answered {
+impl Sink for CollectedResponses {
     fn response(&mut self, response: &Response) {
         self.0.push(*response);
     }
 }
 
 /// Serves the requests; the responses, and what each core was busy for.
-struct Serve<'a>(&'a [Request]);
+struct ServeRequests<'a>(&'a [Request]);
 
-impl WithServer<Answered> for Serve<'_> {
+impl WithServer<CollectedResponses> for ServeRequests<'_> {
     type Output = (Vec<Response>, Vec<u64>);
 
-    fn visit(self, mut server: impl Server<Answered>) -> Self::Output {
-        let mut answered = Answered::default();
+    fn visit(self, mut server: impl Server<CollectedResponses>) -> Self::Output {
+        let mut answered = CollectedResponses::default();
         for request in self.0 {
             server.advance(request.arrived, &mut answered);
             server.offer(*request);
         }
         server.advance(u64::MAX - 1, &mut answered);
-        assert_eq!(server.inside(), 0);
-        let end = answered.0.last().map_or(0, |last| last.left);
+        assert_eq!(server.outstanding(), 0);
+        let end = answered.0.last().map_or(0, |last| last.departed);
         let busy = server.busy(end);
         (answered.0, busy)
     }
@@ -78,14 +78,14 @@ proptest! {
             let priorities = policy.priorities();
             let requests: Vec<Request> =
                 requests.iter().map(|r| Request { service: priorities.service(r.class), ..*r }).collect();
-            let (responses, busy) = spec.build(Serve(&requests));
+            let (responses, busy) = spec.build(ServeRequests(&requests));
             prop_assert_eq!(responses.len(), requests.len(), "{}", name);
-            prop_assert!(responses.is_sorted_by_key(|response| response.left), "{}", name);
+            prop_assert!(responses.is_sorted_by_key(|response| response.departed), "{}", name);
             let mut answered: Vec<u32> = responses.iter().map(|response| response.request.connection).collect();
             answered.sort_unstable();
             prop_assert!((0..).zip(&answered).all(|(index, connection)| index == *connection), "{}", name);
-            for Response { left, request } in &responses {
-                prop_assert!(*left >= request.arrived + request.work + 2 * latency, "{}", name);
+            for Response { departed, request } in &responses {
+                prop_assert!(*departed >= request.arrived + request.work + 2 * latency, "{}", name);
             }
             let (busy, work) = (busy.iter().sum::<u64>(), requests.iter().map(|request| request.work).sum::<u64>());
             // Shared cores divide the total by their number.

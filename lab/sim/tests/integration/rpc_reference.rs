@@ -17,7 +17,7 @@ struct Responses(Vec<(u64, u32)>);
 
 impl Sink for Responses {
     fn response(&mut self, response: &Response) {
-        self.0.push((response.left, response.request.hash));
+        self.0.push((response.departed, response.request.hash));
     }
 }
 
@@ -30,16 +30,16 @@ fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Core
         Server::<Responses>::offer(&mut server, *request);
     }
     server.advance(u64::MAX - 1, &mut responses);
-    assert_eq!(Server::<Responses>::inside(&server), 0);
+    assert_eq!(Server::<Responses>::outstanding(&server), 0);
     responses.0.sort_unstable();
     responses.0
 }
 
 /// Choice of the reference among cores: (outstanding requests, work under way) of each.
-type Choose = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
+type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
 /// Every step an event of its own in one heap, every choice a search over all cores.
-fn reference(requests: &[Request], cores: usize, latency: u64, bound: u64, choose: Choose) -> Vec<(u64, u32)> {
+fn reference(requests: &[Request], cores: usize, latency: u64, bound: u64, choose: CoreChooser) -> Vec<(u64, u32)> {
     #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
     enum Event {
         CoreEnds(usize, usize),
@@ -109,14 +109,14 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
 }
 
 /// All of service 0.
-fn alike(requests: &[Request]) -> Vec<Request> {
+fn with_one_service(requests: &[Request]) -> Vec<Request> {
     requests.iter().map(|request| Request { service: 0, ..*request }).collect()
 }
 
 proptest! {
     #[test]
     fn fifo_cores_equal_the_reference(requests in requests(), cores in 1u16..9, latency in 0u64..50, bound in 1u16..5) {
-        let requests = alike(&requests);
+        let requests = with_one_service(&requests);
         let fifo = || FifoCores::new(cores, latency);
         let expected = |bound, choose| reference(&requests, usize::from(cores), latency, bound, choose);
         let bounded = JoinShortestQueue::bounded(cores, bound.try_into().unwrap());
@@ -133,7 +133,7 @@ proptest! {
         latency in 0u64..50,
         depth in 1u16..5,
     ) {
-        let requests = alike(&requests);
+        let requests = with_one_service(&requests);
         let depth = depth.try_into().unwrap();
         let ranked = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PUBLISHED, depth);
         let cores_of_ranked = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));

@@ -31,7 +31,7 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(1);
 /// A stream without a message of the controller for this time is left.
 const STREAM_LIMIT: Duration = Duration::from_secs(2);
 /// Silent or malformed connections at a time.
-const FLOOD: usize = 64;
+const FLOOD_CONNECTIONS: usize = 64;
 
 /// Counts of false reports.
 #[derive(Debug, Default)]
@@ -44,7 +44,7 @@ pub struct FalseReports {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FalseReportKind {
     /// Everything, in the name of any server, with a flood of connections.
-    Everything,
+    FullControl,
     /// Only the load is false: idle cores, reported as often as by an agent, so that connections arrive.
     Load,
 }
@@ -54,7 +54,7 @@ pub enum FalseReportKind {
 pub struct ByzantineAgent {
     pub server: u16,
     /// The agent's certificate and key.
-    pub stolen: CredentialFiles,
+    pub stolen_files: CredentialFiles,
     /// Addresses of the controllers and of racks.
     pub controllers: Vec<SocketAddr>,
     /// About what.
@@ -65,7 +65,7 @@ impl ByzantineAgent {
     /// Lies from the server's machine until `done`; call it in a thread of its own. Fails when the machine cannot be
     /// entered, or its kernel refuses what every program gets.
     pub fn run(self, machine: &Namespace, false_reports: &FalseReports, done: &AtomicBool) -> anyhow::Result<()> {
-        let tls = Tls::load(self.stolen.clone())?;
+        let tls = Tls::load(self.stolen_files.clone())?;
         machine.within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
@@ -109,8 +109,8 @@ impl ByzantineAgent {
 
 /// Connections that are closed as soon as all are open; some of them with a few bytes of nonsense.
 fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReports) {
-    let mut open = Vec::with_capacity(FLOOD);
-    for _ in 0..FLOOD {
+    let mut open = Vec::with_capacity(FLOOD_CONNECTIONS);
+    for _ in 0..FLOOD_CONNECTIONS {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_LIMIT) else { return };
         let nonsense: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
         // A controller that hangs up at once has understood.

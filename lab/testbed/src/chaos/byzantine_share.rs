@@ -18,11 +18,11 @@ const FIRST_SECONDS: usize = 5;
 const LAST_SECONDS: usize = 10;
 /// Seconds by whose connections the share may be over the limit: the controller counts four times a second, and load
 /// balancers report ten times a second.
-const LAG: f64 = 0.35;
+const MAX_LAG_SECONDS: f64 = 0.35;
 /// Between two connections.
 const INTERVAL: Duration = Duration::from_millis(8);
 /// Standard deviations by which a share may be over the limit by chance.
-const DEVIATIONS: f64 = 5.0;
+const MAX_DEVIATIONS: f64 = 5.0;
 
 /// Connections that the server drew.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -68,7 +68,10 @@ impl ByzantineShare {
     /// Whether the server drew more than the controller allows, and not by chance.
     pub fn is_over_limit(&self) -> bool {
         let (limit, (share, connections)) = (self.limit(), self.final_share());
-        share > limit + LAG / LAST_SECONDS as f64 + DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
+        share
+            > limit
+                + MAX_LAG_SECONDS / LAST_SECONDS as f64
+                + MAX_DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::Context as _;
 
-use crate::fleet::asking_of;
+use crate::fleet::operator_command_for;
 use crate::topology::Testbed;
 
 /// Asks.
@@ -31,7 +31,7 @@ impl<'a> Operator<'a> {
         let mut outcome = None;
         for turn in 0..count {
             let number = (first + turn) % count;
-            let answer = self.ask(number as u16 + 1, arguments);
+            let answer = self.run_command(number as u16 + 1, arguments);
             let is_answered = answer.is_ok();
             outcome = Some(answer);
             if is_answered {
@@ -42,8 +42,8 @@ impl<'a> Operator<'a> {
         outcome.context("a fleet without a controller")?
     }
 
-    fn ask(&self, controller: u16, arguments: &[&str]) -> anyhow::Result<String> {
-        let asking = asking_of(self.testbed, [controller], arguments)?;
+    fn run_command(&self, controller: u16, arguments: &[&str]) -> anyhow::Result<String> {
+        let asking = operator_command_for(self.testbed, [controller], arguments)?;
         let mut command = Command::new("timeout");
         command.args(["--signal", "KILL", self.limit_s]).arg(asking.get_program()).args(asking.get_args());
         command.envs(asking.get_envs().filter_map(|(name, value)| Some((name, value?))));

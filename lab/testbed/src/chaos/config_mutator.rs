@@ -18,17 +18,17 @@ use super::drains::Drains;
 use crate::topology::Testbed;
 
 /// One of this many changes is a wrong one.
-const WRONG_EVERY: u64 = 10;
+const INVALID_CHANGE_PERIOD: u64 = 10;
 /// Once per this many changes a rotation of the cookie keys is requested.
-const ROTATE_EVERY: u64 = 50;
+const ROTATION_PERIOD: u64 = 50;
 /// Once per this many changes a server is drained or undrained by command.
-const DRAIN_EVERY: u64 = 4;
+const DRAIN_PERIOD: u64 = 4;
 /// Once per this many changes the controller's state is compared with the acknowledgements.
-const CHECK_EVERY: u64 = 10;
+const CHECK_PERIOD: u64 = 10;
 /// After a failure.
 const PAUSE: Duration = Duration::from_millis(100);
 /// The last changes are acknowledged within this time.
-const LAST_LIMIT: Duration = Duration::from_secs(20);
+const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
 /// Longer than the command's own timeout for a silent controller.
 const LIMIT_S: &str = "8";
 
@@ -42,7 +42,7 @@ pub struct Writes {
     /// Those that turned out to be in force.
     pub unanswered_in_force: u64,
     /// Documents with a mistake; all must be refused.
-    pub wrong: u64,
+    pub invalid_documents: u64,
     /// Rotations of young keys; all must be refused.
     pub rotations: u64,
     /// Acknowledged drains and undrains by command.
@@ -110,40 +110,40 @@ impl<'a> Writer<'a> {
             if !self.change(&mut model, &documents)? {
                 std::thread::sleep(PAUSE);
             }
-            if made.is_multiple_of(DRAIN_EVERY) {
+            if made.is_multiple_of(DRAIN_PERIOD) {
                 self.drain_or_undrain(&mut model, &mut documents);
             }
-            if made.is_multiple_of(WRONG_EVERY) {
-                self.try_invalid_document(&mut model, &documents.wrong())?;
+            if made.is_multiple_of(INVALID_CHANGE_PERIOD) {
+                self.try_invalid_document(&mut model, &documents.invalid_document())?;
             }
-            if made.is_multiple_of(ROTATE_EVERY) {
+            if made.is_multiple_of(ROTATION_PERIOD) {
                 self.try_rotation();
             }
-            if made.is_multiple_of(CHECK_EVERY) {
+            if made.is_multiple_of(CHECK_PERIOD) {
                 self.check_state(&mut model);
             }
         }
         documents.restore();
-        let end = Instant::now() + LAST_LIMIT;
+        let end = Instant::now() + LAST_CHANGES_TIMEOUT;
         while !self.change(&mut model, &documents)? {
             ensure!(Instant::now() < end, "the last change is not acknowledged");
             std::thread::sleep(PAUSE);
         }
         // One stays drained over the end of all controllers.
         self.undrain(&mut model, 1)?;
-        self.compare_again(&mut model)?;
+        self.compare_final(&mut model)?;
         Ok(model)
     }
 
     /// Compares once more what is in force with what was acknowledged. Fails when the controller does not answer.
-    pub fn compare_again(&self, model: &mut Model) -> anyhow::Result<()> {
+    pub fn compare_final(&self, model: &mut Model) -> anyhow::Result<()> {
         ensure!(self.check_state(model), "the controller does not return what is in force");
         Ok(())
     }
 
     /// Undrains servers until only `left` are drained by command. Fails when the controller does not acknowledge it.
     pub fn undrain(&self, model: &mut Model, left: usize) -> anyhow::Result<()> {
-        let end = Instant::now() + LAST_LIMIT;
+        let end = Instant::now() + LAST_CHANGES_TIMEOUT;
         for server in model.drains.possibly_drained().into_iter().skip(left) {
             while !self.request_drain(model, server, false) {
                 ensure!(Instant::now() < end, "that s{server} is no longer drained is not acknowledged");
@@ -155,7 +155,7 @@ impl<'a> Writer<'a> {
 
     /// Whether it is acknowledged.
     fn change(&self, model: &mut Model, documents: &Documents) -> anyhow::Result<bool> {
-        let (text, present) = (documents.text(), documents.present());
+        let (text, present) = (documents.text(), documents.present_servers());
         fs::write(&self.file, &text)?;
         // An unanswered attempt may be in force by now.
         if !model.unanswered.is_empty() && !self.check_state(model) {
@@ -164,7 +164,10 @@ impl<'a> Writer<'a> {
         match self.apply() {
             Ok(generation) => {
                 if generation <= model.generation {
-                    self.violated(format!("generation {generation} was acknowledged after {}", model.generation));
+                    self.record_violation(format!(
+                        "generation {generation} was acknowledged after {}",
+                        model.generation
+                    ));
                 }
                 model.drains.applied(&present, true);
                 (model.generation, model.text) = (generation, text);
@@ -194,7 +197,7 @@ impl<'a> Writer<'a> {
     fn request_drain(&self, model: &mut Model, server: u16, drain: bool) -> bool {
         let command = if drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.coreward(&[command, &format!("s{server}")]).is_ok();
-        model.drains.asked(server, drain, is_acknowledged);
+        model.drains.record_request(server, drain, is_acknowledged);
         self.count(|writes| *if is_acknowledged { &mut writes.drains } else { &mut writes.drains_unanswered } += 1);
         is_acknowledged
     }
@@ -202,9 +205,9 @@ impl<'a> Writer<'a> {
     /// A document that must be refused.
     fn try_invalid_document(&self, model: &mut Model, text: &str) -> anyhow::Result<()> {
         fs::write(&self.file, text)?;
-        self.count(|writes| writes.wrong += 1);
+        self.count(|writes| writes.invalid_documents += 1);
         if let Ok(generation) = self.apply() {
-            self.violated(format!("a document with a mistake is in force as generation {generation}:\n{text}"));
+            self.record_violation(format!("a document with a mistake is in force as generation {generation}:\n{text}"));
             (model.generation, model.text) = self.in_force()?;
         }
         Ok(())
@@ -214,7 +217,7 @@ impl<'a> Writer<'a> {
     fn try_rotation(&self) {
         self.count(|writes| writes.rotations += 1);
         if let Ok(answer) = self.operator.coreward(&["keys", "rotate"]) {
-            self.violated(format!("keys that are minutes old are rotated: {answer}"));
+            self.record_violation(format!("keys that are minutes old are rotated: {answer}"));
         }
     }
 
@@ -223,7 +226,7 @@ impl<'a> Writer<'a> {
         let Ok((generation, text)) = self.in_force() else { return false };
         let Ok(status) = self.status() else { return false };
         self.count(|writes| writes.status_queries += 1);
-        model.drains.compare(&status).into_iter().for_each(|wrong| self.violated(wrong));
+        model.drains.compare(&status).into_iter().for_each(|wrong| self.record_violation(wrong));
         if text == model.text && generation == model.generation {
             return true;
         }
@@ -231,7 +234,7 @@ impl<'a> Writer<'a> {
             self.count(|writes| writes.unanswered_in_force += 1);
         } else {
             let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
-            self.violated(format!(
+            self.record_violation(format!(
                 "a write is lost: generation {} ({:?}) was acknowledged, {generation} ({:?}) is in force",
                 model.generation,
                 first(&model.text),
@@ -271,7 +274,7 @@ impl<'a> Writer<'a> {
         count(&mut self.writes.lock().expect("no writer panics"));
     }
 
-    fn violated(&self, what: String) {
+    fn record_violation(&self, what: String) {
         self.count(|writes| writes.violations.push(what));
     }
 }

@@ -21,11 +21,11 @@ struct Entry {
     draining: bool,
     weight: u32,
     /// Its agent must connect to a controller directly.
-    is_direct: bool,
+    needs_controller: bool,
 }
 
 /// State at the beginning.
-const ACTIVE: Entry = Entry { draining: false, weight: 1, is_direct: false };
+const ACTIVE: Entry = Entry { draining: false, weight: 1, needs_controller: false };
 
 /// The newest document and the next.
 #[derive(Debug, Clone)]
@@ -70,14 +70,14 @@ impl Documents {
         let racks: BTreeSet<u16> = self.server_racks.values().flatten().copied().collect();
         let _ = writeln!(text, "racks = {:?}", names(&racks));
         for (number, entry) in &self.servers {
-            let Some(Entry { draining, weight, is_direct }) = entry else { continue };
+            let Some(Entry { draining, weight, needs_controller }) = entry else { continue };
             let (address, state) =
                 (self.family.address(server_address(*number)), if *draining { "draining" } else { "active" });
             let _ = writeln!(
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
             );
-            let racks = self.server_racks.get(number).into_iter().flatten().filter(|_| !is_direct);
+            let racks = self.server_racks.get(number).into_iter().flatten().filter(|_| !needs_controller);
             let _ = writeln!(text, "racks = {:?}", names(racks));
         }
         for ((name, address, more), policy) in self.services.iter().zip(&self.policies) {
@@ -88,14 +88,14 @@ impl Documents {
     }
 
     /// The servers that are in it.
-    pub fn present(&self) -> BTreeSet<u16> {
+    pub fn present_servers(&self) -> BTreeSet<u16> {
         self.servers.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
 
     /// A server to be drained next, if others take new connections then. `drained`: those that are, or may be.
     pub fn next_drain(&mut self, drained: &BTreeSet<u16>) -> Option<u16> {
-        let present: Vec<u16> = self.present().into_iter().filter(|number| !drained.contains(number)).collect();
-        let number = *present.get(self.below(present.len().max(1) as u32) as usize)?;
+        let present: Vec<u16> = self.present_servers().into_iter().filter(|number| !drained.contains(number)).collect();
+        let number = *present.get(self.random_below(present.len().max(1) as u32) as usize)?;
         self.can_leave(number, drained).then_some(number)
     }
 
@@ -110,12 +110,12 @@ impl Documents {
     /// One change further. `drained`: servers that are drained by command, or may be.
     pub fn change(&mut self, drained: &BTreeSet<u16>) {
         self.number += 1;
-        match self.below(8) {
+        match self.random_below(8) {
             0 => {
-                let service = self.below(self.policies.len() as u32) as usize;
-                self.policies[service] = POLICIES[self.below(POLICIES.len() as u32) as usize];
+                let service = self.random_below(self.policies.len() as u32) as usize;
+                self.policies[service] = POLICIES[self.random_below(POLICIES.len() as u32) as usize];
             }
-            1 => self.report_interval_ms = [50, 100, 200][self.below(3) as usize],
+            1 => self.report_interval_ms = [50, 100, 200][self.random_below(3) as usize],
             // A comment is a change of the document, too.
             2 => {}
             _ => self.change_server(drained),
@@ -124,21 +124,21 @@ impl Documents {
 
     fn change_server(&mut self, drained: &BTreeSet<u16>) {
         let numbers: Vec<u16> = self.servers.keys().copied().collect();
-        let number = numbers[self.below(numbers.len() as u32) as usize];
+        let number = numbers[self.random_below(numbers.len() as u32) as usize];
         let may_go = self.can_leave(number, drained);
-        let entry = match self.below(5) {
+        let entry = match self.random_below(5) {
             0 if may_go => None,
             1 if may_go => Some(Entry { draining: true, ..ACTIVE }),
-            2 => Some(Entry { weight: 1 + self.below(4), ..ACTIVE }),
-            3 => Some(Entry { is_direct: true, ..ACTIVE }),
+            2 => Some(Entry { weight: 1 + self.random_below(4), ..ACTIVE }),
+            3 => Some(Entry { needs_controller: true, ..ACTIVE }),
             _ => Some(ACTIVE),
         };
         self.servers.insert(number, entry);
     }
 
-    pub fn wrong(&mut self) -> String {
+    pub fn invalid_document(&mut self) -> String {
         let text = self.text();
-        match self.below(5) {
+        match self.random_below(5) {
             0 => format!("{text}no_such_key = 1\n"),
             1 => text.replacen("[[service]]", "[[service]", 1),
             2 => text.replacen("policy = \"", "policy = \"no-such-", 1),
@@ -155,7 +155,7 @@ impl Documents {
         self.servers.values_mut().for_each(|entry| *entry = Some(ACTIVE));
     }
 
-    fn below(&mut self, bound: u32) -> u32 {
+    fn random_below(&mut self, bound: u32) -> u32 {
         uniform_below(&mut self.rng, bound)
     }
 }
@@ -189,7 +189,7 @@ mod tests {
         for _ in 0..300 {
             documents.change(&BTreeSet::new());
             parse(documents.text()).unwrap();
-            parse(documents.wrong()).unwrap_err();
+            parse(documents.invalid_document()).unwrap_err();
         }
     }
 
@@ -203,7 +203,7 @@ mod tests {
                 3 => drop(drained.pop_first()),
                 _ => {}
             }
-            drained.retain(|number| documents.present().contains(number));
+            drained.retain(|number| documents.present_servers().contains(number));
             let takes_new = |(number, entry): &(&u16, &Option<Entry>)| {
                 entry.is_some_and(|entry| !entry.draining) && !drained.contains(number)
             };

@@ -10,17 +10,17 @@ use serde_json::Value;
 
 /// A command without an answer may still be executed for this time after it was given up: by a controller that was
 /// stopped.
-const LATE: Duration = Duration::from_secs(3);
+const MAX_EXECUTION_DELAY: Duration = Duration::from_secs(3);
 
 /// Expected drain of each server; absent servers are not drained.
 #[derive(Debug, Default)]
-pub struct Drains(BTreeMap<u16, Known>);
+pub struct Drains(BTreeMap<u16, DrainState>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Known {
+enum DrainState {
     Drained,
     /// Since when: a command, or a document without the server, had no answer.
-    Doubtful(Instant),
+    Uncertain(Instant),
 }
 
 impl Drains {
@@ -31,14 +31,14 @@ impl Drains {
 
     /// Whether the server's drain is uncertain.
     pub fn is_uncertain(&self, server: u16) -> bool {
-        matches!(self.0.get(&server), Some(Known::Doubtful(_)))
+        matches!(self.0.get(&server), Some(DrainState::Uncertain(_)))
     }
 
     /// Records a drain or undrain; `acknowledged`: by the controller.
-    pub fn asked(&mut self, server: u16, drain: bool, acknowledged: bool) {
+    pub fn record_request(&mut self, server: u16, drain: bool, acknowledged: bool) {
         match (acknowledged, drain) {
-            (false, _) => drop(self.0.insert(server, Known::Doubtful(Instant::now()))),
-            (true, true) => drop(self.0.insert(server, Known::Drained)),
+            (false, _) => drop(self.0.insert(server, DrainState::Uncertain(Instant::now()))),
+            (true, true) => drop(self.0.insert(server, DrainState::Drained)),
             (true, false) => drop(self.0.remove(&server)),
         }
     }
@@ -49,7 +49,7 @@ impl Drains {
             self.0.retain(|server, _| servers.contains(server));
         } else {
             let gone = self.0.iter_mut().filter(|(server, _)| !servers.contains(server));
-            gone.for_each(|(_, known)| *known = Known::Doubtful(Instant::now()));
+            gone.for_each(|(_, known)| *known = DrainState::Uncertain(Instant::now()));
         }
     }
 
@@ -61,17 +61,17 @@ impl Drains {
             let Some(number) = number else { continue };
             let is_drained = server["drained"]["by"] == "command";
             match self.0.get(&number) {
-                Some(Known::Doubtful(since)) if since.elapsed() < LATE => {}
-                Some(Known::Doubtful(_)) => self.asked(number, is_drained, true),
-                Some(Known::Drained) if !is_drained => {
+                Some(DrainState::Uncertain(since)) if since.elapsed() < MAX_EXECUTION_DELAY => {}
+                Some(DrainState::Uncertain(_)) => self.record_request(number, is_drained, true),
+                Some(DrainState::Drained) if !is_drained => {
                     wrong.push(format!("a drain is lost: that of s{number} was acknowledged"));
                     self.0.remove(&number);
                 }
                 None if is_drained => {
                     wrong.push(format!("s{number} is drained without a command, or its end is lost"));
-                    self.0.insert(number, Known::Drained);
+                    self.0.insert(number, DrainState::Drained);
                 }
-                Some(Known::Drained) | None => {}
+                Some(DrainState::Drained) | None => {}
             }
         }
         wrong
@@ -92,24 +92,24 @@ mod tests {
     #[test]
     fn exactly_the_acknowledged_drains_are_expected() {
         let mut drains = Drains::default();
-        drains.asked(1, true, true);
+        drains.record_request(1, true, true);
         assert_eq!(drains.compare(&status(&[(1, "command"), (2, "document")])), [""; 0]);
         assert_eq!(drains.compare(&status(&[(1, "document")])).len(), 1, "lost");
         assert_eq!(drains.compare(&status(&[(1, "document")])), [""; 0], "which is reported once");
         assert_eq!(drains.compare(&status(&[(2, "command")])).len(), 1, "without a command");
-        drains.asked(2, false, true);
+        drains.record_request(2, false, true);
         assert_eq!(drains.compare(&status(&[(2, "document")])), [""; 0]);
     }
 
     #[test]
     fn unanswered_change_may_be_in_force() {
         let mut drains = Drains::default();
-        drains.asked(1, true, false);
+        drains.record_request(1, true, false);
         for by in ["command", "document"] {
             assert_eq!(drains.compare(&status(&[(1, by)])), [""; 0]);
         }
         assert!(drains.is_uncertain(1) && drains.possibly_drained().contains(&1));
-        drains.0.insert(1, Known::Doubtful(Instant::now() - LATE));
+        drains.0.insert(1, DrainState::Uncertain(Instant::now() - MAX_EXECUTION_DELAY));
         assert_eq!(drains.compare(&status(&[(1, "command")])), [""; 0]);
         assert!(!drains.is_uncertain(1));
         assert_eq!(drains.compare(&status(&[(1, "document")])).len(), 1);
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn removed_server_loses_its_drain() {
         let mut drains = Drains::default();
-        (1..=2).for_each(|server| drains.asked(server, true, true));
+        (1..=2).for_each(|server| drains.record_request(server, true, true));
         drains.applied(&[1].into(), false);
         assert!(drains.is_uncertain(2) && !drains.is_uncertain(1));
         drains.applied(&[1].into(), true);

@@ -73,14 +73,14 @@ pub enum Fault {
         /// On its way to this one.
         to: String,
         /// And the other way.
-        both: bool,
+        is_bidirectional: bool,
     },
     /// A machine's link is down.
     Link(String),
     /// The controller's.
     Disk {
         /// No write succeeds; otherwise those that need no room do.
-        every_write: bool,
+        fails_every_write: bool,
     },
     /// A member of etcd fails.
     Etcd {
@@ -102,7 +102,7 @@ pub enum Fault {
 }
 
 /// Duration of a fault that clients do not notice (ms).
-const LASTS_MS: Range<u32> = 300..6_000;
+const DURATION_MS: Range<u32> = 300..6_000;
 /// Duration of a fault that loses clients' packets: TCP must send them again before the client's timeout, after
 /// 10 s.
 const LOSS_DURATION_MS: Range<u32> = 200..2_500;
@@ -126,10 +126,10 @@ impl Fault {
     pub fn duration_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,
-            Self::Partition { from, to, .. } if is_control(from) || is_control(to) => LASTS_MS,
-            Self::Link(port) if is_control(port) => LASTS_MS,
+            Self::Partition { from, to, .. } if is_control(from) || is_control(to) => DURATION_MS,
+            Self::Link(port) if is_control(port) => DURATION_MS,
             Self::Partition { .. } | Self::Link(_) => LOSS_DURATION_MS,
-            _ => LASTS_MS,
+            _ => DURATION_MS,
         }
     }
 
@@ -168,11 +168,11 @@ impl fmt::Display for Fault {
             Self::Kill(daemon) => write!(f, "SIGKILL of {daemon}"),
             Self::Stop(daemon) => write!(f, "SIGSTOP of {daemon}"),
             Self::Upgrade(daemon) => write!(f, "upgrade of {daemon}"),
-            Self::Partition { from, to, both: true } => write!(f, "partition between {from} and {to}"),
-            Self::Partition { from, to, both: false } => write!(f, "what {from} sends to {to} is lost"),
+            Self::Partition { from, to, is_bidirectional: true } => write!(f, "partition between {from} and {to}"),
+            Self::Partition { from, to, is_bidirectional: false } => write!(f, "what {from} sends to {to} is lost"),
             Self::Link(port) => write!(f, "link of {port} down"),
-            Self::Disk { every_write: true } => write!(f, "every write of the controller fails: no room"),
-            Self::Disk { every_write: false } => write!(f, "disk of the store full"),
+            Self::Disk { fails_every_write: true } => write!(f, "every write of the controller fails: no room"),
+            Self::Disk { fails_every_write: false } => write!(f, "disk of the store full"),
             Self::Etcd { leader, number, stop } => {
                 let signal = if *stop { "SIGSTOP" } else { "SIGKILL" };
                 if *leader { write!(f, "{signal} of etcd's leader") } else { write!(f, "{signal} of etcd{number}") }

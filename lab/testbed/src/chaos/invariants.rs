@@ -22,7 +22,7 @@ pub const METRICS: &str = "127.0.0.1:9440";
 /// Interval of the checks.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A status costs the controller more than a scrape costs a load balancer.
-const STATUS_EVERY: u32 = 5;
+const STATUS_PERIOD: u32 = 5;
 const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
 /// A later status is useless.
 const STATUS_LIMIT_S: &str = "3";
@@ -50,12 +50,12 @@ pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
     operator: Operator<'a>,
     start: Instant,
-    seen: Mutex<Known>,
+    state: Mutex<ObservedState>,
 }
 
 #[derive(Debug, Default)]
-struct Known {
-    watched: Observations,
+struct ObservedState {
+    observations: Observations,
     configuration: u64,
     /// By server id.
     names: BTreeMap<u64, String>,
@@ -76,12 +76,12 @@ impl<'a> InvariantChecker<'a> {
     /// Nothing is known yet.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
         let operator = Operator::new(testbed, controllers, STATUS_LIMIT_S);
-        Self { testbed, operator, start: Instant::now(), seen: Mutex::default() }
+        Self { testbed, operator, start: Instant::now(), state: Mutex::default() }
     }
 
     /// Observations so far.
-    pub fn watched(&self) -> Observations {
-        self.known().watched.clone()
+    pub fn observations(&self) -> Observations {
+        self.lock_state().observations.clone()
     }
 
     /// Looks until `done`.
@@ -96,7 +96,7 @@ impl<'a> InvariantChecker<'a> {
                     self.inspect_tables(number, generations);
                 }
             }
-            if turn.is_multiple_of(STATUS_EVERY)
+            if turn.is_multiple_of(STATUS_PERIOD)
                 && let Ok(status) = self.status()
             {
                 self.inspect_status(&status);
@@ -108,11 +108,11 @@ impl<'a> InvariantChecker<'a> {
     /// A load balancer without a new table since that moment; `None`: all have one. `status`: of the controller.
     /// Without a policy that reads loads, no table is new while nothing else changes: then those that the controller
     /// has are in force.
-    pub fn without_table(&self, status: &Value, since: Instant) -> Option<String> {
+    pub fn find_without_table(&self, status: &Value, since: Instant) -> Option<String> {
         let services = array(&status["services"]);
         let reads_loads = services.iter().any(|service| READ_LOADS.iter().any(|policy| service["policy"] == *policy));
         let made: f64 = services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
-        let known = self.known();
+        let known = self.lock_state();
         let lacks = |number: u16| match known.tables.get(&number) {
             Some((_, at)) if *at > since => None,
             Some((generations, _)) if !reads_loads => (*generations != made)
@@ -127,8 +127,8 @@ impl<'a> InvariantChecker<'a> {
         Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
     }
 
-    fn known(&self) -> std::sync::MutexGuard<'_, Known> {
-        self.seen.lock().expect("no watcher panics")
+    fn lock_state(&self) -> std::sync::MutexGuard<'_, ObservedState> {
+        self.state.lock().expect("no watcher panics")
     }
 
     /// The sum of the generations of the tables in force.
@@ -139,17 +139,17 @@ impl<'a> InvariantChecker<'a> {
     }
 
     fn inspect_tables(&self, number: u16, generations: f64) {
-        let (mut known, now) = (self.known(), Instant::now());
-        known.watched.scrapes += 1;
+        let (mut known, now) = (self.lock_state(), Instant::now());
+        known.observations.scrapes += 1;
         let before = known.tables.get(&number).copied();
         match before {
             // A new controller restarts its table numbers: any other number is another table.
             Some((before, _)) if before == generations => {}
             Some((_, since)) => {
                 let without = (now - since).as_secs_f64();
-                if without > known.watched.longest_without_table_s {
-                    known.watched.longest_without_table_s = without;
-                    known.watched.longest_without_table_at_s = (now - self.start).as_secs_f64();
+                if without > known.observations.longest_without_table_s {
+                    known.observations.longest_without_table_s = without;
+                    known.observations.longest_without_table_at_s = (now - self.start).as_secs_f64();
                 }
                 known.tables.insert(number, (generations, now));
             }
@@ -158,12 +158,12 @@ impl<'a> InvariantChecker<'a> {
     }
 
     fn inspect_status(&self, status: &Value) {
-        let mut known = self.known();
-        known.watched.statuses += 1;
+        let mut known = self.lock_state();
+        known.observations.statuses += 1;
         let generation = status["configuration_generation"].as_u64().unwrap_or(0);
         if generation < known.configuration {
             let before = known.configuration;
-            known.violated(format!("configuration generation {generation} after {before}"));
+            known.record_violation(format!("configuration generation {generation} after {before}"));
         }
         known.configuration = known.configuration.max(generation);
         for server in array(&status["servers"]) {
@@ -179,10 +179,10 @@ impl<'a> InvariantChecker<'a> {
     }
 }
 
-impl Known {
-    fn violated(&mut self, what: String) {
-        if !self.watched.violations.contains(&what) {
-            self.watched.violations.push(what);
+impl ObservedState {
+    fn record_violation(&mut self, what: String) {
+        if !self.observations.violations.contains(&what) {
+            self.observations.violations.push(what);
         }
     }
 
@@ -191,11 +191,11 @@ impl Known {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
         let other = self.names.iter().find(|(known, owner)| **known != id && *owner == name).map(|(other, _)| *other);
         if let Some(other) = other {
-            self.violated(format!("{name} has id {id}, after {other}"));
+            self.record_violation(format!("{name} has id {id}, after {other}"));
         }
         let owner = self.names.entry(id).or_insert_with(|| name.to_owned()).clone();
         if owner != name {
-            self.violated(format!("id {id} is {name}'s, after {owner}'s"));
+            self.record_violation(format!("id {id} is {name}'s, after {owner}'s"));
         }
     }
 
@@ -204,7 +204,7 @@ impl Known {
             for check in array(&member["checks"]) {
                 let who = [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
                 match check["up"] == false {
-                    true => self.watched.found_down += u64::from(self.down.insert(who)),
+                    true => self.observations.found_down += u64::from(self.down.insert(who)),
                     false => drop(self.down.remove(&who)),
                 }
             }
@@ -216,7 +216,7 @@ impl Known {
         let now = ["current", "generation", "phase"].map(|key| keys[key].clone());
         let before = self.keys.get_or_insert_with(|| now.clone()).clone();
         if now != before {
-            self.violated(format!("the cookie keys changed: {before:?}, then {now:?}"));
+            self.record_violation(format!("the cookie keys changed: {before:?}, then {now:?}"));
         }
     }
 
@@ -226,7 +226,7 @@ impl Known {
             let count = count.as_u64().unwrap_or(0);
             let before = self.counters.insert((owner.to_owned(), name.clone()), count).unwrap_or(0);
             if count < before {
-                self.violated(format!("counter {name} of {owner} went from {before} to {count}"));
+                self.record_violation(format!("counter {name} of {owner} went from {before} to {count}"));
             }
         }
     }

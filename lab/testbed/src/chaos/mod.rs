@@ -50,7 +50,7 @@ use etcd::Etcd;
 use fault::FaultKind;
 use invariants::{InvariantChecker, ResourceUsage};
 use outcome::{Outcome, Recovery};
-use schedule::{Parts, Planned, Schedule};
+use schedule::{Parts, PlannedFault, Schedule};
 use test_env::TestEnv;
 use traffic::{Traffic, stream_service};
 
@@ -96,13 +96,13 @@ const CLIENT_ADDRESSES: u16 = 4;
 /// Longest time until everything has converged.
 const CONVERGENCE_LIMIT: Duration = Duration::from_secs(30);
 /// Both services are checked often, with short timeouts, so that servers that met a fault are found down.
-const WEB_MORE: &str =
+const WEB_CHECK: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
-const STREAMS_MORE: &str =
+const STREAMS_CHECK: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STEP: Duration = Duration::from_millis(20);
 /// Part of the run for the changes; the rest is for the faults.
-const CHANGES_SHARE: f64 = 0.7;
+const CHANGES_FRACTION: f64 = 0.7;
 /// A daemon may take this much more than at the beginning: what is under way, and what an allocator keeps (kB).
 const MEMORY_GROWTH_KB: u64 = 32 << 10;
 /// Allowed growth of open files.
@@ -148,8 +148,8 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         options.family,
         &numbers,
         vec![
-            ("web".to_owned(), testbed.service(), WEB_MORE),
-            ("streams".to_owned(), stream_service(&testbed), STREAMS_MORE),
+            ("web".to_owned(), testbed.service(), WEB_CHECK),
+            ("streams".to_owned(), stream_service(&testbed), STREAMS_CHECK),
         ],
         server_racks.clone(),
     );
@@ -165,7 +165,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         server_racks,
         tls: true,
         etcd: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
-        more_of_load_balancers: format!("metrics = \"{}\"\n", invariants::METRICS),
+        load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS),
         ..FleetOptions::default()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
@@ -214,7 +214,7 @@ impl<'a> Run<'a> {
             InvariantChecker::new(self.testbed, self.options.controllers),
         );
         let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
-        let seconds = f64::from(self.options.seconds) * CHANGES_SHARE;
+        let seconds = f64::from(self.options.seconds) * CHANGES_FRACTION;
         let interval = Duration::from_secs_f64(seconds / self.options.config_changes.max(1) as f64);
         let (busiest, byzantine_share) = std::thread::scope(|scope| {
             let _stop = (SetOnDrop(&faults_done), SetOnDrop(&all_done));
@@ -222,14 +222,14 @@ impl<'a> Run<'a> {
             scope.spawn(|| watch.run(&all_done));
             traffic.spawn(scope, &all_done);
             let writing = scope.spawn(|| writer.run(documents, self.options.config_changes, interval, &faults_done));
-            self.rounds(&traffic, &writer, &watch)?;
+            self.run_rounds(&traffic, &writer, &watch)?;
             faults_done.store(true, Ordering::Relaxed);
             let mut written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             // A change that was acknowledged must outlive the process that acknowledged it.
             self.print_progress("at last: SIGKILL of every controller");
             self.env.restart_controllers()?;
             self.wait_until_converged(&["kill"], &watch)?;
-            writer.compare_again(&mut written)?;
+            writer.compare_final(&mut written)?;
             let byzantine_share = self.byzantine_share(&writer, &mut written)?;
             Ok::<_, anyhow::Error>((self.env.resource_usage()?, byzantine_share))
         })?;
@@ -242,15 +242,15 @@ impl<'a> Run<'a> {
             byzantine_share,
             recoveries: std::mem::take(&mut self.recoveries),
             writes: writer.writes(),
-            watched: watch.watched(),
-            seen: traffic.finish()?,
+            observations: watch.observations(),
+            traffic: traffic.finish()?,
             usage_before: std::mem::take(&mut self.resource_usage),
             usage_after: busiest,
             violations: std::mem::take(&mut self.violations),
         };
         outcome.violations.append(&mut self.env.violations);
-        outcome.violations.extend(outcome.writes.violations.iter().chain(&outcome.watched.violations).cloned());
-        if outcome.seen.broken() > 0 {
+        outcome.violations.extend(outcome.writes.violations.iter().chain(&outcome.observations.violations).cloned());
+        if outcome.traffic.broken() > 0 {
             tracing::warn!(
                 event = "connections-broken",
                 "connections broke; the daemons' logs:\n{}",
@@ -261,7 +261,7 @@ impl<'a> Run<'a> {
     }
 
     /// Round after round, until the time is over.
-    fn rounds(
+    fn run_rounds(
         &mut self,
         traffic: &Traffic<'_>,
         writer: &Writer<'_>,
@@ -272,11 +272,11 @@ impl<'a> Run<'a> {
         let mut schedule = Schedule::new(self.options.seed, &self.kinds, parts);
         let end = self.start + Duration::from_secs(self.options.seconds.into());
         while Instant::now() < end {
-            let round = schedule.round();
-            self.round(&round)?;
+            let round = schedule.next_round();
+            self.run_round(&round)?;
             let kinds: Vec<&'static str> = round.iter().map(|planned| planned.fault.kind().name()).collect();
             self.wait_until_converged(&kinds, watch)?;
-            let (writes, seen) = (writer.writes(), traffic.seen());
+            let (writes, seen) = (writer.writes(), traffic.counts());
             self.print_progress(&format!(
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
                 self.recoveries.last().map_or(0.0, |recovery| recovery.seconds),
@@ -288,9 +288,9 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    fn round(&mut self, round: &[Planned]) -> anyhow::Result<()> {
+    fn run_round(&mut self, round: &[PlannedFault]) -> anyhow::Result<()> {
         let begun = Instant::now();
-        let mut events: Vec<(Duration, bool, &Planned)> =
+        let mut events: Vec<(Duration, bool, &PlannedFault)> =
             round.iter().flat_map(|planned| [(planned.begin, false, planned), (planned.end, true, planned)]).collect();
         events.sort_by_key(|(at, is_end, _)| (*at, *is_end));
         for (at, is_end, planned) in events {
@@ -341,7 +341,7 @@ impl<'a> Run<'a> {
             self.env.maintain()?;
             let missing = match watch.status() {
                 Ok(status) => invariants::not_converged(self.testbed, &status, since)
-                    .or_else(|| watch.without_table(&status, since)),
+                    .or_else(|| watch.find_without_table(&status, since)),
                 Err(error) => Some(format!("{error:#}")),
             };
             let Some(missing) = missing else { break };

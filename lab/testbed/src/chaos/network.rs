@@ -19,15 +19,15 @@ impl<'a> Network<'a> {
     }
 
     /// Drops all packets from `from` to `to` from now on; `both`: also in the other direction.
-    pub fn cut(&self, from: &str, to: &str, both: bool) -> anyhow::Result<()> {
+    pub fn drop_packets(&self, from: &str, to: &str, is_bidirectional: bool) -> anyhow::Result<()> {
         let rule =
             |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");
-        let back = if both { rule(to, from) } else { String::new() };
+        let back = if is_bidirectional { rule(to, from) } else { String::new() };
         self.nft(&format!("{}{back}", rule(from, to)))
     }
 
     /// Nothing is lost any more.
-    pub fn heal(&self) -> anyhow::Result<()> {
+    pub fn restore(&self) -> anyhow::Result<()> {
         self.nft("flush chain bridge chaos lost")
     }
 

@@ -29,9 +29,9 @@ pub struct Outcome {
     /// Changes of the configuration.
     pub writes: Writes,
     /// Values that must grow or stay.
-    pub watched: Observations,
+    pub observations: Observations,
     /// The clients' counts.
-    pub seen: TrafficCounts,
+    pub traffic: TrafficCounts,
     /// Resource usage of the daemons at the start.
     pub usage_before: BTreeMap<String, ResourceUsage>,
     /// Resource usage at the end.
@@ -72,13 +72,13 @@ impl From<&FalseReports> for FalseReportCounts {
 impl Outcome {
     /// Whether all that must hold did.
     pub fn is_passed(&self) -> bool {
-        self.seen.broken() == 0 && self.violations.is_empty()
+        self.traffic.broken() == 0 && self.violations.is_empty()
     }
 }
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seconds, seed, faults, false_reports, recoveries, writes, watched, seen, .. } = self;
+        let Self { seconds, seed, faults, false_reports, recoveries, writes, observations, traffic, .. } = self;
         let kinds: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
         writeln!(f, "\nseed {seed}, {seconds:.0} s, {} faults: {}", faults.values().sum::<u64>(), kinds.join(", "))?;
         writeln!(f, "  impostors    {} reports, {} connections", false_reports.reports, false_reports.connections)?;
@@ -86,11 +86,11 @@ impl fmt::Display for Outcome {
             writeln!(f, "  idle cores   reported in s{IMPOSTOR}'s name drew {byzantine_share}")?;
         }
         for (name, count) in [
-            ("downloads", seen.downloads),
-            ("keep-alive", seen.requests),
-            ("short", seen.short),
-            ("kept", seen.kept),
-            ("streams", seen.streams),
+            ("downloads", traffic.downloads),
+            ("keep-alive", traffic.requests),
+            ("short", traffic.short),
+            ("kept", traffic.kept),
+            ("streams", traffic.streams),
         ] {
             writeln!(f, "  {name:<12} {} good, {} broken", count.good, count.broken)?;
         }
@@ -102,16 +102,16 @@ impl fmt::Display for Outcome {
             writes.acknowledged,
             writes.unanswered,
             writes.unanswered_in_force,
-            writes.wrong,
+            writes.invalid_documents,
             writes.rotations,
             writes.status_queries
         )?;
         writeln!(f, "  drains       {} acknowledged, {} not", writes.drains, writes.drains_unanswered)?;
-        writeln!(f, "  health       checks found a server down {} times", watched.found_down)?;
+        writeln!(f, "  health       checks found a server down {} times", observations.found_down)?;
         writeln!(
             f,
             "  tables       none for {:.1} s at most (until {:.0} s)",
-            watched.longest_without_table_s, watched.longest_without_table_at_s
+            observations.longest_without_table_s, observations.longest_without_table_at_s
         )?;
         if let Some(longest) = recoveries.iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds)) {
             let mut all: Vec<f64> = recoveries.iter().map(|recovery| recovery.seconds).collect();
@@ -138,7 +138,7 @@ impl fmt::Display for Outcome {
                 )?;
             }
         }
-        for failure in &seen.failures {
+        for failure in &traffic.failures {
             writeln!(f, "BROKEN {failure}")?;
         }
         for violation in &self.violations {

@@ -21,7 +21,7 @@ const BEGIN_MS: u32 = 2_000;
 
 /// A fault, and when it is there.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Planned {
+pub struct PlannedFault {
     /// From the round's beginning.
     pub begin: Duration,
     /// From the round's beginning.
@@ -58,9 +58,9 @@ impl Schedule {
     }
 
     /// The faults of the next round, at least one; no two of them concern the same part.
-    pub fn round(&mut self) -> Vec<Planned> {
-        let count = 1 + self.below(FAULTS_MAX);
-        let mut round: Vec<Planned> = Vec::new();
+    pub fn next_round(&mut self) -> Vec<PlannedFault> {
+        let count = 1 + self.random_below(FAULTS_MAX);
+        let mut round: Vec<PlannedFault> = Vec::new();
         for _ in 0..count {
             let kind = self.next_kind();
             let fault = self.draw(kind);
@@ -68,10 +68,10 @@ impl Schedule {
                 self.turns.push(kind);
                 continue;
             }
-            let begin = Duration::from_millis(self.below(BEGIN_MS).into());
+            let begin = Duration::from_millis(self.random_below(BEGIN_MS).into());
             let lasts = fault.duration_ms();
-            let lasting = Duration::from_millis((lasts.start + self.below(lasts.end - lasts.start)).into());
-            round.push(Planned { begin, end: begin + lasting, fault });
+            let lasting = Duration::from_millis((lasts.start + self.random_below(lasts.end - lasts.start)).into());
+            round.push(PlannedFault { begin, end: begin + lasting, fault });
         }
         round
     }
@@ -80,7 +80,7 @@ impl Schedule {
         if self.turns.is_empty() {
             self.turns.clone_from(&self.kinds);
         }
-        let position = self.below(self.turns.len() as u32);
+        let position = self.random_below(self.turns.len() as u32);
         self.turns.swap_remove(position as usize)
     }
 
@@ -90,35 +90,35 @@ impl Schedule {
             FaultKind::Stop => Fault::Stop(self.daemon()),
             FaultKind::Upgrade => Fault::Upgrade(self.daemon()),
             FaultKind::Partition => {
-                let (from, to) = self.pair();
-                Fault::Partition { from, to, both: self.below(2) == 0 }
+                let (from, to) = self.partitioned_pair();
+                Fault::Partition { from, to, is_bidirectional: self.random_below(2) == 0 }
             }
             FaultKind::Link => Fault::Link(self.port()),
-            FaultKind::Disk => Fault::Disk { every_write: self.below(2) == 0 },
+            FaultKind::Disk => Fault::Disk { fails_every_write: self.random_below(2) == 0 },
             FaultKind::Etcd => Fault::Etcd {
-                leader: self.below(2) == 0,
-                number: 1 + self.below(MEMBERS.into()) as u16,
-                stop: self.below(2) == 0,
+                leader: self.random_below(2) == 0,
+                number: 1 + self.random_below(MEMBERS.into()) as u16,
+                stop: self.random_below(2) == 0,
             },
-            FaultKind::Clock => Fault::Clock { daemon: self.daemon(), seconds: self.jump() },
+            FaultKind::Clock => Fault::Clock { daemon: self.daemon(), seconds: self.clock_jump() },
             FaultKind::ByzantineAgent => Fault::ByzantineAgent(self.server()),
         }
     }
 
-    fn below(&mut self, bound: u32) -> u32 {
+    fn random_below(&mut self, bound: u32) -> u32 {
         uniform_below(&mut self.rng, bound)
     }
 
     fn server(&mut self) -> u16 {
-        1 + self.below(self.parts.servers.into()) as u16
+        1 + self.random_below(self.parts.servers.into()) as u16
     }
 
     fn load_balancer(&mut self) -> u16 {
-        1 + self.below(self.parts.load_balancers.into()) as u16
+        1 + self.random_below(self.parts.load_balancers.into()) as u16
     }
 
     fn rack(&mut self) -> u16 {
-        1 + self.below(self.parts.racks.into()) as u16
+        1 + self.random_below(self.parts.racks.into()) as u16
     }
 
     fn roles(&self) -> u32 {
@@ -127,8 +127,8 @@ impl Schedule {
 
     /// Each role is as likely as the others.
     fn daemon(&mut self) -> String {
-        match self.below(self.roles()) {
-            0 => controller_name(1 + self.below(self.parts.controllers.into()) as u16),
+        match self.random_below(self.roles()) {
+            0 => controller_name(1 + self.random_below(self.parts.controllers.into()) as u16),
             1 => load_balancer_name(self.load_balancer()),
             3 => rack_name(self.rack()),
             _ => agent_name(self.server()),
@@ -136,7 +136,7 @@ impl Schedule {
     }
 
     fn port(&mut self) -> String {
-        match self.below(self.roles()) {
+        match self.random_below(self.roles()) {
             0 => CONTROLLER.to_owned(),
             1 => load_balancer_name(self.load_balancer()),
             3 => rack_name(self.rack()),
@@ -145,7 +145,7 @@ impl Schedule {
     }
 
     /// Two ports, the first to be cut off from the second.
-    fn pair(&mut self) -> (String, String) {
+    fn partitioned_pair(&mut self) -> (String, String) {
         let from = self.port();
         loop {
             let to = self.port();
@@ -156,10 +156,10 @@ impl Schedule {
     }
 
     /// By how far a clock jumps (s), forwards or backwards: seconds, minutes, hours or days.
-    fn jump(&mut self) -> i64 {
-        let unit = [1, 60, 3_600, 86_400][self.below(4) as usize];
-        let by = i64::from(1 + self.below(59)) * unit;
-        if self.below(2) == 0 { by } else { -by }
+    fn clock_jump(&mut self) -> i64 {
+        let unit = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
+        let by = i64::from(1 + self.random_below(59)) * unit;
+        if self.random_below(2) == 0 { by } else { -by }
     }
 }
 
@@ -175,7 +175,7 @@ mod tests {
     fn seed_determines_the_schedule_and_every_kind_occurs() {
         let rounds = |seed| {
             let mut schedule = Schedule::new(seed, &FaultKind::ALL, PARTS);
-            (0..40).map(|_| schedule.round()).collect::<Vec<_>>()
+            (0..40).map(|_| schedule.next_round()).collect::<Vec<_>>()
         };
         assert_eq!(rounds(1), rounds(1));
         assert_ne!(rounds(1), rounds(2));
@@ -186,7 +186,7 @@ mod tests {
     #[test]
     fn no_daemon_has_two_faults_at_once() {
         let mut schedule = Schedule::new(5, &FaultKind::ALL, PARTS);
-        for round in (0..500).map(|_| schedule.round()) {
+        for round in (0..500).map(|_| schedule.next_round()) {
             assert!(!round.is_empty());
             for (position, planned) in round.iter().enumerate() {
                 assert!(planned.begin <= planned.end);

@@ -37,13 +37,13 @@ pub struct TestEnv<'a> {
     disk: Disk,
     preload: Preload,
     etcd: Option<Etcd<'a>>,
-    etcd_away: Option<u16>,
+    stopped_etcd: Option<u16>,
     /// Executable that upgrades alternate with; `None`: a new process of the same.
     other_command: Option<PathBuf>,
     /// Daemons that run the other command.
     other: BTreeSet<String>,
     down: BTreeSet<String>,
-    impostors: BTreeMap<u16, RunningImpostor>,
+    running_impostors: BTreeMap<u16, RunningImpostor>,
     false_reports: Arc<FalseReports>,
     /// Violations, in words.
     pub violations: Vec<String>,
@@ -73,11 +73,11 @@ impl<'a> TestEnv<'a> {
             disk,
             preload,
             etcd,
-            etcd_away: None,
+            stopped_etcd: None,
             other_command,
             other: BTreeSet::new(),
             down: BTreeSet::new(),
-            impostors: BTreeMap::new(),
+            running_impostors: BTreeMap::new(),
             false_reports: Arc::default(),
             violations: Vec::new(),
         })
@@ -94,13 +94,13 @@ impl<'a> TestEnv<'a> {
             Fault::Kill(daemon) => self.kill(daemon),
             Fault::Stop(daemon) => self.fleet.daemon(daemon)?.signal(Signal::SIGSTOP),
             Fault::Upgrade(daemon) => self.upgrade(daemon),
-            Fault::Partition { from, to, both } => self.network.cut(from, to, *both),
+            Fault::Partition { from, to, is_bidirectional } => self.network.drop_packets(from, to, *is_bidirectional),
             Fault::Link(port) => self.network.set_link(port, false),
-            Fault::Disk { every_write: true } => self.preload.set_disk_full(CONTROLLER, true),
-            Fault::Disk { every_write: false } => self.disk.fill(),
+            Fault::Disk { fails_every_write: true } => self.preload.set_disk_full(CONTROLLER, true),
+            Fault::Disk { fails_every_write: false } => self.disk.fill(),
             Fault::Etcd { leader, number, stop } => self.begin_etcd(*leader, *number, *stop),
             Fault::Clock { daemon, seconds } => self.preload.set_clock(daemon, seconds * SECOND_NS),
-            Fault::ByzantineAgent(server) => self.start_false_reports(*server, FalseReportKind::Everything),
+            Fault::ByzantineAgent(server) => self.start_false_reports(*server, FalseReportKind::FullControl),
         }
         .with_context(|| fault.to_string())
     }
@@ -114,10 +114,10 @@ impl<'a> TestEnv<'a> {
             }
             Fault::Stop(daemon) => self.fleet.daemon(daemon)?.signal(Signal::SIGCONT),
             Fault::Upgrade(_) => Ok(()),
-            Fault::Partition { .. } => self.network.heal(),
+            Fault::Partition { .. } => self.network.restore(),
             Fault::Link(port) => self.network.set_link(port, true),
-            Fault::Disk { every_write: true } => self.preload.set_disk_full(CONTROLLER, false),
-            Fault::Disk { every_write: false } => self.disk.empty(),
+            Fault::Disk { fails_every_write: true } => self.preload.set_disk_full(CONTROLLER, false),
+            Fault::Disk { fails_every_write: false } => self.disk.empty(),
             Fault::Etcd { stop, .. } => self.end_etcd(*stop),
             Fault::Clock { daemon, .. } => self.preload.set_clock(daemon, 0),
             Fault::ByzantineAgent(server) => self.stop_false_reports(*server),
@@ -191,12 +191,12 @@ impl<'a> TestEnv<'a> {
     fn begin_etcd(&mut self, leader: bool, number: u16, stop: bool) -> anyhow::Result<()> {
         let etcd = self.etcd.as_mut().context("a fleet without etcd")?;
         let number = if leader { etcd.leader()? } else { number };
-        self.etcd_away = Some(number);
+        self.stopped_etcd = Some(number);
         if stop { etcd.signal(number, Signal::SIGSTOP) } else { etcd.kill(number) }
     }
 
     fn end_etcd(&mut self, stop: bool) -> anyhow::Result<()> {
-        let (Some(etcd), Some(number)) = (&mut self.etcd, self.etcd_away.take()) else { return Ok(()) };
+        let (Some(etcd), Some(number)) = (&mut self.etcd, self.stopped_etcd.take()) else { return Ok(()) };
         if stop { etcd.signal(number, Signal::SIGCONT) } else { etcd.restart(number) }
     }
 
@@ -210,19 +210,19 @@ impl<'a> TestEnv<'a> {
         for rack in 1..=self.testbed.options().racks {
             controllers.push(rack_listen_address(rack).parse()?);
         }
-        let stolen = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
-        let impostor = ByzantineAgent { server, stolen, controllers, kind };
+        let stolen_files = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
+        let impostor = ByzantineAgent { server, stolen_files, controllers, kind };
         let (machine, false_reports) = (self.testbed.server(server)?.clone(), self.false_reports.clone());
         let done = Arc::new(AtomicBool::new(false));
         let is_done = done.clone();
         let thread = std::thread::spawn(move || impostor.run(&machine, &false_reports, &is_done));
-        self.impostors.insert(server, RunningImpostor { done, thread });
+        self.running_impostors.insert(server, RunningImpostor { done, thread });
         Ok(())
     }
 
     /// The server's agent starts again, and the impostor ends. Fails when the impostor failed.
     pub fn stop_false_reports(&mut self, server: u16) -> anyhow::Result<()> {
-        if let Some(RunningImpostor { done, thread }) = self.impostors.remove(&server) {
+        if let Some(RunningImpostor { done, thread }) = self.running_impostors.remove(&server) {
             done.store(true, Ordering::Relaxed);
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         }
@@ -233,7 +233,7 @@ impl<'a> TestEnv<'a> {
 
 impl Drop for TestEnv<'_> {
     fn drop(&mut self) {
-        for RunningImpostor { done, .. } in self.impostors.values() {
+        for RunningImpostor { done, .. } in self.running_impostors.values() {
             done.store(true, Ordering::Relaxed);
         }
     }

@@ -30,7 +30,7 @@ const DOWNLOADERS: u32 = 3;
 /// Bytes per second: a megabyte lasts long enough to meet a fault.
 const DOWNLOAD_RATE: &str = "300k";
 /// Connections that are kept, each asked once in [`KEPT_INTERVAL`].
-const KEPT: usize = 16;
+const KEPT_CONNECTIONS: usize = 16;
 const KEPT_INTERVAL: Duration = Duration::from_millis(500);
 /// Between two connections of a moment.
 const SHORT_INTERVAL: Duration = Duration::from_millis(30);
@@ -89,7 +89,7 @@ impl TrafficCounts {
 pub struct Traffic<'a> {
     testbed: &'a Testbed,
     start: Instant,
-    seen: Mutex<TrafficCounts>,
+    counts: Mutex<TrafficCounts>,
     streams: Option<StreamClient>,
     delay_script: PathBuf,
 }
@@ -105,12 +105,12 @@ impl<'a> Traffic<'a> {
         let addresses = 1..testbed.options().client_addresses;
         let streams = Streams { seed, ..Streams::steady(STREAMS_PER_SECOND, seconds) };
         let streams = testbed.start_stream_client_at(stream_service(testbed), addresses, &streams, None)?;
-        Ok(Self { testbed, start: Instant::now(), seen: Mutex::default(), streams: Some(streams), delay_script })
+        Ok(Self { testbed, start: Instant::now(), counts: Mutex::default(), streams: Some(streams), delay_script })
     }
 
     /// Counts so far; of the streams nothing before [`Traffic::finish`].
-    pub fn seen(&self) -> TrafficCounts {
-        self.seen.lock().expect("no client panics").clone()
+    pub fn counts(&self) -> TrafficCounts {
+        self.counts.lock().expect("no client panics").clone()
     }
 
     /// Starts all clients but the streams'; they end soon after `done`.
@@ -137,12 +137,12 @@ impl<'a> Traffic<'a> {
                 std::thread::sleep(SHORT_INTERVAL);
             }
         });
-        scope.spawn(move || self.keep(going));
+        scope.spawn(move || self.query_kept_connections(going));
     }
 
     /// Waits for the streams. Fails when their client fails.
     pub fn finish(mut self) -> anyhow::Result<TrafficCounts> {
-        let mut seen = self.seen();
+        let mut seen = self.counts();
         if let Some(streams) = self.streams.take() {
             let report = streams.finish(STREAMS_LIMIT)?;
             let total = report.total();
@@ -164,7 +164,7 @@ impl<'a> Traffic<'a> {
     }
 
     fn count(&self, of: CountOf, what: &str, outcome: anyhow::Result<()>) {
-        let mut seen = self.seen.lock().expect("no client panics");
+        let mut seen = self.counts.lock().expect("no client panics");
         match outcome {
             Ok(()) => of(&mut seen).good += 1,
             Err(error) => {
@@ -188,7 +188,7 @@ impl<'a> Traffic<'a> {
         let outcome = self.testbed.run(self.testbed.client(), command);
         match outcome.and_then(|output| parse_wrk(&String::from_utf8_lossy(&output.stdout))) {
             Ok((requests, errors)) => {
-                let mut seen = self.seen.lock().expect("no client panics");
+                let mut seen = self.counts.lock().expect("no client panics");
                 seen.requests.good += requests;
                 seen.requests.broken += errors;
                 if errors > 0 {
@@ -200,24 +200,24 @@ impl<'a> Traffic<'a> {
     }
 
     /// The connections that are kept, one after the other.
-    fn keep(&self, going: impl Fn() -> bool) {
-        let mut kept: Vec<Option<(Connection, Answerer)>> = (0..KEPT).map(|_| None).collect();
+    fn query_kept_connections(&self, going: impl Fn() -> bool) {
+        let mut kept: Vec<Option<(Connection, Answerer)>> = (0..KEPT_CONNECTIONS).map(|_| None).collect();
         while going() {
             for place in &mut kept {
                 let asked = Instant::now();
-                let outcome = self.in_client(|| ask(place, self.testbed.service()));
+                let outcome = self.in_client(|| query_same_worker(place, self.testbed.service()));
                 if outcome.is_err() {
                     *place = None;
                 }
                 self.count(|seen| &mut seen.kept, "kept connection", outcome);
-                std::thread::sleep((KEPT_INTERVAL / KEPT as u32).saturating_sub(asked.elapsed()));
+                std::thread::sleep((KEPT_INTERVAL / KEPT_CONNECTIONS as u32).saturating_sub(asked.elapsed()));
             }
         }
     }
 }
 
 /// Opens the connection where there is none; it is always the same worker that answers.
-fn ask(place: &mut Option<(Connection, Answerer)>, service: SocketAddr) -> anyhow::Result<()> {
+fn query_same_worker(place: &mut Option<(Connection, Answerer)>, service: SocketAddr) -> anyhow::Result<()> {
     match place {
         None => {
             let mut connection = Connection::open_to(service, None)?;

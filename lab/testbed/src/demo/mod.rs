@@ -44,7 +44,7 @@ use simulated::Simulated;
 use timeline::Timeline;
 
 /// From starting the load generators to the log's time 0: they read the log first.
-const LEAD: Duration = Duration::from_millis(700);
+const START_DELAY: Duration = Duration::from_millis(700);
 /// Between two seeds, so that the loads of the one are forgotten before the other.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -158,7 +158,7 @@ fn run_seed(
     progress: &ProgressBar,
 ) -> anyhow::Result<Vec<SeedMeasures>> {
     let seed = log.log.seed;
-    let start_ns = now_ns() + LEAD.as_nanos() as u64;
+    let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
     for testbed in &mut *testbeds {
         testbed.start_load(position, &log.path, start_ns)?;
     }

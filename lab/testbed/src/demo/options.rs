@@ -12,7 +12,7 @@ use crate::addresses::Family;
 
 /// The policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20) and our own: each takes a run of its own for every
 /// seed.
-const COMPARED: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
+const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
 
 /// Options of `coreward-lab demo`.
 #[derive(Debug, Clone, clap::Args)]
@@ -28,7 +28,7 @@ pub struct DemoOptions {
     pub cores: u16,
     /// Policies to run side by side, separated by commas
     #[arg(long = "policy", value_name = "NAME", value_delimiter = ',', value_parser = PossibleValuesParser::new(policy::names()),
-        default_values_t = COMPARED.map(String::from))]
+        default_values_t = COMPARED_POLICIES.map(String::from))]
     pub only: Vec<String>,
     /// Seeds of the arrival logs, run one after the other, separated by commas
     #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
@@ -103,7 +103,7 @@ mod tests {
     #[test]
     fn defaults_are_the_compared_policies_and_five_seeds() {
         let options = parse("").unwrap();
-        assert_eq!(options.policies(), COMPARED);
+        assert_eq!(options.policies(), COMPARED_POLICIES);
         assert_eq!((options.seeds, options.seconds), (vec![1, 2, 3, 4, 5], 38));
         let options = parse("--policy crossrss,hash --policy hash --seeds 7,8").unwrap();
         assert_eq!((options.policies(), options.seeds), (vec!["hash", "crossrss"], vec![7, 8]));

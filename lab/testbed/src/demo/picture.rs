@@ -80,8 +80,8 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
         .x_label_area_size(40)
         .y_label_area_size(56)
         .build_cartesian_2d(0.0..results.seconds as f64, scale.clone().log_scale())?;
-    let left_out = (0..results.seconds).filter(|second| !results.timeline.counts(*second));
-    chart.draw_series(left_out.map(|second| {
+    let skipped = (0..results.seconds).filter(|second| !results.timeline.is_counted(*second));
+    chart.draw_series(skipped.map(|second| {
         let corners = [(second as f64, scale.start), (second as f64 + 1.0, scale.end)];
         Rectangle::new(corners, EXCLUDED_COLOR.filled())
     }))?;

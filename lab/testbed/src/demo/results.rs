@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::samples::SeedMeasures;
 use super::seed_summary::SeedSummary;
-use super::simulated::{DRAWS, Simulated};
+use super::simulated::{SIMULATED_RUNS, Simulated};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
 /// Above this share the machine itself delays answers, and the figures should not be trusted.
@@ -198,10 +198,10 @@ impl DemoResults {
         lines.push(format!(
             "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, \
              in\n\
-             brackets their range over {DRAWS} draws of server ids, RSS key, the moments of agents' reports and whose \
-             turn is\n\
+             brackets their range over {SIMULATED_RUNS} draws of server ids, RSS key, the moments of agents' reports \
+             and whose turn is\n\
              first. A live run is one such draw: if both are the same, one of {} live medians lies outside.",
-            DRAWS.div_ceil(2)
+            SIMULATED_RUNS.div_ceil(2)
         ));
         lines.extend(self.warning());
         lines

@@ -59,7 +59,7 @@ impl Variances {
     /// Measures of a run's windows.
     pub fn of(windows: &[Window], timeline: &Timeline) -> Self {
         let of_counted = |value: fn(&Window) -> Option<f64>| {
-            let counted = windows.iter().filter(|window| timeline.counts(window.second));
+            let counted = windows.iter().filter(|window| timeline.is_counted(window.second));
             mean(&counted.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
         };
         Self { server_pct: of_counted(|window| window.server_pct), core_pct: of_counted(|window| window.core_pct) }
@@ -100,7 +100,7 @@ mod tests {
         let mut samples = vec![Sample::from([(1, vec![0, 0])])];
         for second in 0..18 {
             let last = samples[samples.len() - 1][&1].clone();
-            let uneven = if timeline.counts(second) { [100, 300] } else { [0, 700] };
+            let uneven = if timeline.is_counted(second) { [100, 300] } else { [0, 700] };
             samples.push(Sample::from([(1, vec![last[0] + uneven[0], last[1] + uneven[1]])]));
         }
         let measures = SeedMeasures::new(1, &samples, &timeline, LoadReport::default());

@@ -19,7 +19,7 @@ use super::timeline::{Event, Timeline};
 
 /// If live and simulator are alike, a live median is outside the range of this many draws once in 10 times: it is as
 /// likely as each draw to be the lowest or the highest of all.
-pub const DRAWS: usize = 19;
+pub const SIMULATED_RUNS: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Simulated {
@@ -36,8 +36,8 @@ pub fn simulate(
     timeline: &Timeline,
 ) -> Vec<Simulated> {
     let jobs: Vec<(&str, usize)> =
-        policies.iter().flat_map(|policy| (0..DRAWS).map(move |draw| (*policy, draw))).collect();
-    let medians = on_all_cpus(&jobs, |(policy, draw)| simulate_draw(options, policy, *draw as u64 + 1, logs, timeline));
+        policies.iter().flat_map(|policy| (0..SIMULATED_RUNS).map(move |draw| (*policy, draw))).collect();
+    let medians = par_map(&jobs, |(policy, draw)| simulate_draw(options, policy, *draw as u64 + 1, logs, timeline));
     let spread = |draws: &[Variances], value: fn(&Variances) -> f64| {
         SeedSummary::of(&draws.iter().map(value).collect::<Vec<_>>())
     };
@@ -45,7 +45,7 @@ pub fn simulate(
         core_variance_pct: spread(draws, |draw| draw.core_pct),
         server_variance_pct: spread(draws, |draw| draw.server_pct),
     };
-    medians.chunks(DRAWS).map(of_policy).collect()
+    medians.chunks(SIMULATED_RUNS).map(of_policy).collect()
 }
 
 /// Medians over the logs, all replayed on the same fleet, as live.
@@ -99,7 +99,7 @@ fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> S
 }
 
 /// `run` for every job, on as many threads as there are CPUs; the results in the order of the jobs.
-fn on_all_cpus<J: Sync, R: Send>(jobs: &[J], run: impl Fn(&J) -> R + Sync) -> Vec<R> {
+fn par_map<J: Sync, R: Send>(jobs: &[J], run: impl Fn(&J) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let worker = || {
         let mut done = Vec::new();
@@ -137,6 +137,6 @@ mod tests {
     #[test]
     fn jobs_keep_their_order() {
         let jobs: Vec<u64> = (0..100).collect();
-        assert_eq!(on_all_cpus(&jobs, |job| job * 2), jobs.iter().map(|job| job * 2).collect::<Vec<_>>());
+        assert_eq!(par_map(&jobs, |job| job * 2), jobs.iter().map(|job| job * 2).collect::<Vec<_>>());
     }
 }

@@ -52,7 +52,7 @@ impl Timeline {
     }
 
     /// Whether the second from `second` to `second + 1` counts.
-    pub fn counts(&self, second: u64) -> bool {
+    pub fn is_counted(&self, second: u64) -> bool {
         let unsettled = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
         !unsettled(0) && !self.changes().into_iter().any(|(change, _)| unsettled(change))
     }
@@ -65,7 +65,7 @@ mod tests {
     #[test]
     fn seconds_after_start_and_changes_are_left_out() {
         let timeline = Timeline::new(38);
-        let counted: Vec<u64> = (0..38).filter(|second| timeline.counts(*second)).collect();
+        let counted: Vec<u64> = (0..38).filter(|second| timeline.is_counted(*second)).collect();
         let expected: Vec<u64> = (5..12).chain(17..25).chain(30..38).collect();
         assert_eq!(counted, expected);
         assert_eq!((timeline.event(12), timeline.event(25)), (Some(Event::Join), Some(Event::Drain)));
@@ -75,6 +75,6 @@ mod tests {
     #[test]
     fn shortest_run_has_a_counted_second_in_each_part() {
         let timeline = Timeline::new(SECONDS_MIN);
-        assert_eq!((0..SECONDS_MIN).filter(|second| timeline.counts(*second)).collect::<Vec<_>>(), [5, 11, 17]);
+        assert_eq!((0..SECONDS_MIN).filter(|second| timeline.is_counted(*second)).collect::<Vec<_>>(), [5, 11, 17]);
     }
 }

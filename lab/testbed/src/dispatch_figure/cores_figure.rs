@@ -15,7 +15,7 @@ use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc::{Config, Policy};
 
 use super::orchestrator::Orchestrator;
-use super::points::{self, found, key};
+use super::points::{self, find_measurement, key};
 use super::real_time;
 use super::requests::{Measurement, Requests, allow_sockets};
 use super::server_figure::TestEnv;
@@ -59,12 +59,12 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut env = None;
     progress(0, configs.len());
     for config in &configs {
-        let run = measure_run(&TestEnv::suited(&mut env, config)?.testbed, config, unit_us, seconds)?;
+        let run = measure_run(&TestEnv::reuse_or_start(&mut env, config)?.testbed, config, unit_us, seconds)?;
         measured.insert(key(config), run);
         progress(measured.len(), configs.len());
     }
     points::samples(scenario, &plan, |place, job| {
-        let run = found(&measured, as_rpc(job).context("expected [rpc]")?)?;
+        let run = find_measurement(&measured, as_rpc(job).context("expected [rpc]")?)?;
         match place.query.measure {
             Metric::BatchPct => Ok(run.batch_pct),
             measure => run.latency.value(measure),

@@ -10,7 +10,7 @@ use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::path;
 
 use super::dispatcher::{Dispatcher, key_value_service};
-use super::points::{self, found, key};
+use super::points::{self, find_measurement, key};
 use super::requests::{Measurement, Requests, allow_sockets};
 use crate::addresses::SERVICE;
 use crate::fleet::{Fleet, FleetOptions, LoadSource};
@@ -48,7 +48,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         }
     }
     points::samples(scenario, &plan, |place, job| match job {
-        Job::Path(config) => found(&measured, config)?.value(place.query.measure),
+        Job::Path(config) => find_measurement(&measured, config)?.value(place.query.measure),
         other => anyhow::bail!("{other:?} is not measured behind a load balancer"),
     })
 }
@@ -90,7 +90,7 @@ impl TestEnv {
                 policy: policy.clone(),
                 load,
                 steer: false,
-                more,
+                fleet_text: more,
                 tables_by_interval: true,
                 ..FleetOptions::default()
             },

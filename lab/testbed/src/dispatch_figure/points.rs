@@ -12,7 +12,7 @@ use coreward_sim::rpc;
 /// The runs that the measured series need, as the simulator would make them. Fails when parameters of the scenario make
 /// none.
 pub fn plan(scenario: &Scenario) -> anyhow::Result<Plan> {
-    scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.unfit))
+    scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))
 }
 
 /// The samples of a plan. `value` gives the height of a place.
@@ -38,7 +38,10 @@ pub fn key(config: &impl std::fmt::Debug) -> String {
 }
 
 /// Finds what was measured at a point. Fails when it was not.
-pub fn found<'a, T>(measured: &'a HashMap<String, T>, config: &impl std::fmt::Debug) -> anyhow::Result<&'a T> {
+pub fn find_measurement<'a, T>(
+    measured: &'a HashMap<String, T>,
+    config: &impl std::fmt::Debug,
+) -> anyhow::Result<&'a T> {
     measured.get(&key(config)).with_context(|| format!("not measured: {config:?}"))
 }
 

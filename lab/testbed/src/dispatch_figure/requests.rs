@@ -69,14 +69,14 @@ impl Requests {
     /// the generator fails, the machine is busy all the time, or nothing was answered.
     pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
         let options = [("--service", self.service.to_string()), ("--multiplier", self.unit_us.to_string())];
-        let report = undisturbed(testbed, SERVICE, self.rate, self.seconds, self.seed, &options)?;
+        let report = measure_undisturbed(testbed, SERVICE, self.rate, self.seconds, self.seed, &options)?;
         Ok(Measurement { report, unit_us: self.unit_us })
     }
 }
 
 /// Runs `coreward-lab load TARGET` from the testbed's client at this rate for these seconds, with further options; once
 /// more if the machine was busy. Fails when the generator fails, or the machine is busy all the time.
-pub fn undisturbed(
+pub fn measure_undisturbed(
     testbed: &Testbed,
     target: SocketAddrV4,
     rate: f64,

@@ -12,7 +12,7 @@ use coreward_sim::rpc::{self, Policy};
 
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::orchestrator::Orchestrator;
-use super::points::{self, found, is_same_series, key};
+use super::points::{self, find_measurement, is_same_series, key};
 use super::requests::{Measurement, Requests, allow_sockets};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
@@ -39,17 +39,19 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut env = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| is_same_series(a, b)) {
-        TestEnv::suited(&mut env, group[0])?.measure_all(group, unit_us, seconds, &mut |config, seen| {
+        TestEnv::reuse_or_start(&mut env, group[0])?.measure_all(group, unit_us, seconds, &mut |config, seen| {
             measured.insert(key(config), seen);
             progress(measured.len(), configs.len());
         })?;
     }
     points::samples(scenario, &plan, |place, job| match job {
-        Job::Rpc(config) => found(&measured, config)?.value(place.query.measure),
+        Job::Rpc(config) => find_measurement(&measured, config)?.value(place.query.measure),
         Job::Peak(search) => {
             let of_seed = rpc::Config { seed: place.seed, ..search.config.clone() };
             let curve = configs.iter().filter(|config| is_same_series(config, &of_seed));
-            let p99 = |config: &&&rpc::Config| Ok((config.load, found(&measured, **config)?.value(Metric::ShortP99)?));
+            let p99 = |config: &&&rpc::Config| {
+                Ok((config.load, find_measurement(&measured, **config)?.value(Metric::ShortP99)?))
+            };
             points::peak(curve.map(|config| p99(&config)).collect::<anyhow::Result<_>>()?, search.slo)
         }
         other => anyhow::bail!("{other:?} is not measured at one server"),
@@ -98,7 +100,7 @@ pub(super) struct TestEnv {
 
 impl TestEnv {
     /// Returns the present one, or a new one if that has another number of workers or another server.
-    pub(super) fn suited<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
+    pub(super) fn reuse_or_start<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
         let (workers, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
         let is_suited = |env: &Self| env.workers == workers && env.server.is_some() == has_server;
         if !present.as_ref().is_some_and(is_suited) {

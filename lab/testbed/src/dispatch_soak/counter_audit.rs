@@ -88,7 +88,7 @@ pub struct Segment {
     /// Dropped at full receive buffers.
     pub dropped: u64,
     /// Received without a listener.
-    pub nobody: u64,
+    pub without_listener: u64,
     /// Queued at workers that were killed.
     pub purged: u64,
     /// Read by workers that were killed before they answered.
@@ -140,7 +140,7 @@ impl Segment {
             sent: after.client("UdpOutDatagrams") - before.client("UdpOutDatagrams"),
             read,
             dropped: server("UdpRcvbufErrors") + server("UdpMemErrors"),
-            nobody: server("UdpNoPorts"),
+            without_listener: server("UdpNoPorts"),
             purged: after.purged - before.purged,
             killed_in_service: read as i64 - responses as i64 - refused as i64,
             responses,
@@ -149,7 +149,7 @@ impl Segment {
             load_lost: load.lost,
             violations: Vec::new(),
         };
-        at_once.describe_unfinished().into_iter().for_each(|violation| segment.violated(&violation));
+        at_once.describe_unfinished().into_iter().for_each(|violation| segment.record_violation(&violation));
         segment.check_datagrams();
         segment.check_ledger(before, after);
         segment
@@ -157,41 +157,43 @@ impl Segment {
 
     /// One line.
     pub fn summary(&self) -> String {
-        let Self { sent, read, dropped, nobody, purged, killed_in_service, load_lost, .. } = self;
+        let Self { sent, read, dropped, without_listener, purged, killed_in_service, load_lost, .. } = self;
         format!(
             "{sent} datagrams: {read} read ({killed_in_service} of them by workers killed then), {dropped} dropped, \
-             {purged} queued at killed workers, {nobody} reached no worker; {load_lost} lost; {} violations",
+             {purged} queued at killed workers, {without_listener} reached no worker; {load_lost} lost; {} violations",
             self.violations.len()
         )
     }
 
     fn require(&mut self, holds: bool, what: impl FnOnce() -> String) {
         if !holds {
-            self.violated(&what());
+            self.record_violation(&what());
         }
     }
 
-    fn violated(&mut self, what: &str) {
+    fn record_violation(&mut self, what: &str) {
         self.violations.push(format!("segment {}: {what}", self.number));
     }
 
     /// Every datagram is accounted for, and was lost only where something was done that loses datagrams.
     fn check_datagrams(&mut self) {
-        let known = self.read + self.dropped + self.nobody + self.purged;
+        let known = self.read + self.dropped + self.without_listener + self.purged;
         let (sent, made) = (self.sent, self.faults.clone());
-        let (dropped, nobody, purged) = (self.dropped, self.nobody, self.purged);
+        let (dropped, without_listener, purged) = (self.dropped, self.without_listener, self.purged);
         let killed = made.kills + made.restarts * WORKERS;
         // One may arrive while the socket is being closed.
         let accounted = (known..=known + killed).contains(&sent);
         self.require(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
         self.require(dropped == 0 || made.floods > 0, || format!("{dropped} datagrams dropped without a flood"));
-        self.require(nobody == 0 || made.restarts > 0, || format!("{nobody} reached no worker without a restart"));
+        self.require(without_listener == 0 || made.restarts > 0, || {
+            format!("{without_listener} reached no worker without a restart")
+        });
         self.require(purged == 0 || killed > 0, || format!("{purged} were purged without a kill"));
         // The worker counts after a read, and after an answer: a kill may come between.
         let in_service = self.killed_in_service;
         let possible = -(killed as i64)..=killed as i64;
         self.require(possible.contains(&in_service), || format!("{in_service} requests were read and not answered"));
-        let (lost, reasons) = (self.load_lost, dropped + nobody + purged + killed);
+        let (lost, reasons) = (self.load_lost, dropped + without_listener + purged + killed);
         self.require(lost <= reasons, || format!("{lost} requests of the load are lost, {reasons} with a reason"));
     }
 

@@ -16,13 +16,13 @@ use crate::interrupt;
 /// Pause between two events (ms).
 const PAUSE_MS: std::ops::Range<u32> = 100..600;
 /// Time for which a worker is stopped (ms).
-const STOPPED_MS: std::ops::Range<u32> = 1_000..3_000;
+const STOP_DURATION_MS: std::ops::Range<u32> = 1_000..3_000;
 /// Datagrams of a flood: several times what the workers' receive buffers hold.
-const FLOOD: u32 = 3_000;
+const FLOOD_DATAGRAMS: u32 = 3_000;
 /// Datagrams of a flood that are sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
 const FLOOD_BURST: u32 = 100;
 /// After this a request is at its worker.
-const ON_ITS_WAY: Duration = Duration::from_millis(20);
+const DELIVERY_TIME: Duration = Duration::from_millis(20);
 
 /// Counts of faults.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
@@ -68,20 +68,28 @@ pub struct FaultInjector<'a> {
     env: &'a mut TestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
     /// Whether the ledger may restart.
-    anew: bool,
-    nuisance: UnansweredClient,
+    may_restart: bool,
+    unanswered_client: UnansweredClient,
     spoofer: Spoofer,
     /// Stopped workers and the time of their SIGCONT.
     stopped: Vec<(u32, Instant)>,
-    made: FaultCounts,
+    counts: FaultCounts,
 }
 
 impl<'a> FaultInjector<'a> {
     /// `anew`: the dispatch may be detached, and the whole server restarted. Fails when sockets cannot be had.
-    pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, anew: bool) -> anyhow::Result<Self> {
-        let nuisance = UnansweredClient::open(env.testbed().client())?;
+    pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, may_restart: bool) -> anyhow::Result<Self> {
+        let unanswered_client = UnansweredClient::open(env.testbed().client())?;
         let spoofer = Spoofer::open(env.testbed().server(1)?)?;
-        Ok(Self { env, rng, anew, nuisance, spoofer, stopped: Vec::new(), made: FaultCounts::default() })
+        Ok(Self {
+            env,
+            rng,
+            may_restart,
+            unanswered_client,
+            spoofer,
+            stopped: Vec::new(),
+            counts: FaultCounts::default(),
+        })
     }
 
     pub fn env(&self) -> &TestEnv {
@@ -108,11 +116,11 @@ impl<'a> FaultInjector<'a> {
     /// Resumes all workers; returns the faults made.
     pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
         std::mem::take(&mut self.stopped).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
-        Ok(self.made)
+        Ok(self.counts)
     }
 
     fn inject_one(&mut self) -> anyhow::Result<()> {
-        match uniform_below(self.rng, if self.anew { 8 } else { 6 }) {
+        match uniform_below(self.rng, if self.may_restart { 8 } else { 6 }) {
             0 => self.kill_worker(),
             1 => self.stop_worker(),
             2 => self.without_response(),
@@ -122,17 +130,17 @@ impl<'a> FaultInjector<'a> {
                 self.env.kill_daemon()?;
                 std::thread::sleep(self.within(10..400));
                 self.env.attach(WORKERS - self.stopped.len() as u64)?;
-                self.made.upgrades += 1;
+                self.counts.upgrades += 1;
             }
             6 => {
                 self.env.detach()?;
                 std::thread::sleep(self.within(10..400));
                 self.env.attach(WORKERS - self.stopped.len() as u64)?;
-                self.made.detachments += 1;
+                self.counts.detachments += 1;
             }
             _ => {
                 self.env.server().worker_pids().into_iter().for_each(|pid| self.signal(pid, Signal::SIGKILL));
-                self.made.restarts += 1;
+                self.counts.restarts += 1;
             }
         }
         Ok(())
@@ -159,29 +167,29 @@ impl<'a> FaultInjector<'a> {
     fn kill_worker(&mut self) {
         let Some(pid) = self.any_worker() else { return };
         self.signal(pid, Signal::SIGKILL);
-        self.made.kills += 1;
+        self.counts.kills += 1;
     }
 
     fn stop_worker(&mut self) {
         let Some(pid) = self.any_worker() else { return };
-        let resume_at = Instant::now() + self.within(STOPPED_MS);
+        let resume_at = Instant::now() + self.within(STOP_DURATION_MS);
         // Two at once at most: half of the workers carry the load.
         if self.stopped.len() < 2 && self.stopped.iter().all(|(stopped, _)| *stopped != pid) {
             self.signal(pid, Signal::SIGSTOP);
             self.stopped.push((pid, resume_at));
-            self.made.stops += 1;
+            self.counts.stops += 1;
         }
     }
 
     /// Some; another process answers every second of them.
     fn without_response(&mut self) {
         let count = 1 + uniform_below(self.rng, 20);
-        let ids: Vec<u32> = (0..count).filter_map(|_| self.nuisance.send()).collect();
-        self.made.without_response += ids.len() as u64;
-        std::thread::sleep(ON_ITS_WAY);
-        let Ok(address) = self.nuisance.address() else { return };
+        let ids: Vec<u32> = (0..count).filter_map(|_| self.unanswered_client.send()).collect();
+        self.counts.without_response += ids.len() as u64;
+        std::thread::sleep(DELIVERY_TIME);
+        let Ok(address) = self.unanswered_client.address() else { return };
         for id in ids.into_iter().step_by(2) {
-            self.made.answered_by_others += u64::from(self.spoofer.respond(address, id).is_ok());
+            self.counts.answered_by_others += u64::from(self.spoofer.respond(address, id).is_ok());
         }
     }
 
@@ -191,17 +199,17 @@ impl<'a> FaultInjector<'a> {
             let port = FIRST_PORT + uniform_below(self.rng, FLOWS.into()) as u16;
             let id = FIRST_ID | uniform_below(self.rng, FIRST_ID);
             self.spoofer.respond(SocketAddrV4::new(client, port), id)?;
-            self.made.spoofed += 1;
+            self.counts.spoofed += 1;
         }
         Ok(())
     }
 
     fn flood(&mut self) {
-        for _ in 0..FLOOD / FLOOD_BURST {
-            let sent = (0..FLOOD_BURST).filter(|_| self.nuisance.send().is_some()).count();
-            self.made.without_response += sent as u64;
+        for _ in 0..FLOOD_DATAGRAMS / FLOOD_BURST {
+            let sent = (0..FLOOD_BURST).filter(|_| self.unanswered_client.send().is_some()).count();
+            self.counts.without_response += sent as u64;
             std::thread::sleep(Duration::from_micros(100));
         }
-        self.made.floods += 1;
+        self.counts.floods += 1;
     }
 }

@@ -35,12 +35,12 @@ fn command_named(name: &str) -> anyhow::Result<PathBuf> {
 
 /// `coreward ARGUMENTS` with the operator's token, on the machine of the only controller. Fails when there is no
 /// `coreward`.
-pub fn asking(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
-    asking_of(testbed, [1], arguments)
+pub fn operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
+    operator_command_for(testbed, [1], arguments)
 }
 
 /// A command that asks whichever of these controllers leads. Fails when there is no `coreward`.
-pub fn asking_of(
+pub fn operator_command_for(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
     arguments: &[&str],
@@ -108,7 +108,7 @@ pub(super) fn start_daemon(
         command.env("COREWARD_LOG_FORMAT", "json");
     }
     if let Some(preload) = &options.preload {
-        preload.give(name, &mut command)?;
+        preload.apply_faults(name, &mut command)?;
     }
     command.arg(daemon).arg("--config").arg(configuration(testbed, name));
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);

@@ -69,7 +69,7 @@ pub(super) fn write_controller_files(
         let address = options.servers_family.address(server_address(*number));
         write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
         text += &vlan_line(testbed.server_vlan(*number));
-        text += options.servers_more.get(number).map_or("", String::as_str);
+        text += options.server_lines.get(number).map_or("", String::as_str);
     }
     for (index, vip) in testbed.vips().enumerate() {
         let (policy, vip) = (&options.policy, SocketAddr::new(vip, SERVICE.port()));
@@ -84,7 +84,7 @@ pub(super) fn write_controller_files(
             writeln!(text, "forwarding = \"{}\"", options.forwarding.name())?;
         }
     }
-    text += &options.more;
+    text += &options.fleet_text;
     write(&configuration(testbed, "fleet"), &text)
 }
 
@@ -106,7 +106,7 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
         testbed.directory().display(),
         vlan_line(testbed.vip_vlan())
             + &address
-            + &options.more_of_load_balancers
+            + &options.load_balancer_text
             + &tls_table_if(options.tls, testbed, Role::Lb, &name),
     );
     write(&configuration(testbed, &name), &text)
@@ -144,7 +144,7 @@ pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss(number).display(),
         decapsulation(testbed, options),
-        tls_table_if(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agents_more,
+        tls_table_if(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agent_text,
     );
     write(&configuration(testbed, &format!("agent-s{number}")), &text)
 }

@@ -33,11 +33,11 @@ pub struct FleetOptions {
     /// Run agents on servers; without them nothing reports, and only load balancers can stamp.
     pub agents: bool,
     /// Added text of the fleet's file: more services, for one.
-    pub more: String,
+    pub fleet_text: String,
     /// Added text of load balancers' files.
-    pub more_of_load_balancers: String,
+    pub load_balancer_text: String,
     /// Added text of every agent's file.
-    pub agents_more: String,
+    pub agent_text: String,
     pub json_logs: bool,
     /// Run daemons with the rights of their systemd units only.
     pub confined: bool,
@@ -66,7 +66,7 @@ pub struct FleetOptions {
     /// has its daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,
     /// By server: further lines in the fleet's file.
-    pub servers_more: BTreeMap<u16, String>,
+    pub server_lines: BTreeMap<u16, String>,
     /// Whether all parts have certificates of an authority of the testbed's own; otherwise they talk in plain.
     pub tls: bool,
 }
@@ -84,9 +84,9 @@ impl Default for FleetOptions {
             load: LoadSource::Cpu,
             steer: true,
             agents: true,
-            more: String::new(),
-            more_of_load_balancers: String::new(),
-            agents_more: String::new(),
+            fleet_text: String::new(),
+            load_balancer_text: String::new(),
+            agent_text: String::new(),
             json_logs: false,
             confined: false,
             shared_store: None,
@@ -99,7 +99,7 @@ impl Default for FleetOptions {
             lease_s: 2,
             preload: None,
             server_racks: BTreeMap::new(),
-            servers_more: BTreeMap::new(),
+            server_lines: BTreeMap::new(),
             tls: false,
         }
     }

@@ -26,7 +26,7 @@ impl Fleet {
         }
         let services = array(&status["services"]).iter();
         let whole: Vec<(&str, u64)> =
-            services.map(|service| self.table_with_all_eligible(testbed, service)).collect::<Result<_, _>>()?;
+            services.map(|service| self.complete_table(testbed, service)).collect::<Result<_, _>>()?;
         // Requested later, so that it has the fate of these tables; loads cause new ones all the time.
         let status = self.status(testbed)?;
         for (service, whole) in whole {
@@ -51,7 +51,7 @@ impl Fleet {
 
     /// Returns the name of the service, and the generation of its newest table if that has all servers that take new
     /// connections. Tables are made on change: the first may precede the last server's MAC address or report.
-    fn table_with_all_eligible<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
+    fn complete_table<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
         let name = service["name"].as_str().context("a service without a name")?;
         let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
         let expected: BTreeSet<&str> = array(&service["members"])

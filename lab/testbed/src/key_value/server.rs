@@ -114,7 +114,7 @@ impl<'a> Server<'a> {
         let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
         let pace = if args.paced {
             let more = args.service_us.clone().unwrap_or_default();
-            Pace::Clock(ServiceTimes::turbo(args.multiplier)?.with(&more))
+            Pace::Clock(ServiceTimes::turbo(args.multiplier)?.overridden_by(&more))
         } else {
             Pace::Work
         };

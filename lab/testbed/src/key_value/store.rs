@@ -91,7 +91,7 @@ mod tests {
     /// Status and pairs of an answer, from all its datagrams.
     type Answer = (u8, Vec<(Vec<u8>, Vec<u8>)>);
 
-    fn ask(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {
+    fn request(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {
         let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
         let mut response = ResponseWriter::default();
         store.answer(&request, 2, &mut response);
@@ -109,38 +109,38 @@ mod tests {
     #[test]
     fn stored_value_is_returned() {
         let store = Store::with_keys(3, 4, 4);
-        assert_eq!(ask(&store, "GET", b"new", b""), (Status::NotFound as u8, vec![]));
-        assert_eq!(ask(&store, "PUT", b"new", b"first"), (Status::Done as u8, vec![]));
-        assert_eq!(ask(&store, "PUT", b"new", b"second"), (Status::Done as u8, vec![]));
-        assert_eq!(ask(&store, "GET", b"new", b""), (0, vec![(b"new".to_vec(), b"second".to_vec())]));
-        assert_eq!(ask(&store, "PUT", b"another", b""), (Status::Full as u8, vec![]));
-        assert_eq!(ask(&store, "PUT", b"new", b""), (Status::Done as u8, vec![]));
-        let (_, got) = ask(&store, "GET", key_name(2).as_bytes(), b"");
+        assert_eq!(request(&store, "GET", b"new", b""), (Status::NotFound as u8, vec![]));
+        assert_eq!(request(&store, "PUT", b"new", b"first"), (Status::Done as u8, vec![]));
+        assert_eq!(request(&store, "PUT", b"new", b"second"), (Status::Done as u8, vec![]));
+        assert_eq!(request(&store, "GET", b"new", b""), (0, vec![(b"new".to_vec(), b"second".to_vec())]));
+        assert_eq!(request(&store, "PUT", b"another", b""), (Status::Full as u8, vec![]));
+        assert_eq!(request(&store, "PUT", b"new", b""), (Status::Done as u8, vec![]));
+        let (_, got) = request(&store, "GET", key_name(2).as_bytes(), b"");
         assert_eq!(got, [(key_name(2).into_bytes(), vec![2, 3, 4, 5])]);
     }
 
     #[test]
     fn scan_returns_keys_in_order() {
         let store = Store::with_keys(1_000, 100, 1_001);
-        ask(&store, "PUT", format!("{}x", key_name(500)).as_bytes(), b"between");
-        let (status, pairs) = ask(&store, "SCAN105", key_name(499).as_bytes(), b"");
+        request(&store, "PUT", format!("{}x", key_name(500)).as_bytes(), b"between");
+        let (status, pairs) = request(&store, "SCAN105", key_name(499).as_bytes(), b"");
         let mut expected: Vec<Vec<u8>> = (499..603).map(|number| key_name(number).into_bytes()).collect();
         expected.insert(2, format!("{}x", key_name(500)).into_bytes());
         let keys: Vec<Vec<u8>> = pairs.into_iter().map(|(key, _)| key).collect();
         assert_eq!((status, keys), (0, expected));
         // From the first key on; over the last one.
-        assert_eq!(ask(&store, "SCAN1", b"", b"").1[0].0, key_name(0).into_bytes());
-        assert_eq!(ask(&store, "SCAN127", key_name(995).as_bytes(), b"").1.len(), 5);
-        assert_eq!(ask(&store, "WORK3", b"", b""), (0, vec![]));
+        assert_eq!(request(&store, "SCAN1", b"", b"").1[0].0, key_name(0).into_bytes());
+        assert_eq!(request(&store, "SCAN127", key_name(995).as_bytes(), b"").1.len(), 5);
+        assert_eq!(request(&store, "WORK3", b"", b""), (0, vec![]));
     }
 
     #[test]
     fn longest_pairs_fit() {
         let store = Store::with_keys(0, 0, 200);
         for number in 0..127 {
-            assert_eq!(ask(&store, "PUT", &[number; KEY_MAX], &[number; VALUE_MAX]).0, Status::Done as u8);
+            assert_eq!(request(&store, "PUT", &[number; KEY_MAX], &[number; VALUE_MAX]).0, Status::Done as u8);
         }
-        assert_eq!(ask(&store, "SCAN127", b"", b"").1.len(), 127);
-        assert_eq!(ask(&store, "GET", &[5; KEY_MAX], b"").1[0].1, [5; VALUE_MAX]);
+        assert_eq!(request(&store, "SCAN127", b"", b"").1.len(), 127);
+        assert_eq!(request(&store, "GET", &[5; KEY_MAX], b"").1[0].1, [5; VALUE_MAX]);
     }
 }

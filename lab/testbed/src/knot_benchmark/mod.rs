@@ -5,12 +5,12 @@ pub mod knot;
 
 use anyhow::ensure;
 use coreward_load::report::Report;
-use coreward_sim::output::{Format, Printed};
+use coreward_sim::output::{Format, Printable};
 use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
 use crate::dispatch_figure::dispatcher::Dispatcher;
-use crate::dispatch_figure::requests::{allow_sockets, undisturbed};
+use crate::dispatch_figure::requests::{allow_sockets, measure_undisturbed};
 use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS, PLAIN, SIGNED};
@@ -94,7 +94,7 @@ pub struct Comparison {
 /// Measures and prints.
 pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
-    print!("{}", compare(args)?.printed(args.format));
+    print!("{}", compare(args)?.render(args.format));
     Ok(())
 }
 
@@ -133,7 +133,7 @@ fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> 
         ("--mix", format!("WORK0={},WORK1={}", 1.0 - args.signed, args.signed)),
         ("--query", format!("{PLAIN},{SIGNED}")),
     ];
-    let report = undisturbed(testbed, DNS, args.rate, args.seconds, seed, &options)?;
+    let report = measure_undisturbed(testbed, DNS, args.rate, args.seconds, seed, &options)?;
     ensure!(report.errors.failed == 0, "knotd answered {} queries with an error", report.errors.failed);
     if let Some(dispatcher) = dispatcher {
         let dispatched = dispatcher.dispatched()?;
@@ -162,7 +162,7 @@ impl Measured {
     }
 }
 
-impl Printed for Comparison {
+impl Printable for Comparison {
     fn columns(&self) -> Vec<&'static str> {
         vec!["policy", "answered/s", "plain p50 us", "plain p99 us", "signed p99 us", "lost"]
     }

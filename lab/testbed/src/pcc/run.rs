@@ -24,9 +24,9 @@ const REPORT_INTERVAL_MS: u32 = 200;
 /// Each has ports for 50,000 connections, each used once.
 const CLIENT_ADDRESSES: u16 = 4;
 /// From a load balancer's loss to the routers' knowing: three missed BFD packets at 50 ms (RFC 5880).
-const LOSS_NOTICED: Duration = Duration::from_millis(150);
+const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 /// From starting the client to the warm-up's beginning.
-const LEAD: Duration = Duration::from_millis(500);
+const START_DELAY: Duration = Duration::from_millis(500);
 /// More than this between a connection's moment and its beginning, and the machine is too busy to measure on (us).
 const LATENESS_MAX_US: u64 = 100_000;
 
@@ -60,7 +60,7 @@ impl Run {
         let mut env = TestEnv::start(method, streams.seed)?;
         let mut machine = HostCpu::new()?;
         let warm_up = u64::from(streams.warm_up_seconds);
-        let start_ns = now_ns() + LEAD.as_nanos() as u64;
+        let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
         let client = env.testbed.start_stream_client(streams, Some(start_ns))?;
         machine.start()?;
         let mut changes = timeline::CHANGES.iter().peekable();
@@ -96,8 +96,8 @@ impl Run {
             open_at_end: report.open_at_end,
             lateness_us,
             machine_busy_pct: machine.busy_pct(),
-            load_balancers: sums(balancers.map(|balancer| &balancer["state"]["counters"])),
-            servers: sums(servers.map(|server| &server["counters"])),
+            load_balancers: sum_counters(balancers.map(|balancer| &balancer["state"]["counters"])),
+            servers: sum_counters(servers.map(|server| &server["counters"])),
         })
     }
 
@@ -138,7 +138,7 @@ struct TestEnv {
     seed: u64,
     next_server: u16,
     /// Number of servers that left.
-    gone: u64,
+    removed_servers: u64,
     testbed: Testbed,
 }
 
@@ -148,7 +148,7 @@ impl TestEnv {
             instance: instance::unique_name("pcc")?,
             servers: timeline::SERVERS + timeline::count(Change::AddServer),
             cores: 1,
-            rings: true,
+            has_rings: true,
             load_balancers: timeline::LOAD_BALANCERS,
             client_addresses: CLIENT_ADDRESSES,
             seed,
@@ -170,7 +170,7 @@ impl TestEnv {
         pool.retain(|number, _| *number < next_server);
         fleet.set_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;
-        Ok(Self { fleet, _servers: servers, seed, next_server, gone: 0, testbed })
+        Ok(Self { fleet, _servers: servers, seed, next_server, removed_servers: 0, testbed })
     }
 
     /// Applies the events of one time by one new file for the controller.
@@ -187,7 +187,7 @@ impl TestEnv {
                 Change::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
                 Change::KillLoadBalancer => {
                     let first = *self.testbed.load_balancer_numbers().first().context("no load balancer is left")?;
-                    self.fleet.kill_load_balancer(&mut self.testbed, first, LOSS_NOTICED)?;
+                    self.fleet.kill_load_balancer(&mut self.testbed, first, FAILURE_DETECTION_TIME)?;
                 }
             }
         }
@@ -197,13 +197,13 @@ impl TestEnv {
     fn leaving_server(&mut self, pool: &BTreeMap<u16, AdminState>) -> u16 {
         let active = pool.iter().filter(|(_, standing)| **standing == AdminState::Active);
         let active: Vec<u16> = active.map(|(number, _)| *number).collect();
-        self.gone += 1;
-        timeline::leaving_server(&active, self.seed, self.gone)
+        self.removed_servers += 1;
+        timeline::leaving_server(&active, self.seed, self.removed_servers)
     }
 }
 
 /// Sums of counters by name, those above 0.
-fn sums<'a>(all: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
+fn sum_counters<'a>(all: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
     for (name, count) in all.filter_map(serde_json::Value::as_object).flatten() {
         *sums.entry(name.clone()).or_default() += count.as_u64().unwrap_or(0);

@@ -1,6 +1,6 @@
 //! The clients of Cheetah's experiment (NSDI'20, Sect. 5.3), in one process: connections begin by the simulator's
-//! source ([`Source`]), each for a request of the web server's mix, and a request is repeated after its connection has
-//! ended. So simulation and testbed have the same load.
+//! source ([`ConnectionSource`]), each for a request of the web server's mix, and a request is repeated after its
+//! connection has ended. So simulation and testbed have the same load.
 //!
 //! A connection is broken when it ends before all of its bytes came, when other bytes came, or when for ten seconds
 //! nothing came that was due. Source addresses and ports follow from the connection's number, so that the same run
@@ -17,7 +17,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::pcc::{Arrivals, Mix, RateStep, Source};
+use coreward_sim::pcc::{Arrivals, ConnectionSource, Mix, RateStep};
 use hdrhistogram::Histogram;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
@@ -35,11 +35,11 @@ use coreward_load::event_loop::{Epoll, Event, now_ns};
 
 const SECOND_NS: u64 = 1_000_000_000;
 /// Bytes that are late by this count as lost (ns): TCP has then retransmitted them five times or more.
-const LATE_NS: u64 = 10 * SECOND_NS;
+const LOSS_TIMEOUT_NS: u64 = 10 * SECOND_NS;
 /// The run continues after its end until the fate of connections that are late by this is known (ns).
-const DOUBTFUL_NS: u64 = SECOND_NS / 2;
+const FINAL_WAIT_NS: u64 = SECOND_NS / 2;
 /// Interval of that search (ns).
-const SWEEP_NS: u64 = SECOND_NS / 4;
+const SWEEP_INTERVAL_NS: u64 = SECOND_NS / 4;
 /// First source port, above the well-known ones, of each address.
 const FIRST_PORT: u16 = 10_000;
 const PORTS: u64 = 50_000;
@@ -166,7 +166,7 @@ pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
     let mut client = Client::new(args)?;
     while client.process_due_events()? {
         if interrupt::check().is_err() {
-            client.end_soon(now_ns());
+            client.end_after_second(now_ns());
         }
     }
     println!("{}", serde_json::to_string(&client.into_report())?);
@@ -193,7 +193,7 @@ impl Connection {
 
 struct Client<'a> {
     args: &'a StreamClientArgs,
-    source: Source,
+    source: ConnectionSource,
     mix: Mix,
     start_ns: u64,
     epoll: Epoll,
@@ -214,7 +214,7 @@ impl<'a> Client<'a> {
         let start_ns = args.start_at.unwrap_or_else(now_ns);
         Ok(Self {
             args,
-            source: Source::new(arrivals, &mix, warm_up_ns, streams.seed),
+            source: ConnectionSource::new(arrivals, &mix, warm_up_ns, streams.seed),
             mix,
             start_ns,
             epoll: Epoll::new()?,
@@ -231,7 +231,7 @@ impl<'a> Client<'a> {
     }
 
     /// The second under way becomes the last one.
-    fn end_soon(&mut self, now_ns: u64) {
+    fn end_after_second(&mut self, now_ns: u64) {
         let under_way = now_ns.saturating_sub(self.start_ns) / SECOND_NS;
         self.report.seconds.truncate(under_way as usize + 1);
     }
@@ -247,24 +247,24 @@ impl<'a> Client<'a> {
         let next_open_ns = self.next_open_ns().unwrap_or(u64::MAX);
         let events: Vec<Event> = self.epoll.wait(Some(next_open_ns.min(self.next_sweep_ns)))?.collect();
         for event in events {
-            if let Err(failure) = self.ready(event) {
+            if let Err(failure) = self.handle_event(event) {
                 self.fail(event.token, &failure);
             }
         }
         let now_ns = now_ns();
         while let Some(due_ns) = self.next_open_ns().filter(|due_ns| *due_ns <= now_ns) {
-            if let Some((identity, kind)) = self.source.take() {
+            if let Some((identity, kind)) = self.source.pop_connection() {
                 self.lateness.saturating_record((now_ns - due_ns) / 1_000);
                 self.open(identity as u32, kind, now_ns)?;
             }
         }
         if now_ns >= self.next_sweep_ns {
-            self.next_sweep_ns = now_ns + SWEEP_NS;
+            self.next_sweep_ns = now_ns + SWEEP_INTERVAL_NS;
             self.sweep(now_ns);
         }
         // Others may become late meanwhile; those that were late at the end are decided by then.
-        let decided_ns = self.end_ns() + LATE_NS + SWEEP_NS;
-        let doubtful = |connection: &Connection| connection.due_ns() + DOUBTFUL_NS < now_ns;
+        let decided_ns = self.end_ns() + LOSS_TIMEOUT_NS + SWEEP_INTERVAL_NS;
+        let doubtful = |connection: &Connection| connection.due_ns() + FINAL_WAIT_NS < now_ns;
         Ok(now_ns < self.end_ns() || (now_ns < decided_ns && self.connections.values().any(doubtful)))
     }
 
@@ -314,20 +314,20 @@ impl<'a> Client<'a> {
         Ok(())
     }
 
-    fn ready(&mut self, event: Event) -> Result<(), Failure> {
+    fn handle_event(&mut self, event: Event) -> Result<(), Failure> {
         let Some(connection) = self.connections.get_mut(&event.token) else { return Ok(()) };
-        if event.has(libc::EPOLLERR)
+        if event.has_flags(libc::EPOLLERR)
             && let Some(error) = connection.stream.take_error()?
         {
             return Err(error.into());
         }
-        if !connection.connected && event.has(libc::EPOLLOUT) {
+        if !connection.connected && event.has_flags(libc::EPOLLOUT) {
             connection.connected = true;
             if connection.stream.write(connection.request.as_bytes())? != REQUEST_BYTES {
                 return Err(io::Error::from(io::ErrorKind::WriteZero).into());
             }
         }
-        if event.has(libc::EPOLLIN) { self.receive(event.token) } else { Ok(()) }
+        if event.has_flags(libc::EPOLLIN) { self.receive(event.token) } else { Ok(()) }
     }
 
     /// Reads everything, to the end of the stream if it is there.
@@ -351,7 +351,7 @@ impl<'a> Client<'a> {
         }
         let kind = connection.kind;
         self.connections.remove(&number);
-        self.source.ended(kind);
+        self.source.connection_ended(kind);
         let now_ns = now_ns();
         if now_ns < self.end_ns() {
             self.second(now_ns).completed += 1;
@@ -362,12 +362,12 @@ impl<'a> Client<'a> {
     fn fail(&mut self, number: u64, failure: &Failure) {
         let Some(connection) = self.connections.remove(&number) else { return };
         self.second(now_ns()).broken.count(failure, number as usize);
-        self.source.ended(connection.kind);
+        self.source.connection_ended(connection.kind);
     }
 
     /// Gives up connections that have waited too long for what is due.
     fn sweep(&mut self, now_ns: u64) {
-        let late = self.connections.iter().filter(|(_, connection)| connection.due_ns() + LATE_NS < now_ns);
+        let late = self.connections.iter().filter(|(_, connection)| connection.due_ns() + LOSS_TIMEOUT_NS < now_ns);
         let late: Vec<u64> = late.map(|(number, _)| *number).collect();
         for number in late {
             self.fail(number, &io::Error::from(io::ErrorKind::TimedOut).into());
@@ -457,10 +457,10 @@ mod tests {
         let args = StreamClientArgs { vip, first_address, addresses: 1, start_at, streams };
         let mut client = Client::new(&args).unwrap();
         assert_eq!(client.end_ns(), 11 * SECOND_NS);
-        client.end_soon(SECOND_NS + 2 * SECOND_NS + 1);
+        client.end_after_second(SECOND_NS + 2 * SECOND_NS + 1);
         assert_eq!(client.end_ns(), 4 * SECOND_NS);
         // A second request does not prolong it.
-        client.end_soon(SECOND_NS + 5 * SECOND_NS);
+        client.end_after_second(SECOND_NS + 5 * SECOND_NS);
         assert_eq!(client.end_ns(), 4 * SECOND_NS);
     }
 }

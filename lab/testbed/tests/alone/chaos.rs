@@ -22,8 +22,12 @@ fn faults_break_no_connection_and_lose_no_change() {
     println!("{outcome}");
     assert!(outcome.is_passed());
     assert!(outcome.faults.values().sum::<u64>() >= 3, "{:?}", outcome.faults);
-    assert!(outcome.writes.acknowledged > 10 && outcome.watched.statuses > 3, "{outcome}");
+    assert!(outcome.writes.acknowledged > 10 && outcome.observations.statuses > 3, "{outcome}");
     assert!(outcome.writes.drains > 0, "{outcome}");
-    let seen = &outcome.seen;
-    assert!([seen.downloads, seen.requests, seen.short, seen.kept, seen.streams].iter().all(|count| count.good > 0));
+    let traffic = &outcome.traffic;
+    assert!(
+        [traffic.downloads, traffic.requests, traffic.short, traffic.kept, traffic.streams]
+            .iter()
+            .all(|count| count.good > 0)
+    );
 }

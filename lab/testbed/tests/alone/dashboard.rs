@@ -26,9 +26,9 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 const SERVERS: u16 = 6;
 const CORES: u16 = 4;
 /// Most seconds of the watched traffic.
-const TRAFFIC: u64 = 90;
+const MAX_TRAFFIC_SECONDS: u64 = 90;
 /// For the picture: until lines and heat map have something to show.
-const POSE: Duration = Duration::from_secs(45);
+const PICTURE_DELAY: Duration = Duration::from_secs(45);
 
 /// The browser's driver, and with it every process of the browser: a process namespace of their own ends with the
 /// first.
@@ -147,7 +147,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     wait_until(&client, "new connections", flow).await?;
 
     if let Ok(picture) = std::env::var("COREWARD_SCREENSHOT") {
-        tokio::time::sleep(POSE).await;
+        tokio::time::sleep(PICTURE_DELAY).await;
         drain()?;
         tokio::time::sleep(Duration::from_secs(8)).await;
         fs::write(&picture, client.screenshot().await?).context(picture)?;
@@ -197,8 +197,11 @@ fn browser_shows_every_core_and_changes() {
         ..FleetOptions::default()
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let workload =
-        Workload { duration_us: TRAFFIC * 1_000_000, cores: (SERVERS * CORES).into(), ..Workload::default() };
+    let workload = Workload {
+        duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
+        cores: (SERVERS * CORES).into(),
+        ..Workload::default()
+    };
     let log: PathBuf = testbed.directory().join("arrivals.txt");
     fs::write(&log, workload.generate(1).to_string()).unwrap();
     let mut load = Command::new(lab_command().unwrap());

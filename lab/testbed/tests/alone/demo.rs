@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use coreward_model::arrivals::ArrivalLog;
 use coreward_testbed::fleet::lab_command;
-use coreward_testbed::instance::remains;
+use coreward_testbed::instance::find_remains;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -53,7 +53,7 @@ fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
     let kept: serde_json::Value = serde_json::from_slice(&std::fs::read(out.path().join("demo.json"))?)?;
     assert_eq!(kept, results);
     for policy in ["hash", "crossrss", "crossrssplus"] {
-        assert_eq!(remains(&format!("demo{policy}{pid}")), Vec::<PathBuf>::new());
+        assert_eq!(find_remains(&format!("demo{policy}{pid}")), Vec::<PathBuf>::new());
     }
     Ok(())
 }
@@ -93,7 +93,7 @@ fn demo_ended_by(signal: Signal) -> anyhow::Result<String> {
     let mut demo = demo(&["--policy", "hash"], out.path())?.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     let instance = instance(demo.id());
     let end = Instant::now() + Duration::from_secs(60);
-    while !remains(&instance).iter().any(|path| path.to_string_lossy().ends_with(&format!("{instance}-s5"))) {
+    while !find_remains(&instance).iter().any(|path| path.to_string_lossy().ends_with(&format!("{instance}-s5"))) {
         anyhow::ensure!(Instant::now() < end && demo.try_wait()?.is_none(), "the demo makes no testbed");
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -107,14 +107,14 @@ fn demo_ended_by(signal: Signal) -> anyhow::Result<String> {
 fn interrupted_or_killed_demo_leaves_nothing() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let instance = demo_ended_by(Signal::SIGINT)?;
-    assert_eq!(remains(&instance), Vec::<PathBuf>::new());
+    assert_eq!(find_remains(&instance), Vec::<PathBuf>::new());
 
     let instance = demo_ended_by(Signal::SIGKILL)?;
-    assert_ne!(remains(&instance), Vec::<PathBuf>::new());
+    assert_ne!(find_remains(&instance), Vec::<PathBuf>::new());
     let clean = Command::new(lab_command()?).args(["testbed", "clean", &instance]).output()?;
     let removed = String::from_utf8_lossy(&clean.stdout);
     assert!(removed.starts_with("removed testbed ") && removed.trim_end().ends_with(&instance), "{clean:?}");
-    assert_eq!(remains(&instance), Vec::<PathBuf>::new());
+    assert_eq!(find_remains(&instance), Vec::<PathBuf>::new());
     Ok(())
 }
 

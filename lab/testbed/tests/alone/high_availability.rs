@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use coreward_etcd::local::Member;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{
-    Fleet, FleetOptions, LoadSource, api_address_of, asking_of, controller_address_of, coreward_command,
+    Fleet, FleetOptions, LoadSource, api_address_of, controller_address_of, coreward_command, operator_command_for,
 };
 use coreward_testbed::process::Process;
 use coreward_testbed::stream::client::Streams;
@@ -62,7 +62,7 @@ fn start_member(testbed: &Testbed, members: &[Member], position: usize) -> Proce
 
 /// `coreward ARGUMENTS`, of this controller; a stopped one times out after 10 s.
 fn run_coreward(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
-    let command = asking_of(testbed, [controller], arguments)?;
+    let command = operator_command_for(testbed, [controller], arguments)?;
     let mut hurried = Command::new("timeout");
     hurried.arg("10").arg(command.get_program()).args(command.get_args());
     hurried.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -75,7 +75,7 @@ fn coreward(
     controllers: impl IntoIterator<Item = u16>,
     arguments: &[&str],
 ) -> anyhow::Result<String> {
-    let command = asking_of(testbed, controllers, arguments)?;
+    let command = operator_command_for(testbed, controllers, arguments)?;
     Ok(String::from_utf8(testbed.run(testbed.controller(), command)?.stdout)?)
 }
 

@@ -24,18 +24,18 @@ struct TestEnv {
 
 impl TestEnv {
     /// Servers at work, and another load balancer in front of them; no agent yet.
-    fn behind(kind: Kind, instance: &str, family: Family) -> (baseline_lb::OtherBalancer, Self) {
+    fn start_behind(kind: Kind, instance: &str, family: Family) -> (baseline_lb::BaselineBalancer, Self) {
         let instance = instance.to_owned();
         let options = TestbedOptions { instance, family, servers: SERVERS, cores: 1, ..TestbedOptions::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-        let other = testbed.start_other_balancer(kind).unwrap();
-        testbed.announce_other().unwrap();
+        let other = testbed.start_baseline_balancer(kind).unwrap();
+        testbed.announce_baseline().unwrap();
         (other, Self { _nginx: nginx, testbed })
     }
 
     /// Connections to the service that have been asked once; every fourth without TCP timestamps.
-    fn connect(&self, count: usize) -> Kept {
+    fn connect(&self, count: usize) -> HeldConnections {
         let kept = self.testbed.client().within(|| {
             (0..count)
                 .map(|index| {
@@ -47,7 +47,7 @@ impl TestEnv {
                 })
                 .collect()
         });
-        Kept(kept.unwrap())
+        HeldConnections(kept.unwrap())
     }
 
     /// wrk with keep-alive, from now on for so long.
@@ -60,7 +60,7 @@ impl TestEnv {
     }
 
     fn fleet(&self, more: &str) -> Fleet {
-        let options = FleetOptions { policy: "rr".to_owned(), more: more.to_owned(), ..FleetOptions::default() };
+        let options = FleetOptions { policy: "rr".to_owned(), fleet_text: more.to_owned(), ..FleetOptions::default() };
         Fleet::start(&self.testbed, options).unwrap()
     }
 
@@ -85,7 +85,7 @@ impl TestEnv {
     /// Changes the fleet's file, and waits until it is in force everywhere.
     fn set(&self, fleet: &mut Fleet, more: &str) {
         let before = fleet.status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
-        fleet.set_more(&self.testbed, more).unwrap();
+        fleet.set_fleet_text(&self.testbed, more).unwrap();
         eventually(LIMIT, "the controller reads the fleet's file", || {
             fleet.status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap() > before
         });
@@ -101,10 +101,10 @@ impl TestEnv {
 }
 
 /// Connections, each with the worker that answered first.
-struct Kept(Vec<(Connection, Answerer)>);
+struct HeldConnections(Vec<(Connection, Answerer)>);
 
-impl Kept {
-    fn broken(&mut self) -> usize {
+impl HeldConnections {
+    fn count_broken(&mut self) -> usize {
         count_broken(&mut self.0)
     }
 
@@ -124,11 +124,11 @@ fn wrk_errors(mut wrk: Process) -> Vec<String> {
     text.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
 }
 
-fn adopt(family: Family) -> String {
+fn migrate_from(family: Family) -> String {
     format!("migrate_from = \"{}\"\n", family.address(baseline_lb::ADDRESS))
 }
 
-fn hand_over(family: Family) -> String {
+fn migrate_to(family: Family) -> String {
     format!("migrate_to = \"{}\"\n", family.address(baseline_lb::ADDRESS))
 }
 
@@ -145,25 +145,25 @@ fn live_ipv6_pool_migrates_from_a_director_and_back() {
 }
 
 fn migrate_from_a_director_and_back(instance: &str, family: Family) {
-    let (director, env) = TestEnv::behind(Kind::Director, instance, family);
+    let (director, env) = TestEnv::start_behind(Kind::Director, instance, family);
     let wrk = env.wrk(9);
     let mut oldest = env.connect(40);
     assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize]);
 
     // Agents first, and the load balancer, to which no packet goes yet.
-    let mut fleet = env.fleet(&adopt(family));
-    assert_eq!(oldest.broken(), 0, "when the agents came");
+    let mut fleet = env.fleet(&migrate_from(family));
+    assert_eq!(oldest.count_broken(), 0, "when the agents came");
     let mut older = env.connect(40);
 
     env.testbed.announce(&[1]).unwrap();
-    assert_eq!((oldest.broken(), older.broken()), (0, 0), "when the VIP moved");
+    assert_eq!((oldest.count_broken(), older.count_broken()), (0, 0), "when the VIP moved");
     let mut ours = env.connect(40);
     assert_eq!(ours.servers().len(), usize::from(SERVERS));
     eventually(LIMIT, "connections of before pass the director", || {
         env.counter(&fleet, "to_other_balancer") > 0 && env.counter(&fleet, "established") > 0
     });
     pause(500);
-    assert_eq!((oldest.broken(), older.broken(), ours.broken()), (0, 0, 0));
+    assert_eq!((oldest.count_broken(), older.count_broken(), ours.count_broken()), (0, 0, 0));
     assert_eq!(wrk_errors(wrk), Vec::<String>::new());
 
     // Connections of before the agents end; those that came through the director since then have cookies and no need of
@@ -172,39 +172,43 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     older.0.retain(|(connection, _)| connection.has_timestamps().unwrap());
     env.set(&mut fleet, "");
     drop(director);
-    assert_eq!((older.broken(), ours.broken()), (0, 0), "when the director was gone");
+    assert_eq!((older.count_broken(), ours.count_broken()), (0, 0), "when the director was gone");
 
     // And back, with a director that knows nothing.
     let wrk = env.wrk(9);
-    let _director = env.testbed.start_other_balancer(Kind::Director).unwrap();
-    env.set(&mut fleet, &hand_over(family));
+    let _director = env.testbed.start_baseline_balancer(Kind::Director).unwrap();
+    env.set(&mut fleet, &migrate_to(family));
     assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize], "new connections are not stamped");
     let mut newer = env.connect(40);
     pause(500);
-    assert_eq!((older.broken(), ours.broken(), newer.broken()), (0, 0, 0), "while it was handed over");
+    assert_eq!(
+        (older.count_broken(), ours.count_broken(), newer.count_broken()),
+        (0, 0, 0),
+        "while it was handed over"
+    );
     assert_eq!(wrk_errors(wrk), Vec::<String>::new());
     // All of the service's old connections have ended.
     drop((older, ours));
-    env.testbed.announce_other().unwrap();
-    assert_eq!(newer.broken(), 0, "when the VIP moved back");
+    env.testbed.announce_baseline().unwrap();
+    assert_eq!(newer.count_broken(), 0, "when the VIP moved back");
     let mut newest = env.connect(40);
     drop(fleet);
     env.detach(env.testbed.load_balancer(1).unwrap(), "lb", "lb1");
     for number in env.testbed.server_numbers() {
         env.detach(env.testbed.server(number).unwrap(), "agent", &format!("agent-s{number}"));
     }
-    assert_eq!((newer.broken(), newest.broken()), (0, 0), "when nothing of coreward was left");
+    assert_eq!((newer.count_broken(), newest.count_broken()), (0, 0), "when nothing of coreward was left");
     assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize]);
 }
 
 #[test]
 fn vip_migrates_from_haproxy_and_back() {
     skip_if!(missing_testbed_rights());
-    let (_haproxy, env) = TestEnv::behind(Kind::Proxy, "adoptproxy", Family::Ipv4);
+    let (_haproxy, env) = TestEnv::start_behind(Kind::Proxy, "adoptproxy", Family::Ipv4);
     let mut theirs = env.connect(40);
     // Plain DNS: clients connect to servers' own addresses.
     let own = SocketAddrV4::new(server_address(1), SERVICE.port());
-    let mut direct = Kept(
+    let mut direct = HeldConnections(
         env.testbed
             .client()
             .within(|| {
@@ -214,16 +218,24 @@ fn vip_migrates_from_haproxy_and_back() {
             })
             .unwrap(),
     );
-    let mut fleet = env.fleet(&adopt(Family::Ipv4));
+    let mut fleet = env.fleet(&migrate_from(Family::Ipv4));
     env.testbed.announce(&[1]).unwrap();
-    assert_eq!((theirs.broken(), direct.broken()), (0, 0), "when the VIP moved");
+    assert_eq!((theirs.count_broken(), direct.count_broken()), (0, 0), "when the VIP moved");
     let mut ours = env.connect(40);
     assert_eq!(ours.servers().len(), usize::from(SERVERS));
-    env.set(&mut fleet, &hand_over(Family::Ipv4));
+    env.set(&mut fleet, &migrate_to(Family::Ipv4));
     let mut theirs_again = env.connect(40);
     pause(500);
-    assert_eq!((theirs.broken(), ours.broken(), theirs_again.broken()), (0, 0, 0), "while it was handed over");
+    assert_eq!(
+        (theirs.count_broken(), ours.count_broken(), theirs_again.count_broken()),
+        (0, 0, 0),
+        "while it was handed over"
+    );
     drop(ours);
-    env.testbed.announce_other().unwrap();
-    assert_eq!((theirs.broken(), theirs_again.broken(), direct.broken()), (0, 0, 0), "when the VIP moved back");
+    env.testbed.announce_baseline().unwrap();
+    assert_eq!(
+        (theirs.count_broken(), theirs_again.count_broken(), direct.count_broken()),
+        (0, 0, 0),
+        "when the VIP moved back"
+    );
 }

@@ -24,7 +24,7 @@ fn daemons_work_within_their_units_limits() {
         "[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\nlisten = \"{SERVICE}\"\n",
         testbed.pin_directory().join("dispatch").display()
     );
-    let options = FleetOptions { confined: true, agents_more: dispatch, ..Default::default() };
+    let options = FleetOptions { confined: true, agent_text: dispatch, ..Default::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     send_requests(&testbed, 20);
 

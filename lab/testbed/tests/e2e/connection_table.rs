@@ -18,7 +18,7 @@ fn start_env(instance: &str) -> TestEnv {
     let fleet = FleetOptions {
         consistency: Consistency::Stateful,
         policy: "rr".to_owned(),
-        more_of_load_balancers: "connection_timers = { idle = \"2s\", closing = \"1s\" }\n".to_owned(),
+        load_balancer_text: "connection_timers = { idle = \"2s\", closing = \"1s\" }\n".to_owned(),
         ..FleetOptions::default()
     };
     TestEnv::start(options, fleet)

@@ -30,7 +30,7 @@ impl Containers {
         };
         let containers = (1..=3).map(start).collect();
         let containers = Self { _containers: containers, env };
-        eventually(*TIMEOUT, "every container answers", || (0..20).all(|_| containers.ask().is_ok()));
+        eventually(*TIMEOUT, "every container answers", || (0..20).all(|_| containers.query_worker().is_ok()));
         containers
     }
 
@@ -39,7 +39,7 @@ impl Containers {
     }
 
     /// One connection with one request.
-    fn ask(&self) -> anyhow::Result<()> {
+    fn query_worker(&self) -> anyhow::Result<()> {
         self.env.testbed.client().within(|| {
             let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE), *TIMEOUT)?;
             stream.set_read_timeout(Some(*TIMEOUT))?;
@@ -53,7 +53,7 @@ impl Containers {
 
     /// New connections that break, of [`CONNECTIONS`].
     fn broken(&self) -> Vec<anyhow::Error> {
-        (0..CONNECTIONS).filter_map(|_| self.ask().err()).collect()
+        (0..CONNECTIONS).filter_map(|_| self.query_worker().err()).collect()
     }
 
     /// Gives a third of the buckets to server 3.

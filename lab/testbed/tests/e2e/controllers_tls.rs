@@ -20,7 +20,7 @@ use crate::support::eventually;
 /// Time limit until another controller leads: a multiple of the lease, for slow machines.
 const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
 /// For a process to end, which may write to etcd first: only a safety net.
-const ENDED: Duration = Duration::from_secs(60);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
                         [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \
                         \"10.1.1.2\"\n";
@@ -50,7 +50,7 @@ fn tls_table(CredentialFiles { ca, certificate, key }: &CredentialFiles) -> Stri
     format!("ca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
 }
 
-fn api_of(number: u16) -> String {
+fn api_url(number: u16) -> String {
     format!("https://{CONTROLLER_ADDRESS}:{}", 7410 + number)
 }
 
@@ -83,7 +83,7 @@ impl TestEnv {
     fn write(&self, name: &str, number: u16, more: &str) -> PathBuf {
         let file = self.testbed.directory().join(format!("{name}.toml"));
         let own = tls_table(&self.files(Role::Controller, &format!("c{number}")));
-        let (listen, api) = (controller_address_of(number), api_of(number).replace("https://", ""));
+        let (listen, api) = (controller_address_of(number), api_url(number).replace("https://", ""));
         fs::write(&file, format!("listen = \"{listen}\"\napi = \"{api}\"\n{more}\n[tls]\n{own}")).unwrap();
         file
     }
@@ -129,7 +129,7 @@ impl TestEnv {
 
     /// `coreward ARGUMENTS` of these controllers, by https, with an operator's certificate.
     fn run_at(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
-        let urls: Vec<String> = controllers.iter().map(|number| api_of(*number)).collect();
+        let urls: Vec<String> = controllers.iter().map(|number| api_url(*number)).collect();
         let CredentialFiles { ca, certificate, key } = &self.operator;
         let [ca, certificate, key] = [ca, certificate, key].map(|file| file.to_str().unwrap());
         let urls = urls.join(",");
@@ -185,7 +185,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     eventually(TAKEOVER_LIMIT, "the document is in force", || env.apply(&[1], DOCUMENT).is_ok());
     env.run_at(&[1], &["drain", "s1", "--force"]).unwrap();
     assert_eq!(env.drained(&[1]).unwrap(), ["s1"]);
-    assert!(single.terminate(ENDED).unwrap().success());
+    assert!(single.terminate(EXIT_TIMEOUT).unwrap().success());
     let copied = env.run(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
     assert!(copied.contains("2 servers, 1 services"), "{copied}");
 
@@ -198,7 +198,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     eventually(TAKEOVER_LIMIT, "the others name the leader", || {
         let Some((found, refusals)) = env.leader(&all) else { return false };
         leader = found;
-        let named = format!("{} (API: {}) does", controller_address_of(leader), api_of(leader));
+        let named = format!("{} (API: {}) does", controller_address_of(leader), api_url(leader));
         refusals.iter().all(|refusal| refusal.contains(&named))
     });
 
@@ -220,7 +220,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     // It dies without a word.
     let mut killed = controllers[usize::from(leader) - 1].take().unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
-    killed.wait(ENDED).unwrap();
+    killed.wait(EXIT_TIMEOUT).unwrap();
     let weighed = DOCUMENT.replacen("name = \"s1\"", "weight = 2\nname = \"s1\"", 1);
     eventually(TAKEOVER_LIMIT, "the next one takes a change", || env.apply(&all, &weighed).is_ok());
     // `None` without a leader; a leader's answers are compared.
@@ -238,7 +238,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     let in_use = env.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap_err();
     assert!(in_use.contains("a controller uses this store"), "{in_use}");
     for controller in controllers.iter_mut().flatten() {
-        assert!(controller.terminate(ENDED).unwrap().success());
+        assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success());
     }
     env.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap();
     let _single = env.start_controller(&alone);
@@ -276,7 +276,7 @@ fn controller_rejected_by_etcd_reports_the_reason() {
             log.contains("event=\"leader-unknown\"") && log.contains(&endpoint) && log.contains(expected)
         };
         eventually(TAKEOVER_LIMIT, expected, says);
-        assert!(controller.terminate(ENDED).unwrap().success(), "{}", log());
+        assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success(), "{}", log());
         let doctor = env.doctor(&file);
         assert!(doctor.contains(expected), "{doctor}");
     }

@@ -1,7 +1,7 @@
 //! `coreward dispatch` in the agent: a key-value server's requests, from the agent's file to `coreward status`.
 
 use coreward_testbed::addresses::SERVICE;
-use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
+use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command};
 use coreward_testbed::{TIMEOUT, Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -38,7 +38,7 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     let server = ["--workers", "4", "--paced", "--service-us", "GET=300"];
     let server = testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", "16000000"]].concat())?;
     let more = dispatch(&testbed, "jsq");
-    let mut fleet = Fleet::start(&testbed, FleetOptions { agents_more: more, ..FleetOptions::default() })?;
+    let mut fleet = Fleet::start(&testbed, FleetOptions { agent_text: more, ..FleetOptions::default() })?;
     // The load goes past the load balancer.
     eventually(*TIMEOUT, "four workers get requests", || eligible_workers(&dispatch_status(&fleet, &testbed)) == 4);
     let load = report(start_load(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?)?;
@@ -60,7 +60,7 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
         workers.iter().all(|worker| pids.contains(&(worker["pid"].as_u64().unwrap() as u32))),
         "{reported} {pids:?}"
     );
-    let text = asking(&testbed, &["status"])?;
+    let text = operator_command(&testbed, &["status"])?;
     let text = String::from_utf8(testbed.run(testbed.controller(), text)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE} at s1: jsq\n")), "{text}");
 

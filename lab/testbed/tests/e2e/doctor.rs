@@ -21,11 +21,11 @@ use crate::support::eventually;
 
 /// Enters namespaces of its own for mounts: the /sys of the network namespace, the testbed's BPF file system, and an
 /// empty directory for sysctl's drop-in files, of which none is the host's. `$1`: a directory to mount at.
-const ENTER: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
+const ENTER_NAMESPACES: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
                      if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
 const BPF_FILE_SYSTEM: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
 /// The report, then a line with the exit code, then the drop-in file, if there is one.
-const RUN: &str =
+const RUN_DOCTOR: &str =
     "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -39,9 +39,9 @@ enum Conditions {
 #[derive(Debug, Clone)]
 struct DoctorReport {
     /// Checks with a warning or fault.
-    found: BTreeMap<String, String>,
+    findings: BTreeMap<String, String>,
     fixed: Vec<String>,
-    fit: bool,
+    is_success: bool,
     drop_in: String,
 }
 
@@ -67,7 +67,7 @@ impl TestEnv {
             "private",
             "sh",
             "-c",
-            &format!("{ENTER}{mounts}{limits}{RUN}"),
+            &format!("{ENTER_NAMESPACES}{mounts}{limits}{RUN_DOCTOR}"),
             "sh",
         ]);
         command.arg(&self.mount_point);
@@ -85,18 +85,18 @@ impl TestEnv {
         let findings = report["findings"].as_array().unwrap().iter();
         let words = |value: &Value| value.as_str().unwrap().to_owned();
         let printed = DoctorReport {
-            found: findings
+            findings: findings
                 .filter(|finding| finding["severity"] == "warning" || finding["severity"] == "fault")
                 .map(|finding| {
                     (words(&finding["check"]), format!("{}: {}", words(&finding["severity"]), words(&finding["found"])))
                 })
                 .collect(),
             fixed: report["fixed"].as_array().unwrap().iter().map(words).collect(),
-            fit: code == "0",
+            is_success: code == "0",
             drop_in: drop_in.to_owned(),
         };
-        let faults = printed.found.values().any(|found| found.starts_with("fault"));
-        assert_eq!(printed.fit, !faults, "the exit code is {code}: {printed:?}");
+        let faults = printed.findings.values().any(|found| found.starts_with("fault"));
+        assert_eq!(printed.is_success, !faults, "the exit code is {code}: {printed:?}");
         printed
     }
 
@@ -171,22 +171,23 @@ struct CheckedHost {
 impl CheckedHost {
     fn new(env: &TestEnv, host: &Namespace, config: PathBuf) -> Self {
         let baseline = env.doctor(host, &config, Conditions::Plain, &[]);
-        assert!(baseline.fit, "{}: {baseline:?}", config.display());
+        assert!(baseline.is_success, "{}: {baseline:?}", config.display());
         Self { host: host.clone(), config, baseline }
     }
 
     /// Asserts that doctor finds `check` in addition to the baseline, and nothing else.
     fn assert_only_new_finding(&self, env: &TestEnv, what: &str, check: &str, conditions: Conditions, more: &[&str]) {
         let printed = env.doctor(&self.host, &self.config, conditions, more);
-        let new: Vec<&String> = printed.found.keys().filter(|name| !self.baseline.found.contains_key(*name)).collect();
+        let new: Vec<&String> =
+            printed.findings.keys().filter(|name| !self.baseline.findings.contains_key(*name)).collect();
         env.record_unless(new == [check], || {
             format!("{what}: expected {check} alone: {printed:?}; before: {:?}", self.baseline)
         });
-        println!("{what}: {check}, {:?}", printed.found.get(check));
+        println!("{what}: {check}, {:?}", printed.findings.get(check));
     }
 
     /// Returns this file with these replacements.
-    fn with(&self, replace: &[(&str, &str)], more: &str) -> Self {
+    fn with_replacements(&self, replace: &[(&str, &str)], more: &str) -> Self {
         let mut text = fs::read_to_string(&self.config).unwrap();
         for (from, to) in replace {
             assert!(text.contains(from), "{from}: {text}");
@@ -199,7 +200,7 @@ impl CheckedHost {
 
     fn assert_no_new_finding(&self, env: &TestEnv, after: &str) {
         let printed = env.doctor(&self.host, &self.config, Conditions::Plain, &[]);
-        let names = |printed: &DoctorReport| printed.found.keys().cloned().collect::<Vec<_>>();
+        let names = |printed: &DoctorReport| printed.findings.keys().cloned().collect::<Vec<_>>();
         env.record_unless(names(&printed) == names(&self.baseline), || format!("after {after}: {printed:?}"));
     }
 
@@ -215,7 +216,7 @@ impl CheckedHost {
     fn assert_fixed(&self, env: &TestEnv, check: &str, inject: &str, conditions: Conditions) -> DoctorReport {
         self.assert_only_new_finding(env, inject, check, conditions, &[]);
         let printed = env.doctor(&self.host, &self.config, conditions, &["--fix"]);
-        env.record_unless(!printed.found.contains_key(check), || format!("{inject}: not fixed: {printed:?}"));
+        env.record_unless(!printed.findings.contains_key(check), || format!("{inject}: not fixed: {printed:?}"));
         let done = !printed.fixed.is_empty() && printed.fixed.iter().all(|line| !line.starts_with("NOT"));
         env.record_unless(done, || format!("{inject}: {printed:?}"));
         println!("{inject}: {}", printed.fixed.join("; "));
@@ -232,7 +233,7 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     let routes =
         [("ipv4/ip_forward", "1"), ("ipv4/conf/all/send_redirects", "0"), ("ipv4/conf/eth0/send_redirects", "0")];
     testbed.load_balancer(1).unwrap().set_sysctls(&routes).unwrap();
-    let fleet = FleetOptions { more: by_lb, agents: false, ..FleetOptions::default() };
+    let fleet = FleetOptions { fleet_text: by_lb, agents: false, ..FleetOptions::default() };
     let fleet = Fleet::start(&testbed, fleet).unwrap();
     // One without a daemon, to be checked before there is one.
     let second = testbed.add_load_balancer().unwrap();
@@ -279,13 +280,13 @@ fn every_injected_misconfiguration_is_named() {
         Conditions::Plain,
         &[],
     );
-    assert!(at_work.fit, "{at_work:?}");
+    assert!(at_work.is_success, "{at_work:?}");
     fleet.start_agent(&env.testbed, 1).unwrap();
     let agent = env.testbed.directory().join("agent-s1.toml");
     let pins = env.testbed.pin_directory().join("agent-s1/server/state");
     eventually(Duration::from_secs(30), "the agent has pinned its state", || pins.exists());
     let at_work = env.doctor(env.server(), &agent, Conditions::Plain, &[]);
-    assert!(at_work.fit, "{at_work:?}");
+    assert!(at_work.is_success, "{at_work:?}");
     check_frames_dropped_by_veth(&env);
     let failures = env.failures.take();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
@@ -304,12 +305,12 @@ fn check_frames_dropped_by_veth(env: &TestEnv) {
     eventually(Duration::from_secs(30), "frames are dropped and named", || {
         assert!(!env.testbed.client().within(connect).unwrap(), "a connection through a switch that takes no frames");
         let report = env.doctor(env.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
-        report.found.contains_key("xdp-send")
+        report.findings.contains_key("xdp-send")
     });
     // GRO alone takes the frames, and delivers none.
     env.shell(env.testbed.switch(), "ethtool -K lb1 gro on");
     let report = env.doctor(env.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
-    let found = report.found.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
+    let found = report.findings.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
     env.record_unless(found, || format!("GRO alone at the other end of a veth: {report:?}"));
 }
 
@@ -426,7 +427,7 @@ fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
     // With an XDP program at either end veth takes no such MTU.
     env.shell(env.testbed.switch(), "ip link set dev lb2 xdp off");
     env.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 9000"));
-    let native = balancer.with(&[], "xdp_mode = \"native\"\n");
+    let native = balancer.with_replacements(&[], "xdp_mode = \"native\"\n");
     native.assert_only_new_finding(env, "an MTU of 9000", "mtu", Conditions::Plain, &[]);
     env.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 1500"));
     balancer.assert_no_new_finding(env, "mtu");
@@ -471,11 +472,11 @@ fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
     controller.assert_fixed(env, "store", &readable, Conditions::Plain);
     controller.assert_no_new_finding(env, &readable);
     let missing = store.with_file_name("no/controller.redb");
-    let elsewhere = controller.with(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
+    let elsewhere = controller.with_replacements(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
     elsewhere.assert_only_new_finding(env, "the store's directory is missing", "store", Conditions::Plain, &[]);
     check_store_on_another_disk(env, controller, &store);
     let listen = [(controller_address(), "192.0.2.1:7400")];
-    let elsewhere = controller.with(&[(&listen[0].0, listen[0].1)], "");
+    let elsewhere = controller.with_replacements(&[(&listen[0].0, listen[0].1)], "");
     elsewhere.assert_only_new_finding(env, "an address of another machine", "listen", Conditions::Plain, &[]);
 }
 
@@ -483,7 +484,7 @@ fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &
     let disk = Disk::mount(env.testbed.directory().join("doctor-disk"));
     let on_disk = disk.0.join("controller.redb");
     fs::copy(store, &on_disk).unwrap();
-    let controller = controller.with(&[(store.to_str().unwrap(), on_disk.to_str().unwrap())], "");
+    let controller = controller.with_replacements(&[(store.to_str().unwrap(), on_disk.to_str().unwrap())], "");
     controller.assert_no_new_finding(env, "a store on another disk");
     let fill = disk.0.join("fill");
     let full = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", fill.display());

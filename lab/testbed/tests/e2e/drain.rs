@@ -35,7 +35,7 @@ impl TestEnv {
         Self { fleet, _nginx: nginx, testbed }
     }
 
-    fn all_reach(&self, server: u16) -> bool {
+    fn is_only_server(&self, server: u16) -> bool {
         open(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server == server)
     }
 
@@ -109,7 +109,7 @@ fn drain_ends_when_last_connection_closes() {
     let remain = leaving.len();
     let mut waiting = env.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
     waiting.wait_for_output(&format!("s1 is draining: {remain} connections remain\n"));
-    assert!(env.all_reach(2));
+    assert!(env.is_only_server(2));
 
     env.fleet.kill("controller").unwrap();
     waiting
@@ -120,7 +120,7 @@ fn drain_ends_when_last_connection_closes() {
     waiting.wait_for_output("s1 is draining: 1 connection remains\n");
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     assert_eq!(env.state("s1"), "draining");
-    assert!(env.all_reach(2));
+    assert!(env.is_only_server(2));
     assert_answered(&mut leaving);
     assert_answered(&mut staying);
     assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.output());
@@ -133,7 +133,7 @@ fn drain_ends_when_last_connection_closes() {
     assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
     assert_eq!(env.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
     assert!(env.coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
-    eventually(*TIMEOUT, "server 1 is back", || !env.all_reach(2));
+    eventually(*TIMEOUT, "server 1 is back", || !env.is_only_server(2));
     assert_answered(&mut staying);
 }
 
@@ -168,7 +168,7 @@ fn ended_wait_leaves_the_server_drained() {
         "{printed}"
     );
     assert_eq!(env.state("s1"), "draining");
-    assert!(env.all_reach(2));
+    assert!(env.is_only_server(2));
     assert_answered(&mut of_1);
     let top = env.coreward(&["top", "--once"]).unwrap();
     assert!(top.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top}");

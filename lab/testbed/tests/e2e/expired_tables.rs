@@ -48,7 +48,7 @@ impl TestEnv {
         let options = FleetOptions {
             steer: false,
             applied: Some(DOCUMENT.to_owned()),
-            more_of_load_balancers: format!("metrics = \"{METRICS}\"\n"),
+            load_balancer_text: format!("metrics = \"{METRICS}\"\n"),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();

@@ -13,12 +13,14 @@ use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if}
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, assert_answered, daemon_log, eventually, open, pause, time_to_log};
+use crate::support::{
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, daemon_log, eventually, open, pause, time_to_log,
+};
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// By the configuration below: interval x fall + timeout, and the daemon's tick. The timeout is what a busy machine
 /// may take.
-const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
+const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
 const CHECK: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\ninterval = \
                      \"200ms\"\n\
@@ -45,7 +47,7 @@ impl TestEnv {
             fs::write(health_file(&testbed, number), "well\n").unwrap();
         }
         let options =
-            FleetOptions { policy: "rr".to_owned(), more: keys.to_owned(), steer: false, ..Default::default() };
+            FleetOptions { policy: "rr".to_owned(), fleet_text: keys.to_owned(), steer: false, ..Default::default() };
         let fleet = Fleet::start(&testbed, options).unwrap();
         Self { fleet, nginx, testbed }
     }
@@ -94,8 +96,10 @@ impl TestEnv {
 
     /// The servers that get new connections now.
     fn servers(&self) -> Vec<u16> {
-        let mut servers: Vec<u16> =
-            open(&self.testbed, AT_EVERY_SERVER).into_iter().map(|(_, answerer)| answerer.server).collect();
+        let mut servers: Vec<u16> = open(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
+            .into_iter()
+            .map(|(_, answerer)| answerer.server)
+            .collect();
         servers.sort_unstable();
         servers.dedup();
         servers
@@ -134,13 +138,13 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     // `joining` for so long that a look each half second finds it.
     let mut env = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     env.wait_until_checked();
-    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.wait_until_only_reach(&[1, 2, 3]);
 
     // It answers, but not that it is well.
     env.set_healthy(1, false);
     let took = env.wait_for(1, "down");
-    println!("found after {took:?}, expected within {FOUND_WITHIN:?}");
+    println!("found after {took:?}, expected within {DETECTION_TIME:?}");
     assert!(env.state(1).1.contains("answers 404 Not Found: expected 200-399"), "{:?}", env.state(1));
     env.wait_until_only_reach(&[2, 3]);
     assert_answered(&mut connections);
@@ -198,7 +202,8 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     };
     assert_eq!(dropped(&env), 0);
 
-    let options = FleetOptions { more: format!("when_all_down = \"drop\"\n{CHECK}"), ..env.fleet.options().clone() };
+    let options =
+        FleetOptions { fleet_text: format!("when_all_down = \"drop\"\n{CHECK}"), ..env.fleet.options().clone() };
     env.fleet.set_options(&env.testbed, options).unwrap();
     let is_dropped = |env: &TestEnv| {
         let open = || {
@@ -230,22 +235,22 @@ fn assert_masked_in_time(env: &TestEnv, died: SystemTime) {
     for number in env.testbed.load_balancer_numbers() {
         let masked = || time_to_log(&env.testbed, number, words, died);
         eventually(LIMIT, words, || masked().is_some());
-        println!("lb{number}: masked after {:?}, expected within {FOUND_WITHIN:?}", masked().unwrap());
-        assert!(masked().unwrap() <= FOUND_WITHIN, "lb{number}");
+        println!("lb{number}: masked after {:?}, expected within {DETECTION_TIME:?}", masked().unwrap());
+        assert!(masked().unwrap() <= DETECTION_TIME, "lb{number}");
     }
 }
 
 /// Returns the servers that answer new connections; `None`: one is refused or not answered.
-fn served_by(env: &TestEnv) -> Vec<Option<u16>> {
+fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
     let request =
         || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
-    env.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| request()).collect())).unwrap()
+    env.testbed.client().within(|| Ok((0..MIN_CONNECTIONS_FOR_EVERY_SERVER).map(|_| request()).collect())).unwrap()
 }
 
 /// Waits until new connections go to these servers and none fails.
 fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
     eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
-        let mut found = served_by(env);
+        let mut found = answering_servers(env);
         found.sort_unstable();
         found.dedup();
         found == servers.iter().copied().map(Some).collect::<Vec<_>>()
@@ -275,7 +280,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     wait_until_served_by(&env, &[1, 2, 3]);
     env.testbed.announce(&[1, 2]).unwrap();
 
-    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
     env.nginx[1] = None;
@@ -288,7 +293,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     (1..=3).for_each(|number| env.set_healthy(number, false));
     env.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
     eventually(LIMIT, "s1 and s3 get new connections", || {
-        let found = served_by(&env);
+        let found = answering_servers(&env);
         found.contains(&Some(1)) && found.contains(&Some(3))
     });
     (1..=3).for_each(|number| env.set_healthy(number, true));
@@ -302,7 +307,7 @@ fn load_balancer_restarted_without_controller_continues_checks() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("restarted", 1, CHECK);
     env.wait_until_checked();
-    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
     env.nginx[1] = None;

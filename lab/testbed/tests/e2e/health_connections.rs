@@ -213,14 +213,14 @@ fn connections_of_health_checks_end_at_the_server() {
     let _nginx = start_nginx(&testbed);
     let _silent = listen_silently(&testbed);
     let mut sniffer = Sniffer::start(testbed.server(1).unwrap());
-    let options = FleetOptions { policy: "rr".to_owned(), more: services(), agents: false, ..Default::default() };
+    let options = FleetOptions { policy: "rr".to_owned(), fleet_text: services(), agents: false, ..Default::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
 
     wait_for_checks(&mut sniffer);
-    fleet.set_more(&testbed, "").unwrap();
+    fleet.set_fleet_text(&testbed, "").unwrap();
     assert_all_ended(&testbed, &mut sniffer, "checks are removed");
 
-    fleet.set_more(&testbed, &services()).unwrap();
+    fleet.set_fleet_text(&testbed, &services()).unwrap();
     wait_for_checks(&mut sniffer);
     fleet.daemon("lb1").unwrap().terminate(*TIMEOUT).unwrap();
     assert_all_ended(&testbed, &mut sniffer, "the load balancer's daemon ends");

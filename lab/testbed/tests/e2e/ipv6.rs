@@ -65,8 +65,8 @@ fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
 fn ipv6_services_are_checked_announced_and_explained() {
     skip_if!(missing_testbed_rights());
     let options = FleetOptions {
-        more: "[service.health]\nport = 7600\ninterval = \"200ms\"\n".to_owned(),
-        more_of_load_balancers: "[announce]\n".to_owned(),
+        fleet_text: "[service.health]\nport = 7600\ninterval = \"200ms\"\n".to_owned(),
+        load_balancer_text: "[announce]\n".to_owned(),
         ..FleetOptions::default()
     };
     let env = start("ipv6show", options);
@@ -137,7 +137,8 @@ fn daemons_reach_their_controller_and_each_other_by_ipv6() {
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(missing_testbed_rights());
     let more = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
-    let env = start("ipv6vip", FleetOptions { more, servers_family: Family::Ipv6, ..FleetOptions::default() });
+    let env =
+        start("ipv6vip", FleetOptions { fleet_text: more, servers_family: Family::Ipv6, ..FleetOptions::default() });
     let checks_of = |server: &str, up: bool| {
         let status = env.fleet.status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap().clone();

@@ -40,7 +40,7 @@ impl Client {
         Ok(Self { socket, next_id: 0 })
     }
 
-    fn ask(&mut self, request_type: &str, key: &str, value: &str) -> anyhow::Result<Answer> {
+    fn request(&mut self, request_type: &str, key: &str, value: &str) -> anyhow::Result<Answer> {
         let id = self.next_id;
         self.next_id += 1;
         let (key, value) = (key.as_bytes(), value.as_bytes());
@@ -71,10 +71,10 @@ fn get_returns_the_stored_value() -> anyhow::Result<()> {
     let put_and_get = |shared: bool| {
         testbed.client().within(|| {
             let mut clients: Vec<Client> = (0..24).map(|_| Client::open()).collect::<anyhow::Result<_>>()?;
-            let (_, writer, _) = clients[0].ask("PUT", "new", "value")?;
+            let (_, writer, _) = clients[0].request("PUT", "new", "value")?;
             let mut others = 0;
             for client in &mut clients {
-                let (status, worker, pairs) = client.ask("GET", "new", "")?;
+                let (status, worker, pairs) = client.request("GET", "new", "")?;
                 others += usize::from(worker != writer);
                 if shared || worker == writer {
                     assert_eq!((status, pairs), (Status::Done as u8, vec![(b"new".to_vec(), b"value".to_vec())]));
@@ -82,7 +82,7 @@ fn get_returns_the_stored_value() -> anyhow::Result<()> {
                     assert_eq!((status, pairs), (Status::NotFound as u8, vec![]), "a store per process");
                 }
                 // All stores are filled alike.
-                let (status, _, pairs) = client.ask("SCAN105", &key_name(5_000), "")?;
+                let (status, _, pairs) = client.request("SCAN105", &key_name(5_000), "")?;
                 assert_eq!((status, pairs.len()), (Status::Done as u8, 105));
                 assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
             }
@@ -115,7 +115,7 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
         Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write(&mut unpaced);
         client.socket.send(&unpaced)?;
         // It is served in order: whatever was answered before would come first, with another id.
-        client.ask("GET", &key_name(1), "")?;
+        client.request("GET", &key_name(1), "")?;
         Ok(())
     })?;
     // The worker counts an answer when it has sent it: the client may be quicker.

@@ -19,7 +19,7 @@ fn start_env(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv
         family,
         servers: tcp_timestamps.len() as u16,
         router_mtu: Some(1500),
-        answers_by_load_balancer: true,
+        routes_answers_via_load_balancer: true,
         ..TestbedOptions::default()
     };
     let fleet = FleetOptions {
@@ -99,14 +99,14 @@ fn plain_linux_servers_join_and_leave_without_broken_connections() {
 }
 
 /// Packets of open connections by decision: by the cookie, and by the flow table.
-fn by_decision(env: &TestEnv) -> [u64; 2] {
+fn packets_by_decision(env: &TestEnv) -> [u64; 2] {
     let services = state(env)["stamped_services"].clone();
     ["by_cookie", "by_flow_table"].map(|decision| services[0][decision].as_u64().unwrap())
 }
 
 /// Fails unless the cookie has decided at least 99 % of the packets of open connections since `before`.
 fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
-    let after = by_decision(env);
+    let after = packets_by_decision(env);
     let [by_cookie, by_flow_table] = [0, 1].map(|decision| after[decision] - before[decision]);
     println!("{by_cookie} packets by the cookie, {by_flow_table} by the flow table");
     assert!(by_cookie > 1_000 && by_flow_table <= by_cookie / 100, "{by_cookie} by the cookie, {by_flow_table} not");
@@ -123,7 +123,7 @@ fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, kn
     warm_up(&env, known);
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    let before = by_decision(&env);
+    let before = packets_by_decision(&env);
     let client = env.start_streams(150.0);
     env.wait_for_connections(300);
     env.set_admin_state(1, Some(AdminState::Draining));
@@ -164,7 +164,7 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("lbtslong", Family::Ipv4, &[OWN_CLOCKS; 5]);
     warm_up(&env, "per-connection");
-    let before = by_decision(&env);
+    let before = packets_by_decision(&env);
     let client = env.start_streams(250.0);
     for round in 0..20 {
         let (drained, removed) = (1 + round % 5, 1 + (round + 2) % 5);

@@ -10,7 +10,7 @@ use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if}
 
 use crate::support::{TestEnv, assert_unbroken, eventually};
 
-const NOTICED: Duration = Duration::from_millis(150);
+const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 
 fn start_env(instance: &str, consistency: Consistency, family: Family) -> TestEnv {
     let options = TestbedOptions {
@@ -45,7 +45,7 @@ fn change_load_balancers(env: &mut TestEnv) {
     env.wait_for_connections(75);
     env.set_admin_state(2, None);
     env.wait_for_connections(75);
-    env.fleet.kill_load_balancer(&mut env.testbed, 1, NOTICED).unwrap();
+    env.fleet.kill_load_balancer(&mut env.testbed, 1, FAILURE_DETECTION_TIME).unwrap();
     assert_unbroken(client);
 }
 

@@ -32,7 +32,7 @@ impl TestEnv {
         let testbed = Testbed::create(options).unwrap();
         shell(&testbed, testbed.switch(), at_switch);
         let more = format!("metrics = \"{METRICS}\"\n");
-        let options = FleetOptions { steer: false, more_of_load_balancers: more, ..FleetOptions::default() };
+        let options = FleetOptions { steer: false, load_balancer_text: more, ..FleetOptions::default() };
         let fleet = Fleet::start(&testbed, options).unwrap();
         Self { fleet, testbed }
     }

@@ -5,11 +5,13 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, asking, coreward_command};
+use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command, operator_command};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, assert_answered, eventually, metrics_page, open, series, time_to_log};
+use crate::support::{
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, eventually, metrics_page, open, series, time_to_log,
+};
 
 const METRICS: &str = "127.0.0.1:9440";
 
@@ -28,7 +30,7 @@ fn lost_store_interrupts_no_service() {
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let options = FleetOptions { steer: false, applied: Some(DOCUMENT.to_owned()), ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let mut before = open(&testbed, AT_EVERY_SERVER);
+    let mut before = open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 
     fleet.kill("controller").unwrap();
     fs::remove_file(testbed.directory().join("controller.redb")).unwrap();
@@ -43,7 +45,7 @@ fn lost_store_interrupts_no_service() {
     assert!(warnings.contains("load balancer lb1 had configuration"), "{warnings}");
     let in_force = lb1(&status())["state"]["table_generations"].to_string();
     assert!(in_force.contains("web"), "{in_force}");
-    open(&testbed, AT_EVERY_SERVER);
+    open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     testbed
         .client()
         .within(|| before.iter_mut().try_for_each(|(connection, _)| connection.query_worker().map(drop)))
@@ -52,7 +54,7 @@ fn lost_store_interrupts_no_service() {
     // An operator decides, also that there are no services.
     let none = testbed.directory().join("none.toml");
     fs::write(&none, "report_interval = \"50ms\"\n").unwrap();
-    let apply = asking(&testbed, &["apply", "--yes", &none.display().to_string()]).unwrap();
+    let apply = operator_command(&testbed, &["apply", "--yes", &none.display().to_string()]).unwrap();
     testbed.run(testbed.controller(), apply).unwrap();
     eventually(*TIMEOUT, "the load balancer has no service", || {
         lb1(&status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
@@ -65,8 +67,8 @@ fn configuration_is_saved_when_the_disk_has_room() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let more_of_load_balancers = format!("metrics = \"{METRICS}\"\n");
-    let options = FleetOptions { steer: false, more_of_load_balancers, ..FleetOptions::default() };
+    let load_balancer_text = format!("metrics = \"{METRICS}\"\n");
+    let options = FleetOptions { steer: false, load_balancer_text, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let saved = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
@@ -110,9 +112,9 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
     let options = TestbedOptions { instance: "unpinned".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
-    let more_of_load_balancers = format!("metrics = \"{METRICS}\"\n");
+    let load_balancer_text = format!("metrics = \"{METRICS}\"\n");
     let applied = Some(format!("table_lifetime = \"1s\"\n{DOCUMENT}{BY_BUCKET}"));
-    let options = FleetOptions { steer: false, applied, more_of_load_balancers, ..FleetOptions::default() };
+    let options = FleetOptions { steer: false, applied, load_balancer_text, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let metric = |name: &str| {
         let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS).ok()?;
@@ -121,7 +123,7 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
     let warnings = || metric("coreward_lb_warnings{load_balancer=\"lb1\"}");
     let saved = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
-    let mut before = open(&testbed, AT_EVERY_SERVER);
+    let mut before = open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     fleet.kill("controller").unwrap();
 
     restart_without_pins(&testbed, &mut fleet);
@@ -134,7 +136,7 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
         testbed.client().within(connect).unwrap()
     };
     eventually(*TIMEOUT, "the load balancer makes a table", || connects("10.200.0.1:80"));
-    open(&testbed, AT_EVERY_SERVER);
+    open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     assert_eq!(metric("coreward_lb_expired_tables"), Some(1.0));
     assert!(!connects("10.200.0.1:81"), "a new connection by bucket without a table");
     let dropped = metric("coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
@@ -149,5 +151,5 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
 
     fleet.restart(&testbed, "controller").unwrap();
     eventually(*TIMEOUT, "a configuration", || warnings() == Some(0.0));
-    open(&testbed, AT_EVERY_SERVER);
+    open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 }

@@ -85,8 +85,7 @@ fn endpoints_serve_the_documented_metrics() {
     skip_if!(missing_testbed_rights());
     let key = format!("metrics = \"{ADDRESS}\"\n");
     let testbed = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
-    let options =
-        FleetOptions { more_of_load_balancers: key.clone(), agents_more: key.clone(), ..FleetOptions::default() };
+    let options = FleetOptions { load_balancer_text: key.clone(), agent_text: key.clone(), ..FleetOptions::default() };
     let mut env = TestEnv::start(testbed, options);
     // Before the tables of the file.
     let file = env.testbed.directory().join("controller.toml");

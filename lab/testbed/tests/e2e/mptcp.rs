@@ -92,7 +92,7 @@ fn connect() -> TcpStream {
 }
 
 /// Sends so many bytes; by whom they were answered.
-fn ask(stream: &mut TcpStream, length: usize) -> u16 {
+fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
     let mut first = 0;
     let mut left = length;
     let mut buffer = vec![0; 16_384];
@@ -126,7 +126,8 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
         serve(&testbed, number);
     }
     run(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
-    let fleet = FleetOptions { policy: "rr".to_owned(), more: join_services(), steer: false, ..Default::default() };
+    let fleet =
+        FleetOptions { policy: "rr".to_owned(), fleet_text: join_services(), steer: false, ..Default::default() };
     let mut fleet = Fleet::start(&testbed, fleet).unwrap();
 
     let client = testbed.client().clone();
@@ -135,7 +136,7 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
         .within(|| {
             let open = |_| {
                 let mut stream = connect();
-                let server = ask(&mut stream, 100);
+                let server = query_server(&mut stream, 100);
                 (stream, server)
             };
             Ok((0..CONNECTIONS).map(open).collect())
@@ -147,7 +148,7 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
     assert_eq!(counter("MPTcpExtMPCapableFallbackSYNACK") + counter("MPTcpExtMPCapableFallbackACK"), 0);
 
     let mut all_stay =
-        || streams.iter_mut().for_each(|(stream, server)| assert_eq!(ask(stream, TRANSFER_BYTES), *server));
+        || streams.iter_mut().for_each(|(stream, server)| assert_eq!(query_server(stream, TRANSFER_BYTES), *server));
     all_stay();
     let mut pool = fleet.pool().clone();
     pool.insert(1, AdminState::Draining);

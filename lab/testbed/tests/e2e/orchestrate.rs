@@ -150,11 +150,11 @@ impl Client {
     }
 
     /// Sends requests in bursts of 8 until each of these cores has answered.
-    fn ask_until_answered_by(&mut self, cores: &[u16]) {
-        self.burst_until_answered_by(8, cores);
+    fn request_until_answered_by(&mut self, cores: &[u16]) {
+        self.send_bursts_until_answered_by(8, cores);
     }
 
-    fn burst_until_answered_by(&mut self, burst: usize, cores: &[u16]) {
+    fn send_bursts_until_answered_by(&mut self, burst: usize, cores: &[u16]) {
         let mut answered = [false; 4];
         eventually(*TIMEOUT, "each core answers", || {
             (0..burst).for_each(|_| _ = self.send("GET", 50).unwrap());
@@ -170,7 +170,7 @@ impl Client {
     }
 
     /// Sends a burst and returns the number of its responses, or of earlier ones.
-    fn answered_of(&mut self, burst: usize) -> usize {
+    fn count_responses(&mut self, burst: usize) -> usize {
         (0..burst).for_each(|_| _ = self.send("GET", 50).unwrap());
         (0..burst).map_while(|_| self.receive()).count()
     }
@@ -199,7 +199,7 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
     let orchestrator = setup.orchestrator()?;
     let server = setup.server("0,1,2,3")?;
     let mut client = Client::new(&setup)?;
-    client.ask_until_answered_by(&[0, 1, 2, 3]);
+    client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
     let asked = client.sent;
     for _ in 0..500 {
@@ -234,22 +234,22 @@ fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
     let orchestrator = setup.orchestrator()?;
     let (first, second) = (setup.server("0,1")?, setup.server("2,3")?);
     let mut client = Client::new(&setup)?;
-    client.ask_until_answered_by(&[0, 1, 2, 3]);
+    client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
     second.signal(Signal::SIGSTOP);
-    eventually(*TIMEOUT, "stopped workers have requests", || client.answered_of(8) < 8);
+    eventually(*TIMEOUT, "stopped workers have requests", || client.count_responses(8) < 8);
     second.signal(Signal::SIGKILL);
     drop(second);
-    eventually(*TIMEOUT, "the other process answers all", || client.answered_of(8) == 8);
+    eventually(*TIMEOUT, "the other process answers all", || client.count_responses(8) == 8);
     let second = setup.server("2,3")?;
-    client.ask_until_answered_by(&[0, 1, 2, 3]);
+    client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
     first.signal(Signal::SIGSTOP);
-    eventually(*TIMEOUT, "stopped workers have requests", || client.answered_of(8) < 8);
-    eventually(*TIMEOUT, "the other process answers all", || client.answered_of(8) == 8);
+    eventually(*TIMEOUT, "stopped workers have requests", || client.count_responses(8) < 8);
+    eventually(*TIMEOUT, "the other process answers all", || client.count_responses(8) == 8);
     // It answers what it has when it continues.
     first.signal(Signal::SIGCONT);
-    client.ask_until_answered_by(&[0, 1, 2, 3]);
+    client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
     first.end()?;
     second.end()?;
@@ -267,7 +267,7 @@ fn workers_connect_to_the_next_orchestrator() -> anyhow::Result<()> {
     let server = setup.server("0,1,2,3")?;
     for signal in [Signal::SIGTERM, Signal::SIGKILL] {
         let orchestrator = setup.orchestrator()?;
-        client.ask_until_answered_by(&[0, 1, 2, 3]);
+        client.request_until_answered_by(&[0, 1, 2, 3]);
         client.discard_responses();
         orchestrator.signal(signal);
         drop(orchestrator);
@@ -284,7 +284,7 @@ fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
     let options = ["--assignment", "dedicated", "--reserved", "1", "--epoch-us", "200"];
     let server = setup.server_with("0,1,2,3", &options)?;
     let mut client = Client::new(&setup)?;
-    client.burst_until_answered_by(100, &[0, 1, 2]);
+    client.send_bursts_until_answered_by(100, &[0, 1, 2]);
     client.discard_responses();
     client.send("SCAN18", 0)?;
     assert_eq!(client.receive().map(|(_, _, pairs)| pairs), Some(18), "some core runs the other service");

@@ -75,7 +75,7 @@ struct Service {
 
 impl Service {
     /// Waits until the workers answer, then sends requests one after the other.
-    fn ask(&mut self) {
+    fn send_requests(&mut self) {
         eventually(*TIMEOUT, "a worker answers", || {
             self.client.send("GET", 0).is_ok() && self.client.receive().is_some()
         });
@@ -118,7 +118,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let env = TestEnv::new("taxdp")?;
     let mut service = env.start(4000)?;
-    service.ask();
+    service.send_requests();
     let by_af_xdp = service.client.sent;
     assert_eq!(env.mode(&service), ["af-xdp"]);
     // Fragments and IP options are left to the kernel, and so to the UDP socket.
@@ -161,8 +161,8 @@ fn fallback_to_the_socket_is_announced() -> anyhow::Result<()> {
     let mut second = env.start(4100)?;
     assert_eq!((env.mode(&first), env.mode(&second)), (vec!["af-xdp"], vec!["socket-fallback"]));
     assert!(log_has(&second.log, &["WARN", "intake-fallback", "expected no other one there"]));
-    first.ask();
-    second.ask();
+    first.send_requests();
+    second.send_requests();
     let report = second.end()?;
     let intake = &report["intake"];
     assert_eq!((&intake["mode"], &intake["received"]), (&"socket-fallback".into(), &Value::Null), "{report}");

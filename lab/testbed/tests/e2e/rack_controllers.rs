@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use coreward_testbed::chaos::traffic::stream_service;
 use coreward_testbed::conformance::write_busy;
-use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, asking, bundle, busy_file};
+use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, bundle, busy_file, operator_command};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::stream::client::Streams;
 use coreward_testbed::stream::server::StreamServers;
@@ -27,7 +27,7 @@ const CORES: u16 = 2;
 /// For who is none of the servers.
 const NO_SERVER: u16 = 0;
 /// Load that ends the thread of [`Loads`].
-const END: u16 = u16::MAX;
+const END_LOAD: u16 = u16::MAX;
 
 /// All cores are busy nearly all of the time, but those of one server.
 struct Loads {
@@ -42,7 +42,7 @@ impl Loads {
         let reported = idle.clone();
         let writing = std::thread::spawn(move || {
             let (mut busy_ns, mut before) = (BTreeMap::new(), Instant::now());
-            while reported.load(Ordering::Relaxed) != END {
+            while reported.load(Ordering::Relaxed) != END_LOAD {
                 let passed = before.elapsed();
                 before += passed;
                 for (number, file) in &files {
@@ -64,7 +64,7 @@ impl Loads {
 
 impl Drop for Loads {
     fn drop(&mut self) {
-        self.set_idle(END);
+        self.set_idle(END_LOAD);
         let _ = self.writing.take().map(JoinHandle::join);
     }
 }
@@ -94,9 +94,9 @@ impl TestEnv {
             load: LoadSource::PacedServer,
             steer: false,
             tls: true,
-            servers_more: server_racks.clone().map(|(server, racks)| (server, racks_key(&racks))).collect(),
+            server_lines: server_racks.clone().map(|(server, racks)| (server, racks_key(&racks))).collect(),
             server_racks: server_racks.collect(),
-            more: format!(
+            fleet_text: format!(
                 "\n[[service]]\nname = \"streams\"\nvip = \"{}\"\nconsistency = \"stateful\"\n",
                 stream_service(&testbed)
             ),
@@ -114,7 +114,7 @@ impl TestEnv {
     }
 
     fn coreward(&self, arguments: &[&str]) -> String {
-        let command = asking(&self.testbed, arguments).unwrap();
+        let command = operator_command(&self.testbed, arguments).unwrap();
         String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
@@ -258,7 +258,7 @@ fn drain(env: &TestEnv) {
     assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
     let printed = env.testbed.directory().join("drain.txt");
     let file = File::create(&printed).unwrap();
-    let mut command: Command = asking(&env.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
+    let mut command: Command = operator_command(&env.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
     command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
     let mut waiting = env.testbed.spawn(env.testbed.controller(), command).unwrap();
     let says = |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&printed).unwrap().contains(words));
@@ -317,7 +317,7 @@ fn rack_reports_for_its_own_servers_only() {
         false
     });
     let from = daemon_log(&env.testbed, "controller", 0).len();
-    options.servers_more.insert(1, racks_key(&[]));
+    options.server_lines.insert(1, racks_key(&[]));
     env.fleet.set_options(&env.testbed, options).unwrap();
     let words = r#"may not report for server \"s1\": expected its agent itself"#;
     eventually(*TIMEOUT, words, || daemon_log(&env.testbed, "controller", from).contains(words));

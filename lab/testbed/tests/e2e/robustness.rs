@@ -35,7 +35,7 @@ impl TestEnv {
     fn explain(&self, source: SocketAddrV4) -> serde_json::Value {
         let (vip, client) = (SERVICE.to_string(), source.to_string());
         let arguments = ["explain", "--format", "json", "--vip", &vip, "--client", &client];
-        let command = coreward_testbed::fleet::asking(&self.testbed, &arguments).unwrap();
+        let command = coreward_testbed::fleet::operator_command(&self.testbed, &arguments).unwrap();
         let output = self.testbed.run(self.testbed.controller(), command).unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
     }

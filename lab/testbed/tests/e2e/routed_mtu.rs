@@ -23,9 +23,9 @@ const DATAGRAMS: [usize; 2] = [8_000, 1_400];
 const INTERVAL: Duration = Duration::from_millis(500);
 
 /// On every server two threads that return what they get: 1 MB by connection, and each datagram; until this is dropped.
-struct Echoes(Arc<AtomicBool>);
+struct EchoServers(Arc<AtomicBool>);
 
-impl Echoes {
+impl EchoServers {
     fn start(testbed: &Testbed) -> Self {
         let done = Arc::new(AtomicBool::new(false));
         for number in testbed.server_numbers() {
@@ -42,7 +42,7 @@ impl Echoes {
     }
 }
 
-impl Drop for Echoes {
+impl Drop for EchoServers {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -127,7 +127,7 @@ fn learned_mtu(testbed: &Testbed) -> Option<usize> {
 /// Kind of outer headers, and families of the service and of the servers' addresses.
 type Tunnel = (Forwarding, Family, Family);
 
-fn start(instance: &str, (forwarding, family, servers_family): Tunnel) -> (Fleet, Echoes, Testbed) {
+fn start(instance: &str, (forwarding, family, servers_family): Tunnel) -> (Fleet, EchoServers, Testbed) {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         family,
@@ -137,7 +137,7 @@ fn start(instance: &str, (forwarding, family, servers_family): Tunnel) -> (Fleet
         ..TestbedOptions::default()
     })
     .unwrap();
-    let echoes = Echoes::start(&testbed);
+    let echoes = EchoServers::start(&testbed);
     let datagrams = format!(
         "\n[[service]]\nname = \"datagrams\"\nvip = \"{}\"\nprotocol = \"udp\"\npolicy = \"rr\"\n\
          forwarding = \"{}\"\n",
@@ -145,7 +145,7 @@ fn start(instance: &str, (forwarding, family, servers_family): Tunnel) -> (Fleet
         forwarding.name()
     );
     let policy = "rr".to_owned();
-    let options = FleetOptions { forwarding, servers_family, policy, more: datagrams, ..FleetOptions::default() };
+    let options = FleetOptions { forwarding, servers_family, policy, fleet_text: datagrams, ..FleetOptions::default() };
     (Fleet::start(&testbed, options).unwrap(), echoes, testbed)
 }
 

@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 use coreward_testbed::addresses::{DEVICE, SERVICE, VIP, server_address};
-use coreward_testbed::instance::remains;
+use coreward_testbed::instance::find_remains;
 use coreward_testbed::rss_emulation::{ReceiveQueues, attach_xdp_pass, read_registers, write_registers};
 use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, nginx, skip_if};
 use nix::unistd::{Pid, getpgid};
@@ -85,7 +85,7 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
     let testbed = Testbed::create(options("trss", 1))?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.route_vip_to_server_1(testbed.client())?;
-    let queues = ReceiveQueues::watch(testbed.server(1)?, DEVICE)?;
+    let queues = ReceiveQueues::start(testbed.server(1)?, DEVICE)?;
     let registers = testbed.emulated_rss(1);
 
     let fresh = read_registers(&registers)?;
@@ -171,16 +171,16 @@ fn router_with_a_small_mtu_sends_icmp_to_the_server() -> anyhow::Result<()> {
 }
 
 const OWNER_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
-const KILLED: &str = "tkilled";
+const KILLED_INSTANCE: &str = "tkilled";
 
 /// Run by the next test in a process of its own: makes a testbed, reports it, and waits to be killed.
 #[test]
 #[ignore = "started by the next test"]
-fn owner_that_waits_to_be_killed() -> anyhow::Result<()> {
+fn own_testbed_until_killed() -> anyhow::Result<()> {
     if std::env::var_os(OWNER_VARIABLE).is_none() {
         return Ok(());
     }
-    let testbed = Testbed::create(options(KILLED, 1))?;
+    let testbed = Testbed::create(options(KILLED_INSTANCE, 1))?;
     let nginx = testbed.start_nginx(1)?;
     // Not println!: the test runner would keep it for itself.
     std::io::Write::write_all(&mut std::io::stdout(), format!("ready {}\n", nginx.workers()[0]).as_bytes())?;
@@ -199,7 +199,7 @@ fn killed_testbed_is_removed_by_the_next() -> anyhow::Result<()> {
     // The test's name is its path without the executable's.
     let (_, module) = module_path!().split_once("::").context("a module")?;
     let mut owner = Command::new(std::env::current_exe()?)
-        .args(["--ignored", "--exact", &format!("{module}::owner_that_waits_to_be_killed")])
+        .args(["--ignored", "--exact", &format!("{module}::own_testbed_until_killed")])
         .env(OWNER_VARIABLE, "1")
         .stdout(Stdio::piped())
         .spawn()?;
@@ -210,16 +210,16 @@ fn killed_testbed_is_removed_by_the_next() -> anyhow::Result<()> {
             break worker.parse()?;
         }
     };
-    let living = Testbed::create(options(KILLED, 1)).unwrap_err().to_string();
-    assert!(living.ends_with(&format!("{KILLED} is in use by process {}", owner.id())), "{living}");
+    let living = Testbed::create(options(KILLED_INSTANCE, 1)).unwrap_err().to_string();
+    assert!(living.ends_with(&format!("{KILLED_INSTANCE} is in use by process {}", owner.id())), "{living}");
 
     owner.kill()?;
     owner.wait()?;
     // nginx's master was tied to its owner; its workers are not, and their master could not signal them.
     assert!(is_running(worker));
-    drop(Testbed::create(options(KILLED, 1))?);
+    drop(Testbed::create(options(KILLED_INSTANCE, 1))?);
     assert!(!is_running(worker));
-    assert_eq!(remains(KILLED), Vec::<PathBuf>::new());
+    assert_eq!(find_remains(KILLED_INSTANCE), Vec::<PathBuf>::new());
     Ok(())
 }
 

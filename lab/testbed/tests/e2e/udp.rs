@@ -25,14 +25,14 @@ fn service(udp: &str, policy: &str) -> String {
 
 fn start_env(instance: &str, udp: &str, policy: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers: 4, ..TestbedOptions::default() };
-    TestEnv::start(options, FleetOptions { more: service(udp, policy), ..FleetOptions::default() })
+    TestEnv::start(options, FleetOptions { fleet_text: service(udp, policy), ..FleetOptions::default() })
 }
 
 /// On every server a thread that answers each datagram with the server's number and the datagram, until this is
 /// dropped.
-struct Echoes(Arc<AtomicBool>);
+struct EchoServers(Arc<AtomicBool>);
 
-impl Echoes {
+impl EchoServers {
     fn start(testbed: &Testbed) -> Self {
         let done = Arc::new(AtomicBool::new(false));
         for number in testbed.server_numbers() {
@@ -54,7 +54,7 @@ impl Echoes {
     }
 }
 
-impl Drop for Echoes {
+impl Drop for EchoServers {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -81,7 +81,7 @@ impl Flow {
     }
 
     /// Sends `length` bytes, at least the 4 of the question's id, until an answer comes. Returns the server.
-    fn ask(&self, length: usize) -> anyhow::Result<u16> {
+    fn exchange(&self, length: usize) -> anyhow::Result<u16> {
         let newest = self.newest.get() + 1;
         self.newest.set(newest);
         let mut sent: Vec<u8> = (0..length).map(|index| (index % 251) as u8).collect();
@@ -119,28 +119,28 @@ impl Flow {
 fn datagrams_of_a_flow_stay_with_their_server() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("udpflow", "flow", "rr");
-    let _echoes = Echoes::start(&env.testbed);
+    let _echoes = EchoServers::start(&env.testbed);
     let client = env.testbed.client().clone();
     client
         .within(|| {
             let flows: Vec<(Flow, u16)> = (0..64)
                 .map(|_| {
                     let flow = Flow::open();
-                    let server = flow.ask(10).unwrap();
+                    let server = flow.exchange(10).unwrap();
                     (flow, server)
                 })
                 .collect();
             let used: BTreeSet<u16> = flows.iter().map(|(_, server)| *server).collect();
             assert_eq!(used.len(), 4, "64 flows at servers {used:?}: once in 10^7 runs were it by lot");
-            let all_stay = || flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(100).unwrap(), *server));
+            let all_stay = || flows.iter().for_each(|(flow, server)| assert_eq!(flow.exchange(100).unwrap(), *server));
             all_stay();
             // Datagrams longer than a frame come in fragments, the later ones without ports.
-            flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(5_000).unwrap(), *server));
+            flows.iter().for_each(|(flow, server)| assert_eq!(flow.exchange(5_000).unwrap(), *server));
             env.set_admin_state(1, Some(AdminState::Draining));
-            eventually(*TIMEOUT, "server 1 drains", || (0..8).all(|_| Flow::open().ask(10).unwrap() != 1));
+            eventually(*TIMEOUT, "server 1 drains", || (0..8).all(|_| Flow::open().exchange(10).unwrap() != 1));
             all_stay();
             env.set_admin_state(2, None);
-            eventually(*TIMEOUT, "server 2 goes", || (0..8).all(|_| Flow::open().ask(10).unwrap() > 2));
+            eventually(*TIMEOUT, "server 2 goes", || (0..8).all(|_| Flow::open().exchange(10).unwrap() > 2));
             all_stay();
             Ok(())
         })
@@ -151,14 +151,14 @@ fn datagrams_of_a_flow_stay_with_their_server() {
 fn datagrams_by_packet_follow_the_policy() {
     skip_if!(missing_testbed_rights());
     let env = start_env("udppacket", "packet", "rr");
-    let _echoes = Echoes::start(&env.testbed);
+    let _echoes = EchoServers::start(&env.testbed);
     let answered: Vec<u16> = env
         .testbed
         .client()
         .within(|| {
             let flow = Flow::open();
             // Faster than tables change: the same addresses and ports take turns all the same.
-            (0..80).map(|_| flow.ask(10)).collect()
+            (0..80).map(|_| flow.exchange(10)).collect()
         })
         .unwrap();
     let used: BTreeSet<u16> = answered.iter().copied().collect();

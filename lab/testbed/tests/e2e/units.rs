@@ -68,12 +68,12 @@ impl Unit {
 }
 
 /// A unit's process; killed with this value, and its namespaces go with it.
-struct Started {
+struct StartedProcess {
     child: Child,
     directory: tempfile::TempDir,
 }
 
-impl Started {
+impl StartedProcess {
     /// With `files` in /etc/coreward: name and content.
     fn start(unit: &str, files: &[(&str, &str)]) -> Self {
         let unit = Unit::read(unit);
@@ -145,7 +145,7 @@ impl Drop for Pins {
     }
 }
 
-impl Drop for Started {
+impl Drop for StartedProcess {
     fn drop(&mut self) {
         // The first process of the namespace first: a change of user has taken from it that it dies with its parent.
         // Errors mean that it has ended already.
@@ -165,25 +165,26 @@ fn every_unit_starts_with_its_capabilities() {
     let [lb_pins, agent_pins] = ["lb", "agent"].map(Pins::new);
     let controller = "listen = \"10.1.1.1:7400\"\n";
     let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");
-    Started::start("controller", &[("controller.toml", &alone)])
+    StartedProcess::start("controller", &[("controller.toml", &alone)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
     // The file of docs/deployment.md: no token_directory, and here no etcd that answers.
     let of_several = format!("{controller}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
-    Started::start("controller", &[("controller.toml", &of_several)])
+    StartedProcess::start("controller", &[("controller.toml", &of_several)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
     let rack = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";
-    Started::start("rack", &[("rack.toml", rack)]).wait_for_log("event=\"listening\" address=10.1.1.1:7500");
+    StartedProcess::start("rack", &[("rack.toml", rack)]).wait_for_log("event=\"listening\" address=10.1.1.1:7500");
     let balancer = format!(
         "name = \"lb1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         lb_pins.0
     );
-    Started::start("lb", &[("lb.toml", &balancer)])
+    StartedProcess::start("lb", &[("lb.toml", &balancer)])
         .wait_for_log("event=\"program-attached\" load_balancer=\"lb1\" interface=\"eth0\"");
     let agent = format!(
         "server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         agent_pins.0
     );
-    Started::start("agent", &[("agent.toml", &agent)]).wait_for_log("programs attached event=\"programs-attached\"");
+    StartedProcess::start("agent", &[("agent.toml", &agent)])
+        .wait_for_log("programs attached event=\"programs-attached\"");
     for pins in [lb_pins, agent_pins] {
         fs::remove_dir_all(&pins.0).unwrap();
     }

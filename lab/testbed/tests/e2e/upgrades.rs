@@ -115,7 +115,7 @@ fn real_versions_are_exchanged_up_and_down() {
     let client = env.streams_from(0..2);
     for daemon in &daemons {
         pause(1_500);
-        env.fleet.exchange(&env.testbed, daemon, None).unwrap();
+        env.fleet.replace_binary(&env.testbed, daemon, None).unwrap();
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the newer version");
     }
@@ -126,7 +126,7 @@ fn real_versions_are_exchanged_up_and_down() {
     let client = env.streams_from(2..4);
     for daemon in &daemons {
         pause(1_500);
-        let is_taken_over = env.fleet.exchange(&env.testbed, daemon, Some(&old));
+        let is_taken_over = env.fleet.replace_binary(&env.testbed, daemon, Some(&old));
         if let (Err(refused), Some(number)) = (is_taken_over, daemon.strip_prefix("lb")) {
             println!("{daemon}: {refused:#}");
             // As in docs/deployment.md: the others carry the traffic meanwhile.
@@ -149,7 +149,7 @@ fn real_versions_are_exchanged_up_and_down() {
 fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
     let pins = env.pins(daemon);
     // It may refuse what the other version pinned.
-    let _ = env.fleet.exchange(&env.testbed, daemon, binary);
+    let _ = env.fleet.replace_binary(&env.testbed, daemon, binary);
     let _ = env.fleet.kill(daemon);
     for part in ["lb", "server", "steer"] {
         if let Err(error) = std::fs::remove_dir_all(pins.join(part)) {

@@ -6,16 +6,16 @@ use std::time::{Duration, SystemTime};
 
 use coreward_etcd::local::Member;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
-use coreward_testbed::fleet::{Fleet, FleetOptions, asking_of};
+use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command_for};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::process::Process;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, count_broken, eventually, open, time_to_log, try_open};
+use crate::support::{MIN_CONNECTIONS_FOR_EVERY_SERVER, count_broken, eventually, open, time_to_log, try_open};
 
 /// By the document: interval x fall + timeout, and the daemon's tick. The timeout is what a busy machine may take.
-const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
+const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 const SERVERS: u16 = 3;
 const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \
                         \"rr\"\n\
@@ -83,22 +83,22 @@ impl TestEnv {
         self.etcd = Some(start_etcd(&self.testbed, &self.member));
     }
 
-    fn ask(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let command = asking_of(&self.testbed, 1..=2, arguments)?;
+    fn run_command(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let command = operator_command_for(&self.testbed, 1..=2, arguments)?;
         Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
     }
 
     fn status(&self) -> Value {
         let mut status = String::new();
         eventually(*TIMEOUT, "a leader answers", || {
-            status = self.ask(&["status", "--format", "json"]).unwrap_or_default();
+            status = self.run_command(&["status", "--format", "json"]).unwrap_or_default();
             !status.is_empty()
         });
         serde_json::from_str(&status).unwrap()
     }
 
     /// Returns the number of controllers that lead, by the API's health.
-    fn leaders(&self) -> usize {
+    fn count_leaders(&self) -> usize {
         let ask = |number: u16| {
             let mut curl = Command::new("curl");
             let api = coreward_testbed::fleet::api_address_of(number);
@@ -119,15 +119,15 @@ impl TestEnv {
         for balancer in self.testbed.load_balancer_numbers() {
             let masked = || time_to_log(&self.testbed, balancer, &words, died);
             eventually(*TIMEOUT, &words, || masked().is_some());
-            println!("lb{balancer}: masked after {:?}, expected within {FOUND_WITHIN:?}", masked().unwrap());
-            assert!(masked().unwrap() <= FOUND_WITHIN, "lb{balancer}");
+            println!("lb{balancer}: masked after {:?}, expected within {DETECTION_TIME:?}", masked().unwrap());
+            assert!(masked().unwrap() <= DETECTION_TIME, "lb{balancer}");
         }
     }
 
     /// Waits until new connections go to these servers and none fails.
     fn wait_until_served_by(&self, servers: &[u16]) {
         eventually(*TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
-            let Ok(opened) = try_open(&self.testbed, AT_EVERY_SERVER) else { return false };
+            let Ok(opened) = try_open(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else { return false };
             let found: std::collections::BTreeSet<u16> = opened.iter().map(|(_, answerer)| answerer.server).collect();
             found.into_iter().eq(servers.iter().copied())
         });
@@ -138,12 +138,12 @@ impl TestEnv {
 fn connections_continue_without_etcd_and_controllers() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start();
-    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
-    assert_eq!(env.leaders(), 1);
+    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    assert_eq!(env.count_leaders(), 1);
 
     env.kill_etcd();
-    eventually(*TIMEOUT, "no controller leads", || env.leaders() == 0);
-    assert!(env.ask(&["drain", "s1"]).is_err());
+    eventually(*TIMEOUT, "no controller leads", || env.count_leaders() == 0);
+    assert!(env.run_command(&["drain", "s1"]).is_err());
     env.stop_server(2);
     env.wait_until_served_by(&[1, 3]);
     connections.retain(|(_, answerer)| answerer.server != 2);
@@ -152,14 +152,14 @@ fn connections_continue_without_etcd_and_controllers() {
     env.wait_until_served_by(&[1, 2, 3]);
 
     env.restart_etcd();
-    eventually(*TIMEOUT, "one controller leads", || env.leaders() == 1);
-    eventually(*TIMEOUT, "changes are made again", || env.ask(&["drain", "s1"]).is_ok());
+    eventually(*TIMEOUT, "one controller leads", || env.count_leaders() == 1);
+    eventually(*TIMEOUT, "changes are made again", || env.run_command(&["drain", "s1"]).is_ok());
     env.wait_until_served_by(&[2, 3]);
-    eventually(*TIMEOUT, "and undone", || env.ask(&["undrain", "s1"]).is_ok());
+    eventually(*TIMEOUT, "and undone", || env.run_command(&["undrain", "s1"]).is_ok());
     env.wait_until_served_by(&[1, 2, 3]);
     assert_eq!(count_broken(&mut connections), 0, "with etcd back");
 
-    let mut connections = open(&env.testbed, AT_EVERY_SERVER);
+    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.kill_etcd();
     for controller in ["controller", "controller2"] {
         env.fleet.kill(controller).unwrap();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use coreward_daemon::drop_capabilities;
 use coreward_metrics::table::Component;
-use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, asking};
+use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, operator_command};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
 use coreward_testbed::stream::server::StreamServers;
@@ -54,7 +54,7 @@ pub fn assert_answered(connections: &mut [(Connection, Answerer)]) {
 
 /// Connections in so great a number that one of three servers has none of them once in 10^7 runs, were each placed by
 /// lot: 3 * (2/3)^40.
-pub const AT_EVERY_SERVER: usize = 40;
+pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
 /// Opens connections until each of these servers has `at_least` of them: some servers are drawn more often than others.
 pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> OpenConnections {
@@ -136,7 +136,7 @@ impl TestEnv {
 
     /// Runs `coreward ARGUMENTS` with this testbed's controller and returns what it printed.
     pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let command = asking(&self.testbed, arguments)?;
+        let command = operator_command(&self.testbed, arguments)?;
         Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
     }
 }

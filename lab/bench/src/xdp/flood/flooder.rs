@@ -15,7 +15,7 @@ use crate::xdp::runner::{Feed, Packet, Runner};
 use crate::xdp::workload::{XDP_TX, syn};
 
 /// Between two looks whether to stop: about 1 ms.
-const AT_ONCE: u32 = 1 << 13;
+const BATCH_SIZE: u32 = 1 << 13;
 
 /// Task of the other CPU.
 pub enum Order {
@@ -60,7 +60,7 @@ impl Flooder {
                 Ok(runner) => {
                     let _ = outcome.send(Ok(Sent::default()));
                     for order in received {
-                        let _ = outcome.send(obey(&runner, &order, &shared));
+                        let _ = outcome.send(execute(&runner, &order, &shared));
                     }
                 }
             }
@@ -76,7 +76,7 @@ impl Flooder {
     }
 
     /// Does `work` while the other CPU executes the order, and returns the results of both.
-    pub fn during<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
+    pub fn run_during<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
         self.shared.stop.store(false, Ordering::SeqCst);
         self.shared.syns.store(0, Ordering::SeqCst);
         self.orders.as_ref().expect("until it is dropped").send(order).context("the flooding thread has ended")?;
@@ -110,10 +110,10 @@ fn prepare(cpu: usize) -> anyhow::Result<Runner> {
     namespace::enter_new()?;
     namespace::ip("link add flood0 numrxqueues 2 numtxqueues 2 type veth peer name flood1")?;
     let interface = nix::net::if_::if_nametoindex("flood0").context("the index of flood0")?;
-    Ok(Runner::new(&syn(), &[Packet::default()], 0)?.on(ReceiveQueue { interface, queue: 1 }))
+    Ok(Runner::new(&syn(), &[Packet::default()], 0)?.on_queue(ReceiveQueue { interface, queue: 1 }))
 }
 
-fn obey(runner: &Runner, order: &Order, shared: &Shared) -> anyhow::Result<Sent> {
+fn execute(runner: &Runner, order: &Order, shared: &Shared) -> anyhow::Result<Sent> {
     let program: BorrowedFd<'_> = match order {
         Order::Idle => runner.empty.as_fd(),
         Order::Flood(program) => program.as_fd(),
@@ -121,10 +121,10 @@ fn obey(runner: &Runner, order: &Order, shared: &Shared) -> anyhow::Result<Sent>
     runner.choose(program)?;
     let mut sent = Sent::default();
     while !shared.stop.load(Ordering::Relaxed) {
-        let (time, verdict) = runner.run_chosen(Feed::FreshSource, AT_ONCE)?;
+        let (time, verdict) = runner.run_chosen(Feed::FreshSource, BATCH_SIZE)?;
         ensure!(verdict == XDP_TX, "a SYN's verdict was {verdict}, expected {XDP_TX}");
-        sent.syns += u64::from(AT_ONCE);
-        sent.time += time * f64::from(AT_ONCE) / 1e9;
+        sent.syns += u64::from(BATCH_SIZE);
+        sent.time += time * f64::from(BATCH_SIZE) / 1e9;
         shared.syns.store(sent.syns, Ordering::SeqCst);
     }
     Ok(sent)

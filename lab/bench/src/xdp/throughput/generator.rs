@@ -9,7 +9,7 @@ use coreward_dataplane::test_run;
 use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
-use super::wire::Wire;
+use super::wire::VethPair;
 use crate::xdp::runner::{Frame, Packet};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
@@ -62,7 +62,7 @@ pub struct Traffic<'a> {
 impl Generator {
     /// Sends `traffic` into the wire, and receives the returned frames. `floor`: the program at the tested end. Fails
     /// without the right to load BPF programs.
-    pub fn new(wire: &Wire, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
+    pub fn new(wire: &VethPair, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKETS, "{} packets", traffic.packets.len());
         let mut storage = MaybeUninit::uninit();
         let mut open = LiveFramesSkelBuilder::default().open(&mut storage).context("opening live_frames.bpf.o")?;

@@ -12,7 +12,7 @@ use crate::namespace;
 pub use crate::xdp::workload::OWN_MAC;
 
 /// The pair. It goes with the network namespace.
-pub struct Wire {
+pub struct VethPair {
     /// Device at which frames are redirected, and return.
     pub generator_end: String,
     /// Device of the program under test.
@@ -35,7 +35,7 @@ impl NapiUsage {
     }
 }
 
-impl Wire {
+impl VethPair {
     /// The `number`th pair in the calling thread's network namespace. The tested end has the MAC address that frames
     /// are sent to. Fails without root.
     pub fn new(number: usize) -> anyhow::Result<Self> {
@@ -75,7 +75,7 @@ impl NapiThread {
             .with_context(|| format!("threaded NAPI for {device}"))?;
         let process = process_named(&format!("napi/{device}-"))?;
         cpus::bind(process, cpu)?;
-        prefer(process)?;
+        raise_priority(process)?;
         Ok(Self { device: device.to_owned(), process })
     }
 
@@ -88,7 +88,10 @@ impl NapiThread {
         let path = format!("/proc/{}/schedstat", self.process);
         let text = fs::read_to_string(&path).with_context(|| path.clone())?;
         let time = text.split_whitespace().next().and_then(|time| time.parse().ok());
-        Ok(NapiUsage { frames: received(&self.device)?, time: time.with_context(|| format!("{path}: {text:?}"))? })
+        Ok(NapiUsage {
+            frames: received_frames(&self.device)?,
+            time: time.with_context(|| format!("{path}: {text:?}"))?,
+        })
     }
 
     fn state(&self) -> anyhow::Result<String> {
@@ -100,7 +103,7 @@ impl NapiThread {
 }
 
 /// Gives a thread most of its CPU, whatever else runs on the machine.
-pub fn prefer(thread: Pid) -> anyhow::Result<()> {
+pub fn raise_priority(thread: Pid) -> anyhow::Result<()> {
     let status = Command::new("renice").args(["-n", "-20", "-p", &thread.to_string()]).stdout(Stdio::null()).status();
     let status = status.context("renice(1)")?;
     ensure!(status.success(), "renice of thread {thread}: {status}");
@@ -119,7 +122,7 @@ fn process_named(prefix: &str) -> anyhow::Result<Pid> {
 }
 
 /// Frames that a device of the calling thread's network namespace has received.
-fn received(device: &str) -> anyhow::Result<u64> {
+fn received_frames(device: &str) -> anyhow::Result<u64> {
     let text = fs::read_to_string("/proc/thread-self/net/dev").context("/proc/thread-self/net/dev")?;
     let numbers = text.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
     // Bytes, then packets.

@@ -108,8 +108,8 @@ fn assertion_about_a_missing_curve_fails() {
 
 #[test]
 fn quotient_by_zero_is_no_measured_value() {
-    assert_eq!(extent(&[2.0, 0.5, 1.0]), Some((0.5, 2.0)));
-    assert_eq!(extent(&[]), None);
-    assert_eq!(extent(&[1.0, f64::NAN]), None);
-    assert_eq!(extent(&[1.0, f64::INFINITY]), None);
+    assert_eq!(min_and_max(&[2.0, 0.5, 1.0]), Some((0.5, 2.0)));
+    assert_eq!(min_and_max(&[]), None);
+    assert_eq!(min_and_max(&[1.0, f64::NAN]), None);
+    assert_eq!(min_and_max(&[1.0, f64::INFINITY]), None);
 }

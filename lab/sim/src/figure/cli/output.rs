@@ -12,18 +12,18 @@ use crate::figure::{draw, page};
 
 pub struct Directory {
     path: PathBuf,
-    of_papers: Vec<Embedded>,
+    paper_figures: Vec<Embedded>,
 }
 
 impl Directory {
     /// Creates it if needed. Fails when it cannot be created; names it.
-    pub fn open(path: &Path, of_papers: Vec<Embedded>) -> anyhow::Result<Self> {
+    pub fn open(path: &Path, paper_figures: Vec<Embedded>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
-        Ok(Self { path: path.to_owned(), of_papers })
+        Ok(Self { path: path.to_owned(), paper_figures })
     }
 
     /// The figure of that name that an earlier run left here, if it is whole and was made from the same.
-    fn stored(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
+    fn load_stored(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
         result.provenance.has_same_inputs(provenance).then_some(result)
@@ -41,25 +41,25 @@ impl Directory {
         write_whole(&self.path, &format!("{name}.csv"), &result.table.csv())?;
         write_whole(&self.path, &format!("{name}.svg"), &draw::svg(scenario, &result.table))?;
         write_whole(&self.path, &format!("{name}.json"), &json)?;
-        write_whole(&self.path, "index.html", &page::page(&self.with_earlier(all)))
+        write_whole(&self.path, "index.html", &page::page(&self.with_earlier_figures(all)))
     }
 
     /// The figures of this run, and those of the papers that an earlier run of this version left here, in the papers'
     /// order; a user's own scenarios are last.
-    fn with_earlier(&self, made: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
+    fn with_earlier_figures(&self, made: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
         let made_named = |name: &str| made.iter().find(|(result, _)| result.name == name).cloned();
-        let of_papers = self.of_papers.iter().filter_map(|figure| {
-            let earlier = || Some((self.stored(figure.name, &figure.provenance())?, figure.scenario().ok()?));
+        let of_papers = self.paper_figures.iter().filter_map(|figure| {
+            let earlier = || Some((self.load_stored(figure.name, &figure.provenance())?, figure.scenario().ok()?));
             made_named(figure.name).or_else(earlier)
         });
-        let own = made.iter().filter(|(result, _)| !self.of_papers.iter().any(|figure| figure.name == result.name));
+        let own = made.iter().filter(|(result, _)| !self.paper_figures.iter().any(|figure| figure.name == result.name));
         of_papers.chain(own.cloned()).collect()
     }
 
     /// Summary at the end of a run.
     pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
         let claims: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
-        let holding: usize = figures.iter().map(|(result, _)| result.holding()).sum();
+        let holding: usize = figures.iter().map(|(result, _)| result.holding_claims()).sum();
         let failing = claims - holding;
         let path = self.path.join("index.html");
         format!(

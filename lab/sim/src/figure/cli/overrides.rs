@@ -137,14 +137,14 @@ mod tests {
         #[arg(long)]
         scenario: bool,
         #[command(flatten)]
-        smaller: Overrides,
+        overrides: Overrides,
     }
 
     fn applied(arguments: &[&str]) -> anyhow::Result<(Scenario, String)> {
-        let smaller = Cli::parse_from(["figure"].iter().chain(arguments)).smaller;
+        let overrides = Cli::parse_from(["figure"].iter().chain(arguments)).overrides;
         let mut scenario = Scenario::parse("s.toml", LIVE_AND_SIMULATED)?;
-        smaller.apply(&mut scenario)?;
-        Ok((scenario, smaller.as_options()))
+        overrides.apply(&mut scenario)?;
+        Ok((scenario, overrides.as_options()))
     }
 
     fn claims(scenario: &Scenario) -> Vec<&str> {
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(error(&["--points", "50"]), "--points 50: expected points of the figure's horizontal axes");
         assert!(error(&["--series", "jsk"]).contains("did you mean jsq"));
         let mut simulated = crate::figure::library::all()[0].scenario().unwrap();
-        let smaller = Cli::parse_from(["figure", "--runs", "1"]).smaller;
-        assert!(smaller.apply(&mut simulated).unwrap_err().to_string().contains("expected a live figure"));
+        let overrides = Cli::parse_from(["figure", "--runs", "1"]).overrides;
+        assert!(overrides.apply(&mut simulated).unwrap_err().to_string().contains("expected a live figure"));
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 use parking_lot::{Mutex, MutexGuard};
 
-use super::Asked;
+use super::RequestedFigure;
 use crate::figure::live::{LiveFigure, Progress};
 use crate::figure::result::FigureResult;
 use crate::figure::scenario::Scenario;
@@ -51,7 +51,7 @@ impl Session {
     }
 
     /// Simulates or measures a figure and judges its claims. Fails with the error of the simulation or the machine.
-    pub fn run(&self, figure: &Asked) -> anyhow::Result<FigureResult> {
+    pub fn run(&self, figure: &RequestedFigure) -> anyhow::Result<FigureResult> {
         let began = Instant::now();
         let bar = ProgressBar::new(0).with_prefix(figure.name.clone());
         // A template is wrong only if this text is.
@@ -64,9 +64,10 @@ impl Session {
         };
         let (table, provenance) = match &figure.live {
             None => (run::run(&figure.scenario, &progress), figure.provenance.clone()),
-            Some(live) => {
-                (self.measure(live, &figure.scenario, &progress), figure.provenance.clone().on(live::machine()))
-            }
+            Some(live) => (
+                self.measure(live, &figure.scenario, &progress),
+                figure.provenance.clone().measured_by(live::machine()),
+            ),
         };
         bar.finish_and_clear();
         let result = FigureResult::new(&figure.name, provenance, &figure.scenario, table?);

@@ -57,10 +57,10 @@ impl<'a> Frame<'a> {
         let widest = y.ticks().iter().map(|(_, label)| style::width(label, SMALL)).max().unwrap_or(0);
         let names = if panel.mark.is_empty() { RIGHT } else { MARK_NAMES };
         let (left, right) = (origin.0 + NAME + 20 + widest, origin.0 + size.0 - names);
-        let places: Vec<f64> = numbers.curves.iter().flat_map(places).collect();
+        let x_values: Vec<f64> = numbers.curves.iter().flat_map(x_values).collect();
         let x_log = panel.x.as_ref().is_some_and(|sweep| sweep.log);
         let x = match panel.draw {
-            Draw::Lines => Scale::new(&places, None, x_log, false, (left, right)),
+            Draw::Lines => Scale::new(&x_values, None, x_log, false, (left, right)),
             Draw::Bars => Scale::new(&[], Some([0.0, groups(numbers).len() as f64]), false, true, (left, right)),
         };
         Self { panel, numbers, styles: styles.collect(), x, y, data: (left, top, right, bottom), origin }
@@ -105,7 +105,7 @@ impl<'a> Frame<'a> {
 
     fn draw_marks(&self, area: &Area<'_>) -> Drawn {
         let (left, _, right, _) = self.data;
-        for mark in self.panel.mark.iter().filter(|mark| self.y.shows(mark.y)) {
+        for mark in self.panel.mark.iter().filter(|mark| self.y.is_visible(mark.y)) {
             let y = self.y.pixel(mark.y);
             dashed(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
             text(area, &mark.label, (right + 6, y), SMALL, MARK, Anchor::Left)?;
@@ -137,7 +137,7 @@ impl<'a> Frame<'a> {
             let outline = self.pixels(&upper.chain(lower).collect::<Vec<_>>());
             area.draw(&Polygon::new(outline, colour.mix(0.15).filled()))?;
         }
-        for piece in self.y.cut(&medians) {
+        for piece in self.y.clip(&medians) {
             if open {
                 dashed(area, &self.pixels(&piece), colour.stroke_width(1))?;
             } else {
@@ -149,10 +149,10 @@ impl<'a> Frame<'a> {
         }
         for cell in cells {
             let x = self.x.pixel(cell.x);
-            if self.y.shows(cell.spread.low) {
+            if self.y.is_visible(cell.spread.low) {
                 whisker(area, x, self.y.pixel(cell.spread.low), self.y.pixel(cell.spread.high), colour)?;
             }
-            if self.y.shows(cell.spread.median) {
+            if self.y.is_visible(cell.spread.median) {
                 marker(area, (x, self.y.pixel(cell.spread.median)), shape(index), colour, open)?;
             }
         }
@@ -162,13 +162,13 @@ impl<'a> Frame<'a> {
     fn draw_published(&self, area: &Area<'_>, published: &[PublishedCell], index: usize) -> Drawn {
         let colour = colour(index);
         let points: Vec<(f64, f64)> = published.iter().map(|cell| (cell.x, cell.y)).collect();
-        for piece in self.y.cut(&points) {
+        for piece in self.y.clip(&points) {
             dashed(area, &self.pixels(&piece), colour.stroke_width(1))?;
         }
         if published.len() > MANY_POINTS {
             return Ok(());
         }
-        for cell in published.iter().filter(|cell| self.y.shows(cell.y)) {
+        for cell in published.iter().filter(|cell| self.y.is_visible(cell.y)) {
             if let Some((low, high)) = cell.spread {
                 whisker(area, self.x.pixel(cell.x), self.y.pixel(low), self.y.pixel(high), colour)?;
             }
@@ -230,14 +230,14 @@ impl<'a> Frame<'a> {
             whisker(area, middle, self.y.pixel(low), self.y.pixel(high), INK)?;
         }
         if with_value {
-            text(area, &short(height), (middle, above - 3), SMALL, INK, Anchor::Bottom)?;
+            text(area, &format_short(height), (middle, above - 3), SMALL, INK, Anchor::Bottom)?;
         }
         Ok(())
     }
 }
 
 /// Bar's value in as few digits as distinguish it from the others.
-fn short(value: f64) -> String {
+fn format_short(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),
         middle if middle >= 10.0 => format!("{value:.1}"),
@@ -257,13 +257,13 @@ fn heights(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     ours.chain(published)
 }
 
-fn places(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
+fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     curve.cells.iter().map(|cell| cell.x).chain(curve.published.iter().map(|cell| cell.x))
 }
 
 /// The x values that have bars, ascending.
 fn groups(numbers: &PanelTable) -> Vec<f64> {
-    let mut groups: Vec<f64> = numbers.curves.iter().flat_map(places).collect();
+    let mut groups: Vec<f64> = numbers.curves.iter().flat_map(x_values).collect();
     groups.sort_by(f64::total_cmp);
     groups.dedup();
     groups

@@ -64,15 +64,15 @@ impl Scale {
         from + (f64::from(to - from) * self.position(value).clamp(0.0, 1.0)).round() as i32
     }
 
-    pub fn shows(&self, value: f64) -> bool {
-        const EDGE: f64 = 1e-9;
-        value.is_finite() && (-EDGE..=1.0 + EDGE).contains(&self.position(value))
+    pub fn is_visible(&self, value: f64) -> bool {
+        const EDGE_TOLERANCE: f64 = 1e-9;
+        value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.position(value))
     }
 
     /// Values and labels of the ticks.
     pub fn ticks(&self) -> Vec<(f64, String)> {
         let values = if self.log { self.log_ticks() } else { self.linear_ticks() };
-        values.into_iter().filter(|value| self.shows(*value)).map(|value| (value, label(value))).collect()
+        values.into_iter().filter(|value| self.is_visible(*value)).map(|value| (value, label(value))).collect()
     }
 
     fn linear_ticks(&self) -> Vec<f64> {
@@ -92,7 +92,7 @@ impl Scale {
     }
 
     /// The line through `points` (whose x are all shown), cut where it leaves this vertical axis: pieces to draw.
-    pub fn cut(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
+    pub fn clip(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
         let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();
         let mut piece: Vec<(f64, f64)> = Vec::new();
         for (index, &(x, y)) in points.iter().enumerate() {
@@ -154,14 +154,14 @@ mod tests {
     fn pixels_run_from_end_to_end() {
         let scale = Scale::new(&[], Some([1.0, 100.0]), true, true, (200, 0));
         assert_eq!([1.0, 10.0, 100.0, 1000.0].map(|value| scale.pixel(value)), [200, 100, 0, 0]);
-        assert!(scale.shows(100.0) && !scale.shows(100.1));
+        assert!(scale.is_visible(100.0) && !scale.is_visible(100.1));
     }
 
     #[test]
     fn lines_are_clipped_at_the_edge() {
         let scale = Scale::new(&[], Some([0.0, 10.0]), false, true, (100, 0));
         let points = [(0.0, 5.0), (1.0, 15.0), (2.0, 15.0), (3.0, 5.0), (4.0, 5.0)];
-        assert_eq!(scale.cut(&points), [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]);
-        assert_eq!(scale.cut(&[(0.0, 20.0), (1.0, 30.0)]), Vec::<Vec<(f64, f64)>>::new());
+        assert_eq!(scale.clip(&points), [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]);
+        assert_eq!(scale.clip(&[(0.0, 20.0), (1.0, 30.0)]), Vec::<Vec<(f64, f64)>>::new());
     }
 }

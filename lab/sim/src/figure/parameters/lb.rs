@@ -3,7 +3,7 @@
 use coreward_model::fleet::TableDraw;
 use serde::Deserialize;
 
-use super::{ParameterError, Text, parameters, whole};
+use super::{ParameterError, Text, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::lb::Config;
@@ -52,8 +52,8 @@ impl Lb {
         let mut with = self.clone();
         match swept {
             SweepAxis::SpeedPct => with.replay_speed = Some(value / 100.0),
-            SweepAxis::RackCandidates => with.rack_candidates = Some(whole(swept, value)?),
-            SweepAxis::TableDelayMs => with.table_delay_ms = Some(whole(swept, value)?),
+            SweepAxis::RackCandidates => with.rack_candidates = Some(to_integer(swept, value)?),
+            SweepAxis::TableDelayMs => with.table_delay_ms = Some(to_integer(swept, value)?),
             _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)

@@ -112,7 +112,7 @@ macro_rules! parameters {
 use parameters;
 
 /// `value` as a whole number.
-fn whole<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, ParameterError> {
+fn to_integer<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, ParameterError> {
     let unfit = ParameterError::Value { swept, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
         return Err(unfit);

@@ -1,9 +1,9 @@
 //! Connections placed by a load balancer, their requests queued at cores.
 
-use super::{ParameterError, Text, parameters, whole};
+use super::{ParameterError, Text, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
-use crate::path::{Config, Readings};
+use crate::path::{Config, ReportPhase};
 use crate::rpc::{Policy, Service};
 
 /// The name of this kind in scenario files.
@@ -33,8 +33,8 @@ parameters! {
         pub request_gap: f64,
         /// Time between two reports.
         pub report_ms: f64,
-        /// Moment of agents' readings: `ideal` or `drawn`.
-        pub readings: Readings,
+        /// Time at which agents read their core loads: `aligned` or `random`.
+        pub report_phase: ReportPhase,
         /// Length of the windows in which variance is measured.
         pub window_ms: f64,
         /// Time of new requests (s).
@@ -47,8 +47,8 @@ impl Path {
         let mut with = self.clone();
         match swept {
             SweepAxis::Load => with.load = Some(value),
-            SweepAxis::Servers => with.servers = Some(whole(swept, value)?),
-            SweepAxis::Cores => with.cores = Some(whole(swept, value)?),
+            SweepAxis::Servers => with.servers = Some(to_integer(swept, value)?),
+            SweepAxis::Cores => with.cores = Some(to_integer(swept, value)?),
             SweepAxis::RequestsPerServer => with.load = Some(self.load_of(value)?),
             _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
         }
@@ -82,7 +82,7 @@ impl Path {
             requests_per_connection: self.requests_per_connection.unwrap_or(default.requests_per_connection),
             request_gap: self.request_gap.unwrap_or(default.request_gap),
             report_ms: self.report_ms.unwrap_or(default.report_ms),
-            readings: self.readings.unwrap_or(default.readings),
+            report_phase: self.report_phase.unwrap_or(default.report_phase),
             window_ms: self.window_ms.unwrap_or(default.window_ms),
             seconds: self.seconds.ok_or(missing("seconds"))?,
             seeds: vec![seed],

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{Choice, ParameterError, Text, parameters, whole};
+use super::{Choice, ParameterError, Text, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
@@ -40,8 +40,8 @@ parameters! {
         pub load_balancers: usize,
         /// Length of each run after its warm-up.
         pub minutes: f64,
-        /// Policies' knowledge of the servers' connections.
-        pub knowledge: Choice<LoadInfo>,
+        /// Policies' load information about the servers' connections.
+        pub load_info: Choice<LoadInfo>,
     }
 }
 
@@ -49,7 +49,7 @@ impl Pcc {
     pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
-            SweepAxis::Servers => with.servers = Some(whole(swept, value)?),
+            SweepAxis::Servers => with.servers = Some(to_integer(swept, value)?),
             SweepAxis::Connections => with.connections = Some(value),
             SweepAxis::UpdatesPerMinute => with.updates_per_minute = Some(value),
             SweepAxis::ThresholdPct => with.method = Some(Text(with_threshold(with.method, value)?)),
@@ -90,7 +90,7 @@ impl Pcc {
             minutes: self.minutes.unwrap_or(base.minutes),
             load_balancers: self.load_balancers.unwrap_or(base.load_balancers),
             methods: vec![self.method.clone().ok_or(missing("method"))?.0],
-            knowledge: self.knowledge.map_or(base.knowledge, |knowledge| knowledge.0),
+            load_info: self.load_info.map_or(base.load_info, |load_info| load_info.0),
             seeds,
             ..base
         };
@@ -108,7 +108,7 @@ fn with_threshold(method: Option<Text<Method>>, percent: f64) -> Result<Method, 
 }
 
 fn with_bits(method: Option<Text<Method>>, swept: SweepAxis, value: f64) -> Result<Method, ParameterError> {
-    let bits: u8 = whole(swept, value)?;
+    let bits: u8 = to_integer(swept, value)?;
     let unfit = ParameterError::Value { swept, value };
     let up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(unfit) };
     match (swept, method) {

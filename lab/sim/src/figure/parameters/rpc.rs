@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use super::{Choice, ParameterError, Text, parameters, whole};
+use super::{Choice, ParameterError, Text, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
@@ -49,7 +49,7 @@ impl Rpc {
         match swept {
             SweepAxis::Load => with.load = Some(value),
             SweepAxis::Slo => with.slo = Some(value),
-            SweepAxis::Cores => with.cores = Some(whole(swept, value)?),
+            SweepAxis::Cores => with.cores = Some(to_integer(swept, value)?),
             SweepAxis::Latency => with.latency = Some(value),
             SweepAxis::LongFactor => with.service = Some(Text(with_long_factor(with.service, value)?)),
             SweepAxis::Lambda => with.policy = Some(Text(with_lambda(with.policy, value)?)),

@@ -11,15 +11,15 @@ use crate::names::UnknownName;
 
 const MAX_SEEDS: u64 = 1_000;
 
-type Wrong = (Range<usize>, String);
+type CheckError = (Range<usize>, String);
 
 /// The error names the mistake and its place.
 pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
-    let checks = [seeds, kinds, names, axes, published, claims, runs];
+    let checks = [check_seeds, check_kinds, check_names, check_axes, check_published, check_claims, check_runs];
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.error(span, &message))
 }
 
-fn seeds(scenario: &Scenario) -> Result<(), Wrong> {
+fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
     let seeds = *scenario.seeds.get_ref();
     if (1..=MAX_SEEDS).contains(&seeds) {
         return Ok(());
@@ -32,7 +32,7 @@ fn simulated_kinds(kinds: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"].into_iter().zip(kinds).filter_map(|(kind, there)| there.then_some(kind)).collect()
 }
 
-fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
+fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
     let common = simulated_kinds([
         scenario.rpc.is_some(),
         scenario.lb.is_some(),
@@ -73,7 +73,7 @@ fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
     Ok(())
 }
 
-fn unique<'a>(what: &str, mut names: impl Iterator<Item = &'a Spanned<String>>) -> Result<(), Wrong> {
+fn check_unique<'a>(what: &str, mut names: impl Iterator<Item = &'a Spanned<String>>) -> Result<(), CheckError> {
     let mut seen = Vec::new();
     let again = names.find(|name| {
         let again = seen.contains(name.get_ref());
@@ -83,7 +83,7 @@ fn unique<'a>(what: &str, mut names: impl Iterator<Item = &'a Spanned<String>>) 
     again.map_or(Ok(()), |name| Err((name.span(), format!("{what} {:?} is there twice", name.get_ref()))))
 }
 
-fn known_series(scenario: &Scenario, label: &Spanned<String>) -> Result<(), Wrong> {
+fn check_series_exists(scenario: &Scenario, label: &Spanned<String>) -> Result<(), CheckError> {
     let labels: Vec<&str> = scenario.series.iter().map(|series| series.label.get_ref().as_str()).collect();
     if labels.contains(&label.get_ref().as_str()) {
         return Ok(());
@@ -91,16 +91,16 @@ fn known_series(scenario: &Scenario, label: &Spanned<String>) -> Result<(), Wron
     Err((label.span(), UnknownName::new("series", label.get_ref(), labels).to_string()))
 }
 
-fn names(scenario: &Scenario) -> Result<(), Wrong> {
+fn check_names(scenario: &Scenario) -> Result<(), CheckError> {
     if scenario.series.is_empty() || scenario.panel.is_empty() {
         return Err((0..0, "no series or no panel: expected at least one of each".to_owned()));
     }
-    unique("series", scenario.series.iter().map(|series| &series.label))?;
-    unique("panel", scenario.panel.iter().map(|panel| &panel.title))?;
-    scenario.panel.iter().flat_map(|panel| &panel.series).try_for_each(|label| known_series(scenario, label))
+    check_unique("series", scenario.series.iter().map(|series| &series.label))?;
+    check_unique("panel", scenario.panel.iter().map(|panel| &panel.title))?;
+    scenario.panel.iter().flat_map(|panel| &panel.series).try_for_each(|label| check_series_exists(scenario, label))
 }
 
-fn axes(scenario: &Scenario) -> Result<(), Wrong> {
+fn check_axes(scenario: &Scenario) -> Result<(), CheckError> {
     for panel in &scenario.panel {
         let wrong = |message: &str| Err((panel.title.span(), message.to_owned()));
         if panel.y.range.is_some_and(|[low, high]| low >= high || (panel.y.log && low <= 0.0)) {
@@ -127,7 +127,7 @@ fn axes(scenario: &Scenario) -> Result<(), Wrong> {
 }
 
 /// Returns the panel of that name, or all without a name.
-fn panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, Wrong> {
+fn panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, CheckError> {
     let Some(name) = name else { return Ok(scenario.panel.iter().collect()) };
     scenario.panel_named(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {
         let titles = scenario.panel.iter().map(|panel| panel.title.get_ref().as_str());
@@ -135,9 +135,9 @@ fn panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<
     })
 }
 
-fn published(scenario: &Scenario) -> Result<(), Wrong> {
+fn check_published(scenario: &Scenario) -> Result<(), CheckError> {
     for published in &scenario.published {
-        known_series(scenario, &published.series)?;
+        check_series_exists(scenario, &published.series)?;
         if published.points.is_empty() {
             return Err((published.series.span(), "no published points: expected at least one".to_owned()));
         }
@@ -149,7 +149,7 @@ fn published(scenario: &Scenario) -> Result<(), Wrong> {
     Ok(())
 }
 
-fn claims(scenario: &Scenario) -> Result<(), Wrong> {
+fn check_claims(scenario: &Scenario) -> Result<(), CheckError> {
     scenario.claim.iter().try_for_each(|claim| check_claim(scenario, claim))
 }
 
@@ -160,7 +160,7 @@ impl Scenario {
     }
 }
 
-fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), Wrong> {
+fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError> {
     let wrong = |message: &str| Err((claim.statement.span(), message.to_owned()));
     let ways = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
     if ways.iter().filter(|there| **there).count() != 1 {
@@ -176,14 +176,14 @@ fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), Wrong> {
         if order.series.len() < 2 {
             return wrong("`ascending` needs at least two series");
         }
-        order.series.iter().try_for_each(|label| known_series(scenario, label))?;
+        order.series.iter().try_for_each(|label| check_series_exists(scenario, label))?;
         return check_point(scenario, claim, order.panel.as_ref(), order.at.as_ref());
     }
     let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(Ratio::quantities));
     quantities.into_iter().try_for_each(|quantity| check_quantity(scenario, claim, quantity))
 }
 
-fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -> Result<(), Wrong> {
+fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -> Result<(), CheckError> {
     let wrong = |message: &str| Err((claim.statement.span(), message.to_owned()));
     let ways = [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
     if ways.iter().filter(|there| **there).count() != 1 {
@@ -192,7 +192,7 @@ fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -
     if quantity.reaches.is_some() && (quantity.at.is_some() || quantity.from.is_some() || quantity.to.is_some()) {
         return wrong("`reaches` uses the whole curve: it goes with none of `at`, `from`, `to`");
     }
-    quantity.named().try_for_each(|label| known_series(scenario, label))?;
+    quantity.named().try_for_each(|label| check_series_exists(scenario, label))?;
     check_point(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
@@ -202,7 +202,7 @@ fn check_point(
     claim: &Assertion,
     panel: Option<&Spanned<String>>,
     at: Option<&Spanned<f64>>,
-) -> Result<(), Wrong> {
+) -> Result<(), CheckError> {
     let panels = panels(scenario, panel)?;
     if panels.iter().any(|panel| panel.measure.get_ref() != panels[0].measure.get_ref()) {
         let message = "a claim without a panel: expected panel = \"...\", as the panels measure different things";
@@ -218,7 +218,7 @@ fn check_point(
     Ok(())
 }
 
-fn runs(scenario: &Scenario) -> Result<(), Wrong> {
+fn check_runs(scenario: &Scenario) -> Result<(), CheckError> {
     let failed = match scenario.expand() {
         Ok(_) if scenario.live.is_some() => return Ok(()),
         Ok(plan) if plan.places.is_empty() => {
@@ -229,5 +229,5 @@ fn runs(scenario: &Scenario) -> Result<(), Wrong> {
     };
     let series = scenario.series[failed.series].label.get_ref();
     let panel = &scenario.panel[failed.panel];
-    Err((panel.measure.span(), format!("panel {:?}, series {series:?}: {}", panel.title.get_ref(), failed.unfit)))
+    Err((panel.measure.span(), format!("panel {:?}, series {series:?}: {}", panel.title.get_ref(), failed.cause)))
 }

@@ -96,7 +96,7 @@ impl<S: Sink> Server<S> for RingLeaderServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
         // At the end of a run, until everything is answered.
         let ending = until == NEVER - 1;
-        while self.next_event() <= until && !(ending && self.server.inside == 0) {
+        while self.next_event() <= until && !(ending && self.server.outstanding == 0) {
             let now = self.next_event();
             self.server.advance(now, sink);
             self.step(now);
@@ -108,8 +108,8 @@ impl<S: Sink> Server<S> for RingLeaderServer {
         Server::<S>::offer(&mut self.server, request);
     }
 
-    fn inside(&self) -> u64 {
-        self.server.inside
+    fn outstanding(&self) -> u64 {
+        self.server.outstanding
     }
 
     fn busy(&self, now: Tick) -> Vec<Tick> {

@@ -8,29 +8,29 @@ use crate::rpc::ticks::{NEVER, Tick};
 #[derive(Debug)]
 pub struct DelayLine<T> {
     latency: Tick,
-    on_the_way: VecDeque<(Tick, T)>,
+    in_flight: VecDeque<(Tick, T)>,
 }
 
 impl<T> DelayLine<T> {
     /// Everything takes `latency`.
     pub fn new(latency: Tick) -> Self {
-        Self { latency, on_the_way: VecDeque::new() }
+        Self { latency, in_flight: VecDeque::new() }
     }
 
     /// Sends something at `now`, not before what was sent last.
     #[inline]
     pub fn send(&mut self, now: Tick, what: T) {
-        self.on_the_way.push_back((now + self.latency, what));
+        self.in_flight.push_back((now + self.latency, what));
     }
 
     #[inline]
     pub fn next_arrival(&self) -> Tick {
-        self.on_the_way.front().map_or(NEVER, |(at, _)| *at)
+        self.in_flight.front().map_or(NEVER, |(at, _)| *at)
     }
 
     /// The first to arrive, and when it does.
     #[inline]
     pub fn receive(&mut self) -> Option<(Tick, T)> {
-        self.on_the_way.pop_front()
+        self.in_flight.pop_front()
     }
 }

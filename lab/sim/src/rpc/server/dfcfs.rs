@@ -13,23 +13,23 @@ pub struct IdealGroups {
     latency: Tick,
     cores_each: u16,
     /// By group: from when on each of its cores is free.
-    free_from: Vec<LeastTree<Tick>>,
+    idle_from: Vec<LeastTree<Tick>>,
 }
 
 impl IdealGroups {
     /// `latency`: of the interface between NIC and cores, one way.
     pub fn new(groups: u16, cores_each: u16, latency: Tick) -> Self {
-        Self { latency, cores_each, free_from: vec![LeastTree::new(cores_each, 0); usize::from(groups)] }
+        Self { latency, cores_each, idle_from: vec![LeastTree::new(cores_each, 0); usize::from(groups)] }
     }
 }
 
 impl Dispatcher for IdealGroups {
     #[inline]
     fn place(&mut self, now: u64, header: &Header) -> Option<u16> {
-        let group = (u64::from(header.flow_hash) * self.free_from.len() as u64) >> 32;
-        let cores = &mut self.free_from[group as usize];
-        let (core, free_from) = cores.least();
-        cores.set(core, free_from.max(now + self.latency) + header.expected);
+        let group = (u64::from(header.flow_hash) * self.idle_from.len() as u64) >> 32;
+        let cores = &mut self.idle_from[group as usize];
+        let (core, idle_from) = cores.least();
+        cores.set(core, idle_from.max(now + self.latency) + header.expected);
         Some(group as u16 * self.cores_each + core)
     }
 

@@ -19,7 +19,7 @@ pub struct FifoCores {
 
 #[derive(Debug, Clone, Default)]
 struct Core {
-    free_from: Tick,
+    idle_from: Tick,
     /// Work of all requests that were ever dispatched here.
     total_work: Tick,
     under_way: VecDeque<Response>,
@@ -35,7 +35,7 @@ impl FifoCores {
 impl FifoCores {
     /// For each core how long it takes to serve what it was given until `now`.
     pub fn backlog(&self, now: Tick) -> impl Iterator<Item = Tick> {
-        self.cores.iter().map(move |core| core.free_from.saturating_sub(now))
+        self.cores.iter().map(move |core| core.idle_from.saturating_sub(now))
     }
 }
 
@@ -43,12 +43,12 @@ impl Cores for FifoCores {
     #[inline]
     fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
         let entry = &mut self.cores[usize::from(core)];
-        let start = entry.free_from.max(now + self.latency);
-        entry.free_from = start + request.work;
+        let start = entry.idle_from.max(now + self.latency);
+        entry.idle_from = start + request.work;
         entry.total_work += request.work;
-        let response = Response { left: entry.free_from + self.latency, request };
+        let response = Response { departed: entry.idle_from + self.latency, request };
         if entry.under_way.is_empty() {
-            self.next_response.set(core, response.left);
+            self.next_response.set(core, response.departed);
         }
         entry.under_way.push_back(response);
     }
@@ -63,14 +63,14 @@ impl Cores for FifoCores {
         let (core, _) = self.next_response.least();
         let entry = &mut self.cores[usize::from(core)];
         let response = entry.under_way.pop_front()?;
-        self.next_response.set(core, entry.under_way.front().map_or(NEVER, |next| next.left));
+        self.next_response.set(core, entry.under_way.front().map_or(NEVER, |next| next.departed));
         Some((core, response))
     }
 
     fn busy(&self, now: Tick) -> Vec<Tick> {
         let ahead = |core: &Core| -> Tick {
-            let unfinished = core.under_way.iter().rev().take_while(|response| response.left - self.latency > now);
-            unfinished.map(|response| (response.left - self.latency - now).min(response.request.work)).sum()
+            let unfinished = core.under_way.iter().rev().take_while(|response| response.departed - self.latency > now);
+            unfinished.map(|response| (response.departed - self.latency - now).min(response.request.work)).sum()
         };
         self.cores.iter().map(|core| core.total_work - ahead(core)).collect()
     }

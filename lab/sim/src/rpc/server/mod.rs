@@ -57,7 +57,7 @@ impl Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Response {
     /// Departure.
-    pub left: Tick,
+    pub departed: Tick,
     pub request: Request,
 }
 
@@ -75,7 +75,7 @@ pub trait Server<S: Sink> {
     fn offer(&mut self, request: Request);
 
     /// Requests that came in and whose responses have not left.
-    fn inside(&self) -> u64;
+    fn outstanding(&self) -> u64;
 
     /// For each core the time that it has been busy until `now`; everything up to `now` must have happened.
     fn busy(&self, now: Tick) -> Vec<Tick>;
@@ -101,13 +101,13 @@ pub struct NicServer<D, C> {
     dispatcher: D,
     cores: C,
     waiting: Vec<VecDeque<Request>>,
-    inside: u64,
+    outstanding: u64,
 }
 
 impl<D: Dispatcher, C: Cores> NicServer<D, C> {
     /// `services`: how many kinds of requests are queued apart at the NIC.
     pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
-        Self { dispatcher, cores, waiting: vec![VecDeque::new(); usize::from(services)], inside: 0 }
+        Self { dispatcher, cores, waiting: vec![VecDeque::new(); usize::from(services)], outstanding: 0 }
     }
 
     /// Sends what waits at the NIC and may go now.
@@ -126,15 +126,15 @@ impl<D: Dispatcher, C: Cores, S: Sink> Server<S> for NicServer<D, C> {
         while self.cores.next_event() <= until {
             let Some((core, response)) = self.cores.step() else { continue };
             self.dispatcher.completed(core, &response.request.header());
-            self.release(response.left);
-            self.inside -= 1;
+            self.release(response.departed);
+            self.outstanding -= 1;
             sink.response(&response);
         }
     }
 
     #[inline]
     fn offer(&mut self, request: Request) {
-        self.inside += 1;
+        self.outstanding += 1;
         match self.dispatcher.place(request.arrived, &request.header()) {
             Some(core) => self.cores.dispatch(request.arrived, core, request),
             None => self.waiting[usize::from(request.service)].push_back(request),
@@ -142,8 +142,8 @@ impl<D: Dispatcher, C: Cores, S: Sink> Server<S> for NicServer<D, C> {
     }
 
     #[inline]
-    fn inside(&self) -> u64 {
-        self.inside
+    fn outstanding(&self) -> u64 {
+        self.outstanding
     }
 
     fn busy(&self, now: Tick) -> Vec<Tick> {

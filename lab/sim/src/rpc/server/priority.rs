@@ -19,9 +19,9 @@ pub struct PriorityCores {
 
 #[derive(Debug, Clone)]
 struct Core {
-    runs: Option<Job>,
+    running: Option<Job>,
     /// Begin of the service, after any switch.
-    since: Tick,
+    started: Tick,
     last_service: u8,
     /// By service.
     queues: Vec<VecDeque<Job>>,
@@ -32,7 +32,7 @@ struct Core {
 #[derive(Debug, Clone, Copy)]
 struct Job {
     request: Request,
-    left: Tick,
+    remaining: Tick,
 }
 
 impl PriorityCores {
@@ -40,8 +40,8 @@ impl PriorityCores {
     /// service.
     pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
         let core = Core {
-            runs: None,
-            since: 0,
+            running: None,
+            started: 0,
             last_service: 0,
             queues: vec![VecDeque::new(); usize::from(services)],
             busy: 0,
@@ -54,22 +54,22 @@ impl PriorityCores {
         let Some(job) = entry.queues.iter_mut().find_map(VecDeque::pop_front) else { return };
         let switch = if job.request.service == entry.last_service { 0 } else { self.switch_cost };
         entry.last_service = job.request.service;
-        entry.since = now + switch;
-        entry.busy += switch + job.left;
-        timers.set(core, entry.since + job.left);
-        entry.runs = Some(job);
+        entry.started = now + switch;
+        entry.busy += switch + job.remaining;
+        timers.set(core, entry.started + job.remaining);
+        entry.running = Some(job);
     }
 }
 
 impl Discipline for PriorityCores {
     fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
-        entry.queues[usize::from(request.service)].push_back(Job { request, left: request.work });
-        match entry.runs {
+        entry.queues[usize::from(request.service)].push_back(Job { request, remaining: request.work });
+        match entry.running {
             None => self.run_next(now, core, timers),
             Some(job) if request.service < job.request.service => {
-                let quanta = now.saturating_sub(entry.since).div_ceil(self.quantum);
-                let end_of_quantum = (entry.since + quanta * self.quantum).max(now);
+                let quanta = now.saturating_sub(entry.started).div_ceil(self.quantum);
+                let end_of_quantum = (entry.started + quanta * self.quantum).max(now);
                 // A timer before the end of the request means that it yields then.
                 timers.set(core, timers.get(core).min(end_of_quantum));
             }
@@ -79,12 +79,12 @@ impl Discipline for PriorityCores {
 
     fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
         let entry = &mut self.cores[usize::from(core)];
-        let mut job = entry.runs.take()?;
-        let served = now.saturating_sub(entry.since);
-        let finished = served >= job.left;
+        let mut job = entry.running.take()?;
+        let served = now.saturating_sub(entry.started);
+        let finished = served >= job.remaining;
         if !finished {
-            job.left -= served;
-            entry.busy -= job.left;
+            job.remaining -= served;
+            entry.busy -= job.remaining;
             entry.queues[usize::from(job.request.service)].push_front(job);
         }
         self.run_next(now, core, timers);
@@ -92,7 +92,7 @@ impl Discipline for PriorityCores {
     }
 
     fn busy(&self, now: Tick) -> Vec<Tick> {
-        let ahead = |core: &Core| core.runs.map_or(0, |job| (core.since + job.left).saturating_sub(now));
+        let ahead = |core: &Core| core.running.map_or(0, |job| (core.started + job.remaining).saturating_sub(now));
         self.cores.iter().map(|core| core.busy - ahead(core)).collect()
     }
 }

@@ -23,7 +23,7 @@ pub trait Discipline {
 pub struct DisciplineCores<Q> {
     discipline: Q,
     arriving: DelayLine<(u16, Request)>,
-    leaving: DelayLine<(u16, Request)>,
+    departing: DelayLine<(u16, Request)>,
     timers: LeastTree<Tick>,
 }
 
@@ -33,7 +33,7 @@ impl<Q: Discipline> DisciplineCores<Q> {
         Self {
             discipline,
             arriving: DelayLine::new(latency),
-            leaving: DelayLine::new(latency),
+            departing: DelayLine::new(latency),
             timers: LeastTree::new(cores, NEVER),
         }
     }
@@ -47,20 +47,20 @@ impl<Q: Discipline> Cores for DisciplineCores<Q> {
 
     #[inline]
     fn next_event(&self) -> Tick {
-        self.arriving.next_arrival().min(self.timers.least().1).min(self.leaving.next_arrival())
+        self.arriving.next_arrival().min(self.timers.least().1).min(self.departing.next_arrival())
     }
 
     fn step(&mut self) -> Option<(u16, Response)> {
         let now = self.next_event();
-        if self.leaving.next_arrival() == now {
-            let (left, (core, request)) = self.leaving.receive()?;
-            return Some((core, Response { left, request }));
+        if self.departing.next_arrival() == now {
+            let (left, (core, request)) = self.departing.receive()?;
+            return Some((core, Response { departed: left, request }));
         }
         let (core, timer) = self.timers.least();
         if timer == now {
             self.timers.set(core, NEVER);
             if let Some(finished) = self.discipline.timer(now, core, &mut self.timers) {
-                self.leaving.send(now, (core, finished));
+                self.departing.send(now, (core, finished));
             }
         } else {
             let (_, (core, request)) = self.arriving.receive()?;

@@ -17,21 +17,21 @@ use crate::rpc::ticks::Tick;
 #[derive(Debug)]
 pub struct RebalancedServer {
     server: NicServer<BucketHash, FifoCores>,
-    every: Tick,
+    interval: Tick,
     next: Tick,
     /// Work that came in so far, by bucket.
     work: Vec<u64>,
 }
 
 impl RebalancedServer {
-    /// Regroups every `every` ticks.
-    pub fn new(server: NicServer<BucketHash, FifoCores>, every: Tick) -> Self {
+    /// Regroups every `interval` ticks.
+    pub fn new(server: NicServer<BucketHash, FifoCores>, interval: Tick) -> Self {
         let buckets = server.dispatcher.table().entry_count();
-        Self { server, every, next: every, work: vec![0; buckets] }
+        Self { server, interval, next: interval, work: vec![0; buckets] }
     }
 
     fn regroup(&mut self, now: Tick) {
-        let ahead = |work: &u64| (u128::from(*work) * u128::from(self.every) / u128::from(now)) as u64;
+        let ahead = |work: &u64| (u128::from(*work) * u128::from(self.interval) / u128::from(now)) as u64;
         let loads: Vec<u64> = self.work.iter().map(ahead).collect();
         let backlog: Vec<u64> = self.server.cores.backlog(now).collect();
         let table = IndirectionTable::new(&regroup(&loads, &backlog)).expect("as long as the table was");
@@ -42,27 +42,27 @@ impl RebalancedServer {
 impl<S: Sink> Server<S> for RebalancedServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
         // Without outstanding requests nothing would be different after many regroupings than after the last one.
-        while self.next <= until && self.server.inside > 0 {
+        while self.next <= until && self.server.outstanding > 0 {
             self.server.advance(self.next, sink);
             self.regroup(self.next);
-            self.next += self.every;
+            self.next += self.interval;
         }
         self.server.advance(until, sink);
     }
 
     fn offer(&mut self, request: Request) {
         if self.next <= request.arrived {
-            let last = request.arrived / self.every * self.every;
+            let last = request.arrived / self.interval * self.interval;
             self.regroup(last);
-            self.next = last + self.every;
+            self.next = last + self.interval;
         }
         let bucket = request.flow_hash as usize & (self.work.len() - 1);
         self.work[bucket] += request.work;
         Server::<S>::offer(&mut self.server, request);
     }
 
-    fn inside(&self) -> u64 {
-        self.server.inside
+    fn outstanding(&self) -> u64 {
+        self.server.outstanding
     }
 
     fn busy(&self, now: Tick) -> Vec<Tick> {

@@ -16,17 +16,17 @@ use crate::rpc::ticks::{NEVER, Tick};
 pub struct ProcessorSharing {
     cores: u64,
     arriving: DelayLine<Request>,
-    leaving: DelayLine<Request>,
+    departing: DelayLine<Request>,
     jobs: BinaryHeap<Reverse<Job>>,
-    /// Virtual time at `as_of`, in [`FIXED_POINT_ONE`]s of a tick.
+    /// Virtual time at `updated_at`, in [`FIXED_POINT_ONE`]s of a tick.
     virtual_now: u128,
-    as_of: Tick,
+    updated_at: Tick,
     /// Virtual time per tick.
     rate: u128,
     next_end: Tick,
     /// Number of the next job, which orders ties.
     arrival_number: u64,
-    /// Time that cores were busy until `as_of`, all together.
+    /// Time that cores were busy until `updated_at`, all together.
     busy: Tick,
 }
 
@@ -59,10 +59,10 @@ impl ProcessorSharing {
         Self {
             cores: u64::from(cores),
             arriving: DelayLine::new(latency),
-            leaving: DelayLine::new(latency),
+            departing: DelayLine::new(latency),
             jobs: BinaryHeap::new(),
             virtual_now: 0,
-            as_of: 0,
+            updated_at: 0,
             rate: FIXED_POINT_ONE,
             next_end: NEVER,
             arrival_number: 0,
@@ -72,12 +72,12 @@ impl ProcessorSharing {
 
     fn advance_to(&mut self, now: Tick) {
         self.busy += self.busy_between(now);
-        self.virtual_now += u128::from(now - self.as_of) * self.rate;
-        self.as_of = now;
+        self.virtual_now += u128::from(now - self.updated_at) * self.rate;
+        self.updated_at = now;
     }
 
     fn busy_between(&self, now: Tick) -> Tick {
-        (now - self.as_of) * self.cores.min(self.jobs.len() as u64)
+        (now - self.updated_at) * self.cores.min(self.jobs.len() as u64)
     }
 
     /// After the number of jobs changed.
@@ -89,7 +89,7 @@ impl ProcessorSharing {
             u128::from(self.cores) * FIXED_POINT_ONE / jobs
         };
         self.next_end = self.jobs.peek().map_or(NEVER, |Reverse(first)| {
-            self.as_of + first.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.rate) as Tick
+            self.updated_at + first.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.rate) as Tick
         });
     }
 }
@@ -101,18 +101,18 @@ impl Cores for ProcessorSharing {
 
     #[inline]
     fn next_event(&self) -> Tick {
-        self.arriving.next_arrival().min(self.next_end).min(self.leaving.next_arrival())
+        self.arriving.next_arrival().min(self.next_end).min(self.departing.next_arrival())
     }
 
     fn step(&mut self) -> Option<(u16, Response)> {
         let now = self.next_event();
-        if self.leaving.next_arrival() == now {
-            return self.leaving.receive().map(|(left, request)| (0, Response { left, request }));
+        if self.departing.next_arrival() == now {
+            return self.departing.receive().map(|(left, request)| (0, Response { departed: left, request }));
         }
         self.advance_to(now);
         if self.next_end == now {
             let Reverse(ended) = self.jobs.pop()?;
-            self.leaving.send(now, ended.request);
+            self.departing.send(now, ended.request);
         } else {
             let (_, request) = self.arriving.receive()?;
             let virtual_end = self.virtual_now + u128::from(request.work) * FIXED_POINT_ONE;

@@ -19,7 +19,7 @@ pub struct StealingCores {
 
 #[derive(Debug, Clone, Default)]
 struct Core {
-    serves: Option<Request>,
+    in_service: Option<Request>,
     busy_until: Tick,
     queue: VecDeque<Request>,
     /// Time spent on all requests begun here, and on stealing them.
@@ -36,7 +36,7 @@ impl StealingCores {
         let entry = &mut self.cores[usize::from(core)];
         entry.busy_until = now + cost + request.work;
         entry.busy += cost + request.work;
-        entry.serves = Some(request);
+        entry.in_service = Some(request);
         timers.set(core, entry.busy_until);
         self.policy.set_busy(core, true);
     }
@@ -60,7 +60,7 @@ impl StealingCores {
 impl Discipline for StealingCores {
     fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
-        if entry.serves.is_none() {
+        if entry.in_service.is_none() {
             return self.serve(now, core, request, 0, timers);
         }
         entry.queue.push_back(request);
@@ -69,7 +69,7 @@ impl Discipline for StealingCores {
     }
 
     fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
-        let finished = self.cores[usize::from(core)].serves.take();
+        let finished = self.cores[usize::from(core)].in_service.take();
         self.policy.set_busy(core, false);
         match self.take_first(core) {
             Some(next) => self.serve(now, core, next, 0, timers),

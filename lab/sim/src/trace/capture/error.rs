@@ -23,12 +23,12 @@ pub enum CaptureError {
         last_s: f64,
     },
     /// A record that cannot be one.
-    #[error("packet {number} claims to have {bytes} bytes: expected at most {most}; the file is damaged there")]
+    #[error("packet {number} claims to have {bytes} bytes: expected at most {max_bytes}; the file is damaged there")]
     Damaged {
         /// Counted from 1.
         number: u64,
         bytes: u64,
-        most: u32,
+        max_bytes: u32,
     },
     /// A block of a pcapng file that cannot be read.
     #[error("after packet {number} comes what is no pcapng block ({reason}): the file is damaged there")]

@@ -35,7 +35,7 @@ enum Key {
 struct Flow {
     last_ns: u64,
     /// FIN or RST was seen.
-    ending: bool,
+    is_closing: bool,
 }
 
 pub struct FlowTable {
@@ -103,7 +103,7 @@ impl FlowTable {
     }
 
     fn number(&mut self, key: Key) -> u32 {
-        let new = Flow { last_ns: 0, ending: false };
+        let new = Flow { last_ns: 0, is_closing: false };
         match self.free.pop() {
             Some(number) => {
                 (self.flows[number as usize], self.keys[number as usize]) = (new, key);
@@ -121,15 +121,15 @@ impl FlowTable {
     fn push(&mut self, record: &Record, number: u32, mut is_new: bool, batch: &mut Batch) {
         let flow = &mut self.flows[number as usize];
         if record.flags != 0 && !is_new {
-            let replaced = flow.ending && record.flags & FLAG_OPENS != 0;
+            let replaced = flow.is_closing && record.flags & FLAG_OPENS != 0;
             if replaced {
                 batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: 0, event: Event::EXPIRES });
-                flow.ending = false;
+                flow.is_closing = false;
                 is_new = true;
             }
         }
         flow.last_ns = record.time_ns;
-        flow.ending |= record.flags & FLAG_ENDS != 0;
+        flow.is_closing |= record.flags & FLAG_ENDS != 0;
         let event = if is_new {
             batch.openings.push(Opening { tuple: tuple(&self.keys[number as usize]), rate: None });
             Event::OPENS
@@ -143,7 +143,7 @@ impl FlowTable {
     fn sweep(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
         for number in 0..self.flows.len() as u32 {
             let flow = self.flows[number as usize];
-            let timeout_ns = if flow.ending { LINGER_NS.min(self.idle_timeout_ns) } else { self.idle_timeout_ns };
+            let timeout_ns = if flow.is_closing { LINGER_NS.min(self.idle_timeout_ns) } else { self.idle_timeout_ns };
             if now_ns - flow.last_ns < timeout_ns {
                 continue;
             }

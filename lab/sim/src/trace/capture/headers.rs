@@ -58,7 +58,7 @@ impl LinkType {
     }
 
     /// End of the ports of an IPv4 packet without options.
-    pub fn least_snap_length(self) -> u32 {
+    pub fn min_snap_length(self) -> u32 {
         self.header_bytes() as u32 + 24
     }
 }

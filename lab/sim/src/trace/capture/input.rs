@@ -52,7 +52,7 @@ pub struct Input {
     /// All its bytes, decompressed.
     pub reader: Reader,
     /// Format: never one of the compressed kinds.
-    pub begins: FileFormat,
+    pub format: FileFormat,
 }
 
 /// Opens a file and looks into it as often as it is compressed. Fails when it cannot be read, or is neither a capture
@@ -69,14 +69,14 @@ pub fn open(path: &Path) -> Result<Input, TraceError> {
         (found, mark, reader) = (detect_format(&inner_mark), inner_mark, inner);
     }
     match found {
-        FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, begins: found }),
+        FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, format: found }),
         _ => Err(TraceError::Capture { path: shown(), error: CaptureError::Foreign { mark } }),
     }
 }
 
-fn decompressed(begins: FileFormat, reader: Reader) -> Reader {
+fn decompressed(format: FileFormat, reader: Reader) -> Reader {
     let reader = BufReader::with_capacity(1 << 16, reader);
-    match begins {
+    match format {
         FileFormat::Gzip => Box::new(MultiGzDecoder::new(reader)),
         FileFormat::Xz => Box::new(XzReader::new(reader, true)),
         _ => Box::new(ZstdReader { source: reader, decoder: FrameDecoder::new(), in_frame: false }),

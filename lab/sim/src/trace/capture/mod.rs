@@ -23,7 +23,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use self::flows::FlowTable;
-use self::records::{Records, Stop};
+use self::records::{Records, StopReason};
 use super::{Batch, Skipped, Trace, TraceError};
 
 use self::input::Input;
@@ -69,13 +69,13 @@ impl CaptureTrace {
         }
         let read = move || {
             let mut out = records::Recorder::new(fill, emptied);
-            let result = match input.begins {
+            let result = match input.format {
                 FileFormat::Pcap => pcap::read(input.reader, &mut out),
                 _ => pcapng::read(input.reader, &mut out),
             };
             match result.and_then(|()| out.finish()) {
-                Ok(()) | Err(Stop::NobodyListens) => Ok(()),
-                Err(Stop::Error(error)) => Err(TraceError::Capture { path: shown, error }),
+                Ok(()) | Err(StopReason::ReceiverClosed) => Ok(()),
+                Err(StopReason::Error(error)) => Err(TraceError::Capture { path: shown, error }),
             }
         };
         let reader = Some(std::thread::spawn(read));

@@ -9,7 +9,7 @@ use std::io::{ErrorKind, Read};
 use super::error::CaptureError;
 use super::headers::LinkType;
 use super::input::Reader;
-use super::records::{Frame, Recorder, Stop};
+use super::records::{Frame, Recorder, StopReason};
 
 /// Bytes that are read at once: with what is parsed from them they stay in a core's second-level cache.
 const CHUNK_BYTES: usize = 512 * 1024;
@@ -34,7 +34,7 @@ impl Encoding {
 }
 
 /// Reads a whole file. The error names the mistake and its place.
-pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
+pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
     let mut header = [0; FILE_HEADER_BYTES];
     read_all(&mut reader, &mut header, out)?;
     let (encoding, link) = parse_file_header(&header)?;
@@ -53,7 +53,7 @@ pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
     }
 }
 
-fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, LinkType), Stop> {
+fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, LinkType), StopReason> {
     let (big_endian, unit_ns) = match header[..4] {
         [0xa1, 0xb2, 0xc3, 0xd4] => (true, 1_000),
         [0xa1, 0xb2, 0x3c, 0x4d] => (true, 1),
@@ -67,14 +67,14 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, Link
 }
 
 /// Takes all complete records, and returns their bytes.
-fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Recorder) -> Result<usize, Stop> {
+fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Recorder) -> Result<usize, StopReason> {
     let mut used = 0;
     while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {
         let number = |at: usize| encoding.number([header[at], header[at + 1], header[at + 2], header[at + 3]]);
         let captured = number(8);
         if captured > MAX_BYTES {
             let (number, bytes) = (out.number() + 1, u64::from(captured));
-            return Err(CaptureError::Damaged { number, bytes, most: MAX_BYTES }.into());
+            return Err(CaptureError::Damaged { number, bytes, max_bytes: MAX_BYTES }.into());
         }
         let start = used + RECORD_HEADER_BYTES;
         let Some(data) = bytes.get(start..start + captured as usize) else { break };
@@ -85,7 +85,7 @@ fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Reco
     Ok(used)
 }
 
-fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<usize, Stop> {
+fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<usize, StopReason> {
     loop {
         match reader.read(buffer) {
             Ok(read) => return Ok(read),
@@ -97,7 +97,7 @@ fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<u
     }
 }
 
-fn read_all(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<(), Stop> {
+fn read_all(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<(), StopReason> {
     let mut filled = 0;
     while filled < buffer.len() {
         match read_some(reader, &mut buffer[filled..], out)? {

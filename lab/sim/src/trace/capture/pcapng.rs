@@ -8,7 +8,7 @@ use pcap_parser::{Block, PcapBlockOwned, PcapError, PcapNGReader};
 use super::error::CaptureError;
 use super::headers::{LinkType, SkipReason};
 use super::input::Reader;
-use super::records::{Frame, Recorder, Stop};
+use super::records::{Frame, Recorder, StopReason};
 
 /// The library's first buffer, and the most that a block may have.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -16,9 +16,9 @@ const MAX_BYTES: usize = 1 << 25;
 
 /// Fills whole buffers: the library needs a file's first block in its first read. A truncated compressed file ends like
 /// any other.
-struct WholeReads(Reader);
+struct FullReads(Reader);
 
-impl Read for WholeReads {
+impl Read for FullReads {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -57,10 +57,10 @@ impl Interface {
 }
 
 /// Reads a whole file. The error names the mistake and its place.
-pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
-    let mut file = match PcapNGReader::new(BUFFER_BYTES, WholeReads(reader)) {
+pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
+    let mut file = match PcapNGReader::new(BUFFER_BYTES, FullReads(reader)) {
         Ok(file) => file,
-        Err(error) => return Err(stopped(&error, out)),
+        Err(error) => return Err(stop_reason(&error, out)),
     };
     let (mut interfaces, mut capacity) = (Vec::new(), BUFFER_BYTES);
     loop {
@@ -76,7 +76,7 @@ pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
                 capacity *= 2;
                 Err(())
             }
-            Err(error) => return Err(stopped(&error, out)),
+            Err(error) => return Err(stop_reason(&error, out)),
         };
         match consumed {
             Ok(bytes) => file.consume(bytes),
@@ -85,20 +85,20 @@ pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
     }
 }
 
-fn refill(file: &mut PcapNGReader<WholeReads>, capacity: usize, out: &Recorder) -> Result<(), Stop> {
+fn refill(file: &mut PcapNGReader<FullReads>, capacity: usize, out: &Recorder) -> Result<(), StopReason> {
     if file.reader_exhausted() {
         return Err(out.truncated().into());
     }
     file.grow(capacity);
-    file.refill().map_err(|error| stopped(&error, out))
+    file.refill().map_err(|error| stop_reason(&error, out))
 }
 
-fn stopped(error: &PcapError<&[u8]>, out: &Recorder) -> Stop {
+fn stop_reason(error: &PcapError<&[u8]>, out: &Recorder) -> StopReason {
     match error {
         PcapError::UnexpectedEof | PcapError::Incomplete(_) => out.truncated().into(),
         PcapError::BufferTooSmall => {
             let (number, bytes) = (out.number() + 1, MAX_BYTES as u64 + 1);
-            CaptureError::Damaged { number, bytes, most: MAX_BYTES as u32 }.into()
+            CaptureError::Damaged { number, bytes, max_bytes: MAX_BYTES as u32 }.into()
         }
         PcapError::ReadError => {
             let error =
@@ -112,7 +112,7 @@ fn stopped(error: &PcapError<&[u8]>, out: &Recorder) -> Stop {
     }
 }
 
-fn take_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut Recorder) -> Result<(), Stop> {
+fn take_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut Recorder) -> Result<(), StopReason> {
     match block {
         Block::SectionHeader(_) => interfaces.clear(),
         Block::InterfaceDescription(interface) => interfaces.push(Interface {

@@ -9,20 +9,20 @@ const BATCH: usize = 32_768;
 
 /// Records whose ports were cut off are borne as long as there are fewer of them than this, or than of those that were
 /// taken.
-const CUT_OFF_BORNE: u64 = 100;
+const MIN_TOLERATED_CUT_OFF: u64 = 100;
 
 /// Why reading ends early.
 #[derive(Debug)]
-pub enum Stop {
+pub enum StopReason {
     /// Something is wrong.
     Error(CaptureError),
     /// The receiver of the packets has gone.
-    NobodyListens,
+    ReceiverClosed,
 }
 
-impl From<CaptureError> for Stop {
+impl From<CaptureError> for StopReason {
     fn from(error: CaptureError) -> Self {
-        Stop::Error(error)
+        StopReason::Error(error)
     }
 }
 
@@ -51,7 +51,7 @@ pub struct Records {
     /// Source and destination of IPv6 packets.
     pub ipv6: Vec<[u8; 32]>,
     /// By reason.
-    left_out: [u64; SkipReason::COUNT],
+    skipped: [u64; SkipReason::COUNT],
     /// Packets that were earlier than their predecessors, within what is tolerated.
     pub reordered: u64,
 }
@@ -61,7 +61,7 @@ impl Records {
     pub fn skipped(&self) -> impl Iterator<Item = (&'static str, u64)> {
         SkipReason::ALL
             .into_iter()
-            .zip(self.left_out)
+            .zip(self.skipped)
             .filter(|(_, count)| *count > 0)
             .map(|(why, count)| (why.name(), count))
     }
@@ -69,7 +69,7 @@ impl Records {
     fn clear(&mut self) {
         self.packets.clear();
         self.ipv6.clear();
-        self.left_out = [0; SkipReason::COUNT];
+        self.skipped = [0; SkipReason::COUNT];
         self.reordered = 0;
     }
 }
@@ -123,13 +123,13 @@ impl Recorder {
     }
 
     #[inline]
-    pub fn take(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), Stop> {
+    pub fn take(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
         self.number += 1;
         let time_ns = self.in_order(frame.time_ns)?;
         match headers::parse(link, frame.data) {
             Ok(parsed) => self.push(time_ns, frame.length, &parsed),
             Err(SkipReason::CutOff) => self.cut_off(link, frame)?,
-            Err(reason) => self.records.left_out[reason as usize] += 1,
+            Err(reason) => self.records.skipped[reason as usize] += 1,
         }
         if self.records.packets.len() == BATCH { self.send() } else { Ok(()) }
     }
@@ -137,12 +137,12 @@ impl Recorder {
     /// A packet of which nothing but its existence is known.
     pub fn skip(&mut self, reason: SkipReason) {
         self.number += 1;
-        self.records.left_out[reason as usize] += 1;
+        self.records.skipped[reason as usize] += 1;
     }
 
     /// The time after the first packet; never less than the previous one.
     #[inline]
-    fn in_order(&mut self, time_ns: u64) -> Result<u64, Stop> {
+    fn in_order(&mut self, time_ns: u64) -> Result<u64, StopReason> {
         let first_ns = *self.first_ns.get_or_insert(time_ns);
         if time_ns < self.latest_ns {
             if self.latest_ns - time_ns > TOLERATED_NS {
@@ -176,20 +176,20 @@ impl Recorder {
         });
     }
 
-    fn cut_off(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), Stop> {
+    fn cut_off(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
         self.cut_off += 1;
-        self.records.left_out[SkipReason::CutOff as usize] += 1;
+        self.records.skipped[SkipReason::CutOff as usize] += 1;
         self.first_cut_off.get_or_insert_with(|| CaptureError::SnapLength {
             number: self.number,
             captured: frame.data.len() as u32,
             length: frame.length,
-            expected: link.least_snap_length(),
+            expected: link.min_snap_length(),
         });
-        if self.cut_off > CUT_OFF_BORNE { self.check_cut_off() } else { Ok(()) }
+        if self.cut_off > MIN_TOLERATED_CUT_OFF { self.check_cut_off() } else { Ok(()) }
     }
 
     /// A few truncated packets (long chains of IPv6 headers) are skipped; a mostly truncated capture is an error.
-    fn check_cut_off(&mut self) -> Result<(), Stop> {
+    fn check_cut_off(&mut self) -> Result<(), StopReason> {
         if self.cut_off > self.recorded
             && let Some(error) = self.first_cut_off.take()
         {
@@ -198,15 +198,15 @@ impl Recorder {
         Ok(())
     }
 
-    fn send(&mut self) -> Result<(), Stop> {
-        let mut next = self.emptied.recv().map_err(|_| Stop::NobodyListens)?;
+    fn send(&mut self) -> Result<(), StopReason> {
+        let mut next = self.emptied.recv().map_err(|_| StopReason::ReceiverClosed)?;
         next.clear();
         let full = std::mem::replace(&mut self.records, next);
-        self.filled.send(full).map_err(|_| Stop::NobodyListens)
+        self.filled.send(full).map_err(|_| StopReason::ReceiverClosed)
     }
 
     /// The file has ended.
-    pub fn finish(mut self) -> Result<(), Stop> {
+    pub fn finish(mut self) -> Result<(), StopReason> {
         self.check_cut_off()?;
         self.send()
     }
