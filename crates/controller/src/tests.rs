@@ -485,7 +485,9 @@ proptest! {
     /// The explained server is the data plane's: every connection of every policy that decides by the table alone.
     #[test]
     fn explained_server_equals_the_chosen_one(
-        policy in prop::sample::select(vec!["hash", "consistent-hash", "maglev", "crossrss", "crossrss-plus", "least", "pow2"]),
+        policy in prop::sample::select(vec![
+            "hash", "consistent-hash", "maglev", "crossrss", "crossrss-plus", "least", "pow2",
+        ]),
         loads in prop::collection::vec(prop::collection::vec(0.0f64..1.0, 4), 1..6),
         ports in prop::collection::vec(1u16.., 10),
     ) {
@@ -503,7 +505,10 @@ proptest! {
     /// Whatever arrives in any order, there are tables, and every report is counted once.
     #[test]
     fn arbitrary_reports_never_panic(
-        reports in prop::collection::vec((0u64..20, 0u64..2_000, prop::collection::vec(0u64..1_000_000_000, 0..4)), 1..40),
+        reports in prop::collection::vec(
+            (0u64..20, 0u64..2_000, prop::collection::vec(0u64..1_000_000_000, 0..4)),
+            1..40,
+        ),
     ) {
         let mut harness = Harness::new(&ACTIVE, "crossrss");
         let session = harness.controller.register("s0", "test", at(0)).unwrap();

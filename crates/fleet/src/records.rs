@@ -486,7 +486,10 @@ mod tests {
     proptest! {
         /// No id is reused within the lifetime of cookies.
         #[test]
-        fn no_reserved_id_is_reassigned(seed: u64, pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12)) {
+        fn no_reserved_id_is_reassigned(
+            seed: u64,
+            pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12),
+        ) {
             let random = &mut seeded_rng(seed, 0);
             let mut records = Records::draw(at(0), random);
             let mut owners: HashMap<ServerId, String> = HashMap::new();

@@ -35,7 +35,8 @@ pub struct CaptureArgs {
     #[arg(long, requires = "out")]
     pub annotate: bool,
     /// Captured bytes per packet
-    #[arg(long, value_name = "BYTES", default_value_t = 65_535, value_parser = clap::value_parser!(u32).range(34..=65_535))]
+    #[arg(long, value_name = "BYTES", default_value_t = 65_535,
+        value_parser = clap::value_parser!(u32).range(34..=65_535))]
     pub length: u32,
     /// Stop after this many packets
     #[arg(long, value_name = "PACKETS")]

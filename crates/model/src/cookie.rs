@@ -227,7 +227,8 @@ mod tests {
     proptest! {
         #[test]
         fn tsecr_names_the_server_and_restores_the_time(
-            k: [u64; 4], time: [u64; 2], second: bool, client: u32, port: u16, id in 0u64..16_384, sent: u32, age in 0u32..65_000,
+            k: [u64; 4], time: [u64; 2], second: bool, client: u32, port: u16,
+            id in 0u64..16_384, sent: u32, age in 0u32..65_000,
         ) {
             let (keys, time_key) = (keys(k, second), CookieKey { k0: time[0], k1: time[1] });
             let tuple = tuple(client, port);

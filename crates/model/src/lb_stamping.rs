@@ -237,7 +237,9 @@ mod tests {
 
         /// A later TSval is stamped to a later one over any change of keys, if they lie less than 524 s apart.
         #[test]
-        fn tsval_is_monotonic_across_key_switch(seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..SERVER_IDS) {
+        fn tsval_is_monotonic_across_key_switch(
+            seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..SERVER_IDS,
+        ) {
             let keys = [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }];
             let (time_key, tuple, id) = (time_key(seed), tuple(client, 7), ServerId::try_from(id).unwrap());
             let with = |current, ms| stamp(&FleetKeys { keys, current }, &time_key, &tuple, id, ms);

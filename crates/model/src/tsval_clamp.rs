@@ -154,12 +154,14 @@ mod tests {
 
     fn events() -> impl Strategy<Value = Vec<Event>> {
         let event = prop_oneof![
-            6 => (any::<bool>(), prop::bool::weighted(0.2)).prop_map(|(from_server, lost)| Event::Packet { from_server, lost }),
+            6 => (any::<bool>(), prop::bool::weighted(0.2))
+                .prop_map(|(from_server, lost)| Event::Packet { from_server, lost }),
             4 => any::<bool>().prop_map(|at_server| Event::Arrival { at_server }),
             2 => (0u32..60).prop_map(|milliseconds| Event::Pause { milliseconds }),
             1 => (0u32..200_000).prop_map(|milliseconds| Event::Silence { milliseconds }),
             // Around full and half turns of the circle.
-            1 => (1u32..7, 0u32..40).prop_map(|(turns, more)| Event::Silence { milliseconds: turns * 32_768 - 20 + more }),
+            1 => (1u32..7, 0u32..40)
+                .prop_map(|(turns, more)| Event::Silence { milliseconds: turns * 32_768 - 20 + more }),
             1 => (1u32..2000).prop_map(|later| Event::Switch { later }),
         ];
         prop::collection::vec(event, 1..200)
@@ -296,7 +298,8 @@ mod tests {
                 // The kernel sees the time that has passed since it sent.
                 prop_assert_eq!(connection.last_tsecr, connection.now);
             }
-            prop_assert_eq!(connection.rule.time_to_send(connection.now, connection.last_tsecr).sent, connection.now as u16);
+            let time = connection.rule.time_to_send(connection.now, connection.last_tsecr);
+            prop_assert_eq!(time.sent, connection.now as u16);
         }
     }
 }

@@ -27,7 +27,8 @@ use nix::sys::resource::{Resource, getrlimit};
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Connections
-    #[arg(long, default_value_t = Self::default().connections, value_parser = clap::value_parser!(u32).range(100..=20_000))]
+    #[arg(long, default_value_t = Self::default().connections,
+        value_parser = clap::value_parser!(u32).range(100..=20_000))]
     connections: u32,
     /// Rounds per case; in each, every connection that is not idle has one request
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]

@@ -160,7 +160,8 @@ pub struct Report {
 impl Report {
     /// For programs.
     pub fn json(&self) -> serde_json::Value {
-        json!({ "bench": self.name, "about": self.about, "tables": self.tables.iter().map(Table::json).collect::<Vec<_>>() })
+        let tables: Vec<_> = self.tables.iter().map(Table::json).collect();
+        json!({ "bench": self.name, "about": self.about, "tables": tables })
     }
 }
 

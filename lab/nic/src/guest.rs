@@ -67,7 +67,8 @@ impl Nic {
         match self {
             Nic::Virtio => {
                 format!(
-                    "virtio-net-pci,netdev=net{index},mac={mac},mq=on,rss=on,hash=on,rx_queue_size=1024,vectors={vectors},romfile="
+                    "virtio-net-pci,netdev=net{index},mac={mac},mq=on,rss=on,hash=on,rx_queue_size=1024,\
+                     vectors={vectors},romfile="
                 )
             }
             Nic::Igb => format!("igb,netdev=net{index},mac={mac},romfile="),

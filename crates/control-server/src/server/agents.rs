@@ -147,7 +147,8 @@ async fn serve_stream(
             message = next_message(shared, session, messages, &mut log) => match message? {
                 Some(v1::agent_message::Message::Report(report)) => record_report(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
-                    if !shared.sockets.answer(session.number(), SocketAnswer::try_from(answer).map_err(invalid_argument)?) {
+                    let answer = SocketAnswer::try_from(answer).map_err(invalid_argument)?;
+                    if !shared.sockets.answer(session.number(), answer) {
                         shared.controller().unsolicited_message(session, shared.now());
                     }
                 }

@@ -193,10 +193,14 @@ impl Server {
         let work = async {
             match mode {
                 LeadershipMode::Permanent(term) => term.lead(&mut files).await,
-                LeadershipMode::Elected(cluster, etcd) => tokio::select! {
-                    outcome = lead_and_follow(&self.path, self.config, &self.election, (&cluster, &etcd), &mut files) => outcome,
-                    never = leader_election::maintain_certificates(&cluster, &etcd) => match never {},
-                },
+                LeadershipMode::Elected(cluster, etcd) => {
+                    let stores = (&cluster, &etcd);
+                    let leading = lead_and_follow(&self.path, self.config, &self.election, stores, &mut files);
+                    tokio::select! {
+                        outcome = leading => outcome,
+                        never = leader_election::maintain_certificates(&cluster, &etcd) => match never {},
+                    }
+                }
             }
         };
         tokio::select! {

@@ -122,7 +122,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_never_overlap_and_nothing_is_lost(steps in prop::collection::vec((0u32..5000, any::<bool>(), any::<prop::sample::Index>()), 1..200)) {
+        fn blocks_never_overlap_and_nothing_is_lost(
+            steps in prop::collection::vec((0u32..5000, any::<bool>(), any::<prop::sample::Index>()), 1..200),
+        ) {
             let mut blocks = Blocks::new(1 << 16, []);
             let all = blocks.clone();
             let mut allocated: Vec<(Block, u32)> = Vec::new();

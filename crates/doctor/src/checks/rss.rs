@@ -8,8 +8,7 @@ use coreward_model::rss::InputTransform;
 use crate::facts::{Device, Facts, RssProblem};
 use crate::finding::{Finding, Fix};
 
-const CONSEQUENCE: &str =
-    "other cores serve connections than the table selects: core-aware policies select wrong cores";
+const CONSEQUENCE: &str = "cores other than the table's serve connections: core-aware policies select wrong cores";
 
 const UNKNOWN: &str = "the core of a connection is unknown: core-aware policies select by server only";
 

@@ -182,15 +182,21 @@ mod tests {
     /// As nft 1.0.6 prints it.
     const RULESET: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
         {"table": {"family": "ip", "name": "filter", "handle": 1}},
-        {"chain": {"family": "ip", "table": "filter", "name": "input", "handle": 1, "type": "filter", "hook": "input", "prio": 0, "policy": "drop"}},
-        {"chain": {"family": "ip", "table": "filter", "name": "raw", "handle": 2, "type": "filter", "hook": "prerouting", "prio": -300, "policy": "accept"}},
+        {"chain": {"family": "ip", "table": "filter", "name": "input", "handle": 1, "type": "filter",
+            "hook": "input", "prio": 0, "policy": "drop"}},
+        {"chain": {"family": "ip", "table": "filter", "name": "raw", "handle": 2, "type": "filter",
+            "hook": "prerouting", "prio": -300, "policy": "accept"}},
         {"chain": {"family": "ip", "table": "filter", "name": "own", "handle": 3}},
-        {"chain": {"family": "ip", "table": "filter", "name": "out", "handle": 4, "type": "nat", "hook": "postrouting", "prio": 100, "policy": "accept"}},
-        {"rule": {"family": "ip", "table": "filter", "chain": "input", "handle": 5, "expr": [{"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established", "related"]}}, {"accept": null}]}},
+        {"chain": {"family": "ip", "table": "filter", "name": "out", "handle": 4, "type": "nat",
+            "hook": "postrouting", "prio": 100, "policy": "accept"}},
+        {"rule": {"family": "ip", "table": "filter", "chain": "input", "handle": 5,
+            "expr": [{"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established", "related"]}},
+                {"accept": null}]}},
         {"rule": {"family": "ip", "table": "filter", "chain": "raw", "handle": 6, "expr": [{"notrack": null}]}},
         {"rule": {"family": "ip", "table": "filter", "chain": "out", "handle": 8,
             "expr": [{"xt": {"type": "target", "name": "DNAT"}}]}},
-        {"rule": {"family": "ip", "table": "filter", "chain": "own", "handle": 7, "expr": [{"xt": {"type": "match", "name": "conntrack"}}, {"drop": null}]}}]}"#;
+        {"rule": {"family": "ip", "table": "filter", "chain": "own", "handle": 7,
+            "expr": [{"xt": {"type": "match", "name": "conntrack"}}, {"drop": null}]}}]}"#;
 
     #[test]
     fn netfilter_chains_are_described_by_their_rules() {

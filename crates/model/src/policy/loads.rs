@@ -248,7 +248,10 @@ mod tests {
         }
 
         #[test]
-        fn difference_to_the_level_is_nearly_exact(loads in proptest::collection::vec(0.0..2.0f64, 1..200), level in 0.001..2.0f64) {
+        fn difference_to_the_level_is_nearly_exact(
+            loads in proptest::collection::vec(0.0..2.0f64, 1..200),
+            level in 0.001..2.0f64,
+        ) {
             let exact: f64 = loads.iter().map(|load| (level - load).max(0.0)).sum();
             let found = spread(&loads).missing(level);
             let in_bin = loads.iter().filter(|load| bin_of(**load) == bin_of(level)).count();

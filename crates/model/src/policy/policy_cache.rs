@@ -125,7 +125,10 @@ mod tests {
         /// Few values of everything, so that much stays the same from one table to the next.
         fn server()(
             eligible in prop::bool::weighted(0.9),
-            loads in prop::option::weighted(0.9, prop::collection::vec((0u32..12).prop_map(|tenths| f64::from(tenths) / 10.0), 0..4)),
+            loads in prop::option::weighted(
+                0.9,
+                prop::collection::vec((0u32..12).prop_map(|tenths| f64::from(tenths) / 10.0), 0..4),
+            ),
             rss in prop::option::weighted(0.9, (0u64..3, 0u64..2)),
             weight in prop_oneof![5 => Just(1u64), 1 => Just(3)],
             ramp in prop_oneof![5 => Just(1.0), 1 => Just(0.4)],

@@ -22,7 +22,10 @@ prop_compose! {
     fn racked()(
         eligible in prop::bool::weighted(0.9),
         // Few values, so that many are equal.
-        loads in prop::option::weighted(0.9, prop::collection::vec((0u32..12).prop_map(|tenths| f64::from(tenths) / 10.0), 1..9)),
+        loads in prop::option::weighted(
+            0.9,
+            prop::collection::vec((0u32..12).prop_map(|tenths| f64::from(tenths) / 10.0), 1..9),
+        ),
         key in prop::option::weighted(0.9, 0u64..6),
         table_bits in 0u32..9, queues in 1u16..9,
         open_connections in 0u32..50,
@@ -111,7 +114,8 @@ proptest! {
                     ..racked.server.clone()
                 }).collect();
                 let expected = flat.place(&pool_of(&all, requests), buckets, report);
-                let found = above.place(&pool_of(&known_above, requests).behind_racks(relayed.clone()), buckets, report);
+                let pool = pool_of(&known_above, requests).behind_racks(relayed.clone());
+                let found = above.place(&pool, buckets, report);
                 prop_assert_eq!(&found, &expected, "{}, report {}", name, report);
                 let mut pool = kept.take().unwrap_or_else(|| pool_of(&known_above, requests));
                 known_above.iter().for_each(|server| pool.renew(server.clone()));
@@ -127,7 +131,10 @@ proptest! {
 
     /// The k least of the whole are among the k least of the parts; fewer are not enough.
     #[test]
-    fn fewer_candidates_are_the_least_of_each_rack(loads in prop::collection::vec(0.0..1.0f64, 2..12), most in 1usize..9) {
+    fn fewer_candidates_are_the_least_of_each_rack(
+        loads in prop::collection::vec(0.0..1.0f64, 2..12),
+        most in 1usize..9,
+    ) {
         let key = RssKey::microsoft();
         let server = |(id, load): (usize, &f64)| PoolServer {
             loads: Some(vec![*load].into()),

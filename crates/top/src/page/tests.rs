@@ -25,17 +25,19 @@ fn status(servers: usize) -> Status {
     serde_json::from_value(json!({
         "configuration_generation": 3, "report_interval_ms": 100, "accepted_reports": 1, "refused_reports": {},
         "services": [{
-            "name": "web", "address": "10.200.0.1:80/tcp", "policy": "crossrss", "consistency": "stateless", "timestamps": "server",
-            "bucket_count": 1024, "table_generation": 77, "table_age_ms": 5, "servers": ["s1"], "members": [member], "check": null,
+            "name": "web", "address": "10.200.0.1:80/tcp", "policy": "crossrss", "consistency": "stateless",
+            "timestamps": "server", "bucket_count": 1024, "table_generation": 77, "table_age_ms": 5, "servers": ["s1"],
+            "members": [member], "check": null,
             "when_all_down": "fail-open", "failing_open": false, "rss_groups": [], "warnings": [],
         }],
         "servers": servers,
         "load_balancers": [{
-            "name": "lb1", "state": null, "state_age_ms": 5, "connected": true, "alive": true, "owner": 0, "address": null,
+            "name": "lb1", "state": null, "state_age_ms": 5, "connected": true, "alive": true, "owner": 0,
+            "address": null,
         }],
         "keys": {
-            "current": 0, "current_since_unix_s": 1, "phase": "steady", "generation": 1, "waiting_for": [], "shortest_life_s": 1,
-            "rotation_interval_s": 0,
+            "current": 0, "current_since_unix_s": 1, "phase": "steady", "generation": 1, "waiting_for": [],
+            "shortest_life_s": 1, "rotation_interval_s": 0,
         },
     }))
     .unwrap()
@@ -51,7 +53,8 @@ fn loads(uptime_ms: u64, servers: usize) -> Loads {
     let servers: Vec<Value> = (1..=servers).map(server).collect();
     let counters = json!({"new_connection": uptime_ms, "existing": 3 * uptime_ms, "drop_no_server": uptime_ms / 10});
     serde_json::from_value(json!({
-        "at_unix_ms": 1, "uptime_ms": uptime_ms, "servers": servers, "load_balancers": [{"name": "lb1", "counters": counters}],
+        "at_unix_ms": 1, "uptime_ms": uptime_ms, "servers": servers,
+        "load_balancers": [{"name": "lb1", "counters": counters}],
     }))
     .unwrap()
 }

@@ -7,7 +7,8 @@ use super::table::COLUMNS;
 
 const STYLE: &str = "
 body \
-{ font-family: sans-serif; color: #282828; background: #fff; max-width: 1080px; margin: 2em auto; padding: 0 1em; line-height: 1.45; }
+{ font-family: sans-serif; color: #282828; background: #fff; max-width: 1080px; \
+  margin: 2em auto; padding: 0 1em; line-height: 1.45; }
 section { margin: 3em 0; border-top: 2px solid #ddd; padding-top: 1em; }
 svg { max-width: 100%; height: auto; display: block; margin: 1em 0; }
 blockquote { margin: 0.5em 0; padding-left: 1em; border-left: 4px solid #0072b2; }

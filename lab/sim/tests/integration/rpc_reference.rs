@@ -120,7 +120,8 @@ proptest! {
         let fifo = || FifoCores::new(cores, latency);
         let expected = |bound, choose| reference(&requests, usize::from(cores), latency, bound, choose);
         let bounded = JoinShortestQueue::bounded(cores, bound.try_into().unwrap());
-        prop_assert_eq!(simulated(&requests, JoinShortestQueue::unbounded(cores), fifo()), expected(u64::MAX, shortest));
+        let unbounded = JoinShortestQueue::unbounded(cores);
+        prop_assert_eq!(simulated(&requests, unbounded, fifo()), expected(u64::MAX, shortest));
         prop_assert_eq!(simulated(&requests, bounded, fifo()), expected(u64::from(bound), shortest));
         prop_assert_eq!(simulated(&requests, JoinLightestQueue::new(cores), fifo()), expected(0, lightest));
     }

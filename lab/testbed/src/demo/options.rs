@@ -27,7 +27,8 @@ pub struct DemoOptions {
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=32))]
     pub cores: u16,
     /// Policies to run side by side, separated by commas
-    #[arg(long = "policy", value_name = "NAME", value_delimiter = ',', value_parser = PossibleValuesParser::new(policy::names()),
+    #[arg(long = "policy", value_name = "NAME", value_delimiter = ',',
+        value_parser = PossibleValuesParser::new(policy::names()),
         default_values_t = COMPARED_POLICIES.map(String::from))]
     pub only: Vec<String>,
     /// Seeds of the arrival logs, run one after the other, separated by commas

@@ -22,7 +22,8 @@ const KERNEL: &str = "kernel";
 #[derive(Debug, Clone, clap::Args)]
 pub struct KnotBenchmarkArgs {
     /// Selection of the worker: kernel (no dispatch), random, rr, jsq
-    #[arg(long, value_name = "POLICY,...", value_delimiter = ',', default_value = "kernel,rr,jsq", value_parser = [KERNEL, "random", "rr", "jsq"])]
+    #[arg(long, value_name = "POLICY,...", value_delimiter = ',', default_value = "kernel,rr,jsq",
+        value_parser = [KERNEL, "random", "rr", "jsq"])]
     pub policies: Vec<String>,
     /// Number of UDP workers of knotd
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]

@@ -84,7 +84,8 @@ pub struct Streams {
     #[arg(long, default_value_t = Self::default().wave_seconds)]
     pub wave_seconds: u32,
     /// Time before the wave in which connections begin (s)
-    #[arg(long, default_value_t = Self::default().warm_up_seconds, value_parser = clap::value_parser!(u32).range(..=3600))]
+    #[arg(long, default_value_t = Self::default().warm_up_seconds,
+        value_parser = clap::value_parser!(u32).range(..=3600))]
     pub warm_up_seconds: u32,
     /// Time from the start of the wave to the end of the run (s)
     #[arg(long, default_value_t = Self::default().seconds, value_parser = clap::value_parser!(u32).range(1..=3600))]

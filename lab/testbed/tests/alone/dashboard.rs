@@ -46,7 +46,8 @@ async fn connect() -> anyhow::Result<Client> {
     let options = json!({
         "goog:chromeOptions": {
             // Root has no sandbox; /dev/shm is small in containers.
-            "args": ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1400,1500", "--hide-scrollbars"],
+            "args": ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
+                "--window-size=1400,1500", "--hide-scrollbars"],
         },
         "goog:loggingPrefs": {"browser": "ALL"},
     });
@@ -140,7 +141,8 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     // Loads are drawn: the newest column has a colour per core, and not all the same.
     let colours = "(() => { const map = document.getElementById('heat'); \
         const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
-        const seen = new Set(); for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
+        const seen = new Set(); \
+        for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
         return seen.size > 3; })()";
     wait_until(&client, "colours of different loads", colours).await?;
     let flow = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";

@@ -12,7 +12,8 @@ use crate::names::UnknownName;
 #[command(next_help_heading = "Live figures, smaller")]
 pub struct Overrides {
     /// Number of runs
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100), conflicts_with_all = ["all", "list", "scenario"])]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100),
+        conflicts_with_all = ["all", "list", "scenario"])]
     runs: Option<u64>,
     /// Seconds per point, for scenarios with a duration
     #[arg(long, value_parser = seconds, conflicts_with_all = ["all", "list", "scenario"])]
