@@ -292,7 +292,7 @@ impl Agent {
         self.load.refresh(&self.cpu_of_queue);
         self.refresh_times();
         self.daisy_chain.apply_changes(&mut self.programs);
-        let describe_pending = self.judge_rss();
+        let rss_warning = self.judge_rss();
         self.warnings.clear();
         if let Some(configuration) = self.configuration.as_ref().filter(|configuration| is_stamped(configuration)) {
             self.warnings.extend(timestamps::warning(stamps_new_connections(configuration)));
@@ -306,7 +306,7 @@ impl Agent {
         let forwarded = services.filter(|service| self.programs.is_forwarded(&service.address));
         self.warnings.extend(forwarded.filter_map(unstamped_syn_acks::limitation));
         self.warnings.extend(self.rss.problem().map(str::to_owned));
-        self.warnings.extend(describe_pending);
+        self.warnings.extend(rss_warning);
         self.warnings.extend(self.connection_counter.warning());
         self.warnings.extend(self.load.warnings());
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
