@@ -16,7 +16,7 @@
 /* Written before the program is loaded: the verifier removes the other policies. */
 const volatile __u32 policy = DISPATCH_POLICY_RANDOM;
 
-/* Ranks: below the slot's number (6 bits), above it the compared value. All are less than 2^63. */
+/* A rank has the slot's number in its low 6 bits, and the compared value above. Ranks are less than 2^63. */
 #define RANK_SHIFT 6
 #define LANES 4
 
@@ -66,7 +66,7 @@ static __always_inline __u64 least_loaded_slot(__u32 class)
 		best[1] = min_s64(rank_of(slot + 1, class), best[1]);
 		best[2] = min_s64(rank_of(slot + 2, class), best[2]);
 		best[3] = min_s64(rank_of(slot + 3, class), best[3]);
-		/* No worker has less than none: the first idle one ends the search. */
+		/* An idle worker has the least possible rank, so the first one ends the search. */
 		idle = is_less(best[0], 1 << RANK_SHIFT) | is_less(best[1], 1 << RANK_SHIFT) |
 		       is_less(best[2], 1 << RANK_SHIFT) | is_less(best[3], 1 << RANK_SHIFT);
 		asm volatile("" : "+r"(idle));
@@ -76,13 +76,13 @@ static __always_inline __u64 least_loaded_slot(__u32 class)
 	return min_s64(min_s64(best[0], best[1]), min_s64(best[2], best[3]));
 }
 
-/* Repeats the search for the rare case that the first choice is gone, out of the common path. */
+/* Repeats the search if the first choice is gone. Not inlined: this case is rare. */
 static __noinline __u64 next_best(__u32 class)
 {
 	return least_loaded_slot(class & (MAX_DISPATCH_CLASSES - 1));
 }
 
-/* Returns the worker in turn. */
+/* Returns the worker at a position of the rotation. */
 static __always_inline __u32 by_order(__u32 position)
 {
 	return state.order[position & (MAX_DISPATCH_WORKERS - 1)];

@@ -50,7 +50,7 @@
 
 #define ETHERTYPE_IPV4 0x0800
 #define ETHERTYPE_IPV6 0x86dd
-/* A worker that dies between two polls takes one attempt; four die in the same 100 ms when a server crashes. */
+/* Each worker that died since the last poll costs an attempt; more die at once only when a server crashes. */
 #define ATTEMPTS 4
 
 /* Leading bytes of the kernel's struct sock, with the network namespace. */
@@ -69,7 +69,7 @@ struct {
 	__type(value, __u64);
 } workers SEC(".maps");
 
-/* Slot of a worker's socket. */
+/* Slots of the workers' sockets. */
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -155,7 +155,7 @@ static __always_inline void add(struct sk_reuseport_md *ctx, const struct client
 	if (policy == DISPATCH_POLICY_JLQ)
 		__sync_fetch_and_add(&state.work[slot], weight_ns(weight));
 	if (learning) {
-		/* An idle worker starts now; a busy one when its previous response has left. */
+		/* Service starts now at an idle worker, and after the previous response at a busy one. */
 		if (!(__sync_fetch_and_add(&state.outstanding[slot], 1) & DISPATCH_COUNT_MASK))
 			worker->serving_since_ns = bpf_ktime_get_ns();
 	} else {
@@ -343,7 +343,7 @@ static __always_inline void process_response(struct __sk_buff *skb, const struct
 	} else if (!has_service_address(socket, response)) {
 		return;
 	}
-	/* One worker may answer another one's request. */
+	/* A worker may answer the request of another worker. */
 	if (!entry)
 		entry = take(hash, tag_of(hash), mask);
 	if (entry)
@@ -374,7 +374,7 @@ int drops(__u64 *ctx)
 	__u64 entry = queued->entry;
 	__u32 *slot = bpf_sk_storage_get(&sockets, (struct sock *)ctx[1], NULL, 0);
 
-	/* Another socket's datagram, without dispatch. */
+	/* The datagram is of another socket, and was not dispatched. */
 	if (!slot || !entry || (entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK) != *slot)
 		return 0;
 	queued->entry = 0;

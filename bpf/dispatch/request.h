@@ -21,7 +21,7 @@ const volatile __u32 type_offset = 0;
 /* Not a constant for the verifier, which would follow every type's path. Never written after loading. */
 struct dispatch_match types[MAX_DISPATCH_TYPES] SEC(".data.types") = {};
 
-/* The client. IPv4 addresses are in address[1]. */
+/* Address and port of a client. IPv4 addresses are in address[1]. */
 struct client {
 	__u64 address[2];
 	__u16 port;

@@ -48,7 +48,7 @@ static __always_inline void *headers_of(struct __sk_buff *skb, __u32 length)
 	return (void *)(long)skb->data + length > (void *)(long)skb->data_end ? NULL : (void *)(long)skb->data;
 }
 
-/* Completes `path` by the ports. Returns the address that replaces its own; NULL: none. */
+/* Fills the ports of `path`. Returns the address that replaces the packet's; NULL: none. */
 static __always_inline const struct nat_address *find_address(struct nat_entry *path, const struct tcphdr *tcp,
 							      bool from_server)
 {
@@ -98,8 +98,8 @@ static __always_inline void redirect_ipv6(struct __sk_buff *skb, bool from_serve
 	difference = bpf_csum_diff(path.address.word, sizeof(path.address), to.word, sizeof(to), 0);
 	bpf_l4_csum_replace(skb, IPV6_TRANSPORT + offsetof(struct tcphdr, check), 0, difference, BPF_F_PSEUDO_HDR);
 	/*
-	 * The helper has changed a NIC's sum of the packet (CHECKSUM_COMPLETE), as in IPv4, whose header has a checksum.
-	 * Here the new address makes up for the new checksum.
+	 * The helper has changed the NIC's sum of the packet (CHECKSUM_COMPLETE) as for IPv4, whose header has a checksum.
+	 * In IPv6 the new address compensates for the new checksum.
 	 */
 	bpf_csum_update(skb, difference);
 	bpf_skb_store_bytes(skb, offset, &to, sizeof(to), 0);

@@ -12,7 +12,7 @@ static inline __attribute__((always_inline)) __u16 fold_checksum(__u64 sum)
 	return (sum & 0xffff) + (sum >> 16);
 }
 
-/* Returns the same for any sum. */
+/* Returns fold_checksum() of any sum. */
 static inline __attribute__((always_inline)) __u16 fold_long_checksum(__u64 sum)
 {
 	sum = (sum & 0xffffffff) + (sum >> 32);

@@ -9,7 +9,7 @@
 
 /* Sets of FLOW_SET_ENTRIES; a keyed hash of the connection selects the set and is the tag (bpf/lb/flow_table.h). */
 #define FLOW_SET_ENTRIES 8
-/* As many bits as a flow table of the default size has sets. */
+/* log2 of the filter's bits: one bit for each set of a flow table of the default size. */
 #define FLOW_FILTER_BITS 17
 #define FLOW_FILTER_WORD_SHIFT 6
 #define FLOW_FILTER_WORD_BITS 64
@@ -36,7 +36,7 @@
 #define FLOW_SERVICE_SHIFT 32
 #define FLOW_UDP_SHIFT 48
 #define FLOW_HINT_SHIFT 49
-/* The bucket finds the flow's server, too, unless it has moved since. A hint never evicts anything else. */
+/* A hint: the bucket finds the flow's server, too, unless the bucket has moved. Hints evict only hints. */
 #define FLOW_HINT 1u
 
 /* 128 bytes: two cache lines, of which a look-up reads one. */
@@ -58,7 +58,7 @@ struct flow_table_entry {
 	__u16 previous_server;
 };
 
-/* Only the first fragment of a datagram carries the ports. */
+/* Key of a fragmented datagram, without the ports, which only the first fragment carries. */
 struct fragment_key {
 	__u32 client_address[4];
 	__u32 vip_address[4];
@@ -127,7 +127,7 @@ struct connection {
 	__u32 client_address[4];
 	__u16 client_port;
 	__u16 flags;
-	/* While free: slot of the next free entry of the partition + 1; 0: it is the last. */
+	/* In a free entry: slot of the partition's next free entry + 1; 0: this is the last one. */
 	__u32 next_free;
 	/* Generation of the entry's next use; low bits go into `identity`. */
 	__u32 generation;
@@ -141,7 +141,7 @@ struct connection {
  */
 struct connection_stack {
 	__u64 top;
-	/* Slot where the next SYN without a free slot begins to search for an expired entry. */
+	/* Slot at which the next SYN without a free slot starts its search for an expired entry. */
 	__u64 hand;
 	__u64 unused[6];
 };
@@ -160,10 +160,10 @@ struct connection_timers {
 	__u32 half_open;
 	__u32 closing;
 	__u32 idle;
-	/* lb_state.clock when user space last swept. */
+	/* lb_state.clock at user space's last sweep. */
 	__u32 swept;
 };
-/* Ticks without user space after which the timers alone decide: as long as it waits for an absent agent. */
+/* Ticks without a sweep after which only the timers decide: user space waits for an absent agent as long. */
 #define CONNECTION_UNSWEPT 600
 
 /*
@@ -187,7 +187,7 @@ struct connection_takes_row {
 	__u64 unused[7];
 };
 
-/* Entries of each prefix: packets add, user space subtracts. Entries taken since the map was created, by row. */
+/* Number of entries of each prefix (packets add, user space subtracts), and of entries taken so far, by row. */
 struct connection_takes {
 	__u64 entries_by_source[SOURCE_SHARDS];
 	struct connection_takes_row by_row[MAX_LB_COUNTER_ROWS];

@@ -61,7 +61,7 @@ static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 cli
 	return v0 ^ v1 ^ v2 ^ v3;
 }
 
-/* Half of an IPv6 address in a packet or on the stack. */
+/* Half of an IPv6 address, in a packet or on the stack. */
 typedef __u64 __attribute__((may_alias)) address_half;
 
 /*
@@ -108,7 +108,7 @@ static __always_inline __u64 cookie_hash_ipv6(const struct cookie_key *key, cons
 	return v0 ^ v1 ^ v2 ^ v3;
 }
 
-/* Addend of TSval's time part, modulo 2^16: from a hash with the server's own time key. */
+/* Returns the addend of TSval's time part, modulo 2^16, from a hash with the server's own time key. */
 static __always_inline __u16 cookie_time_mask(__u64 hash)
 {
 	return hash;
@@ -117,7 +117,7 @@ static __always_inline __u16 cookie_time_mask(__u64 hash)
 /* Factor number `round` of 1 to 3. Modulo 2^bits its higher bits do not count. */
 #define HIDING_FACTOR(hash, bits, round) ((hash) >> ((bits) * (round)) | 1)
 
-/* `x` below 2^bits, with its upper half added to the lower one. */
+/* Returns `x`, below 2^bits, with its upper half XORed into the lower one. */
 static __always_inline __u64 fold(__u64 x, __u32 bits)
 {
 	return x ^ x >> bits / 2;
@@ -128,7 +128,7 @@ static __always_inline __u64 unfold(__u64 x, __u32 bits)
 	return x ^ x >> bits / 2 ^ x >> bits / 2 * 2;
 }
 
-/* The number that hide() hid, with the same hash. model::cookie::Permutation gives the reasons. */
+/* Returns the number that hide() hid, with the same hash. model::cookie::Permutation gives the reasons. */
 static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
 {
 	__u64 mask = (1ull << bits) - 1, x = fold((hidden ^ hash) & mask, bits);
@@ -137,7 +137,7 @@ static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
 	x = fold(x * HIDING_FACTOR(hash, bits, 2) & mask, bits);
 	x = fold(x * HIDING_FACTOR(hash, bits, 3) & mask, bits);
 	x = (x + (hash >> (64 - bits))) & mask;
-	/* Else clang omits the masks of indexes, which the verifier does not know to be superfluous. */
+	/* Otherwise clang omits the masks of indexes as superfluous, and the verifier rejects the program. */
 	barrier_var(x);
 	return x;
 }
@@ -165,7 +165,7 @@ static __always_inline __u32 hide(__u64 hash, __u32 plain, __u32 bits)
 	return unfold(x, bits) ^ (hash & mask);
 }
 
-/* Index of a TSecr's key: its key bit, in clear. */
+/* Returns the index of a TSecr's key, by the unhidden key bit. */
 static __always_inline __u32 cookie_key_index(__u32 tsecr)
 {
 	return (tsecr & COOKIE_KEY_BIT) / COOKIE_KEY_BIT;

@@ -8,34 +8,34 @@
 /* Outcome of a packet in lb.bpf.c. Users see the names in lower case without the prefix. */
 enum lb_counter {
 	LB_COUNTER_PASSED_NOT_SERVICE, /* to the kernel, untouched */
-	LB_COUNTER_REPLY_STAMPED, /* a server's answer, to the kernel, with the cookie in it */
+	LB_COUNTER_REPLY_STAMPED, /* a server's reply, to the kernel, with a cookie */
 	LB_COUNTER_REPLY_UNCHANGED, /* reply forwarded unchanged (bpf/lb/lb_cookie.h) */
 	LB_COUNTER_ESTABLISHED, /* by the server's id in the cookie */
 	LB_COUNTER_CONNECTION_TABLE, /* by the index in the cookie: the connection table */
 	LB_COUNTER_FLOW_TABLE, /* by the flow table */
 	LB_COUNTER_NEW_CONNECTION, /* by the placement rule */
-	LB_COUNTER_PER_PACKET, /* the same, though it may not be the first: nothing is remembered */
+	LB_COUNTER_PER_PACKET, /* by the placement rule, for each packet: no state is stored */
 	LB_COUNTER_BUCKET_HASH, /* without a cookie: by the bucket */
 	LB_COUNTER_ICMP_ERROR, /* an ICMP error, to the server that the quoted packet names */
 	LB_COUNTER_FRAGMENT, /* a later fragment, to where the first went */
-	LB_COUNTER_TO_OWNER, /* to the load balancer whose connection table the cookie's index is of */
-	LB_COUNTER_TO_OTHER_BALANCER, /* to the one that the service is adopted from or handed over to */
+	LB_COUNTER_TO_OWNER, /* to the load balancer that owns the index in the cookie */
+	LB_COUNTER_TO_OTHER_BALANCER, /* to the load balancer that the service is adopted from or handed over to */
 	LB_COUNTER_BROADCAST, /* to all servers of the service, rate-limited */
-	LB_COUNTER_BROADCAST_OWNER_LOST, /* the same: the load balancer with its connection table is gone */
+	LB_COUNTER_BROADCAST_OWNER_LOST, /* broadcast: the load balancer with the connection's entry is gone */
 	LB_COUNTER_DROP_MALFORMED_IPV4,
 	LB_COUNTER_DROP_MALFORMED_IPV6,
-	LB_COUNTER_DROP_EXTENSION_HEADERS, /* IPv6: more of them than are read */
+	LB_COUNTER_DROP_EXTENSION_HEADERS, /* IPv6: more extension headers than are read */
 	LB_COUNTER_DROP_MALFORMED_TCP,
 	LB_COUNTER_DROP_MALFORMED_UDP,
 	LB_COUNTER_DROP_MALFORMED_ICMP,
 	LB_COUNTER_DROP_FRAGMENT,
 	LB_COUNTER_DROP_UNKNOWN_COOKIE,
 	LB_COUNTER_DROP_SERVER_UNRESOLVED,
-	LB_COUNTER_DROP_EXCEEDS_MTU, /* with its outer header it is longer than the device's MTU */
-	LB_COUNTER_DROP_FRAGMENTATION_NEEDED, /* the same, and an ICMP error went to the sender */
-	LB_COUNTER_DROP_NOT_BROADCAST, /* no server is known for it, and a broadcast ends at the first router */
+	LB_COUNTER_DROP_EXCEEDS_MTU, /* longer than the device's MTU with the outer header */
+	LB_COUNTER_DROP_FRAGMENTATION_NEEDED, /* longer than the MTU; an ICMP error went to the sender */
+	LB_COUNTER_DROP_NOT_BROADCAST, /* unknown server, and a broadcast would end at the first router */
 	LB_COUNTER_DROP_NO_ELIGIBLE_SERVER,
-	LB_COUNTER_DROP_LATE_SYN_ACK, /* a server's, after another one's: bpf/lb/lb_cookie.h */
+	LB_COUNTER_DROP_LATE_SYN_ACK, /* a SYN-ACK after another server's: bpf/lb/lb_cookie.h */
 	LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
 	LB_COUNTER_DROP_INTERNAL,
 	LB_COUNTER_COUNT,
@@ -44,9 +44,9 @@ enum lb_counter {
 /* Event of a packet in addition to its outcome. */
 enum lb_event {
 	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
-	LB_EVENT_CONNECTION_CONTENDED, /* the same: others took free places all the time */
-	LB_EVENT_CONNECTION_SOURCE_LIMITED, /* the same: the source prefix holds its part of the table */
-	LB_EVENT_CONNECTION_REUSED, /* a first packet found no free place, and took that of an expired entry */
+	LB_EVENT_CONNECTION_CONTENDED, /* a stateless cookie, because other CPUs were faster at each attempt */
+	LB_EVENT_CONNECTION_SOURCE_LIMITED, /* a stateless cookie, because the source prefix is at its limit */
+	LB_EVENT_CONNECTION_REUSED, /* a first packet found no free slot, and took the slot of an expired entry */
 	LB_EVENT_CONNECTION_UNKNOWN, /* the entry that the index names is another connection's, or free */
 	LB_EVENT_FLOW_INSERTED,
 	LB_EVENT_COUNT,
@@ -57,7 +57,7 @@ struct lb_counters {
 	__u64 forwarded_bytes;
 	__u64 packets[LB_COUNTER_COUNT];
 	__u64 events[LB_EVENT_COUNT];
-	/* New connections sent to its servers. */
+	/* New connections that were sent to servers of the service. */
 	__u64 opened;
 	/* The newest outcome (enum lb_counter), kept while `coreward capture` watches. */
 	__u64 last_outcome;
@@ -87,7 +87,7 @@ enum server_counter {
 	SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP,
 	/* TSval is not the clock in ms (the connection is older than tcp_timestamps=2): left unchanged. */
 	SERVER_COUNTER_EGRESS_OTHER_CLOCK,
-	/* As before, of a SYN-ACK without a socket here: from another network namespace, such as a container's. */
+	/* EGRESS_OTHER_CLOCK of a SYN-ACK without a socket here: from another network namespace (a container). */
 	SERVER_COUNTER_EGRESS_FOREIGN_CLOCK,
 	SERVER_COUNTER_EGRESS_FORWARDED, /* a SYN-ACK from another network namespace was stamped */
 	SERVER_COUNTER_INGRESS_WITHOUT_TSECR,
@@ -97,8 +97,8 @@ enum server_counter {
 	SERVER_COUNTER_BROADCAST_IGNORED, /* sent to all servers, and the socket is elsewhere: dropped */
 	SERVER_COUNTER_INDEX_LEARNT, /* a SYN brought the index of its entry in a connection table */
 	SERVER_COUNTER_INDEX_UNKNOWN, /* a packet of a stateful service left with the server's id: no index is known */
-	SERVER_COUNTER_INDEX_GIVEN_UP, /* its connection table is lost: from now on the server's id */
-	SERVER_COUNTER_CHAINED, /* no socket here: handed to the bucket's server before */
+	SERVER_COUNTER_INDEX_GIVEN_UP, /* the connection table is lost: later packets carry the server's id */
+	SERVER_COUNTER_CHAINED, /* no socket on this host: forwarded to the bucket's previous server */
 	SERVER_COUNTER_ICMP_BROADCAST_ACCEPTED,
 	SERVER_COUNTER_ICMP_BROADCAST_IGNORED,
 	SERVER_COUNTER_HANDSHAKE, /* a stamped SYN-ACK was sent for the first time (and once again, if it had to be) */
@@ -107,10 +107,10 @@ enum server_counter {
 	SERVER_COUNTER_RSS_MATCHED, /* a SYN arrived on the queue that Toeplitz and the table predict */
 	SERVER_COUNTER_RSS_MISMATCHED,
 	SERVER_COUNTER_INGRESS_ESTABLISHED, /* a packet of an open connection; one of RSS_ESTABLISHED_SAMPLING is sampled */
-	SERVER_COUNTER_RSS_ESTABLISHED_MATCHED, /* it arrived on the queue that Toeplitz and the table predict */
+	SERVER_COUNTER_RSS_ESTABLISHED_MATCHED, /* a sampled packet arrived on the predicted queue */
 	SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED,
 	SERVER_COUNTER_RSS_UNPREDICTED, /* the table is not known, or the device recorded no queue */
-	SERVER_COUNTER_DROP_CHAIN_UNRESOLVED, /* no socket here, and the MAC address of the server before is not known */
+	SERVER_COUNTER_DROP_CHAIN_UNRESOLVED, /* no socket on this host, and the previous server is unresolved */
 	SERVER_COUNTER_DROP_MALFORMED_TCP,
 	SERVER_COUNTER_DROP_NO_MEMORY, /* the packet could not be made writable */
 	SERVER_COUNTER_MSS_CLAMPED, /* a SYN-ACK left with a smaller MSS: the outer header needs room */
@@ -120,7 +120,7 @@ enum server_counter {
 /* Events in steer.bpf.c. */
 enum steer_counter {
 	STEER_COUNTER_STEERED,
-	STEER_COUNTER_NO_WORKER, /* no socket for that core: the kernel's own choice */
+	STEER_COUNTER_NO_WORKER, /* no socket for the core: the kernel chose */
 	STEER_COUNTER_COUNT,
 };
 
@@ -129,8 +129,8 @@ enum decap_counter {
 	DECAP_COUNTER_DECAPSULATED,
 	DECAP_COUNTER_DROP_DECAP_FOREIGN_SOURCE, /* the outer source is no configured load balancer */
 	DECAP_COUNTER_DROP_DECAP_FOREIGN_DESTINATION, /* the inner destination is no VIP of this server */
-	DECAP_COUNTER_DROP_DECAP_NESTED, /* another tunnel inside */
-	DECAP_COUNTER_DROP_DECAP_FRAGMENT, /* of an encapsulated packet */
+	DECAP_COUNTER_DROP_DECAP_NESTED, /* the inner packet is another tunnel */
+	DECAP_COUNTER_DROP_DECAP_FRAGMENT, /* fragment of an encapsulated packet */
 	DECAP_COUNTER_DROP_DECAP_TRUNCATED, /* lengths contradict each other or the frame */
 	DECAP_COUNTER_DROP_DECAP_CONGESTION, /* a router marked congestion; the inner packet forbids that (RFC 6040) */
 	DECAP_COUNTER_COUNT,
@@ -140,7 +140,7 @@ enum decap_counter {
 enum intake_counter {
 	INTAKE_COUNTER_REDIRECTED, /* to the AF_XDP socket of its receive queue */
 	INTAKE_COUNTER_PASSED_LENGTH, /* longer than MAX_INTAKE_DATAGRAM, or lengths contradict each other or the frame */
-	INTAKE_COUNTER_PASSED_CHECKSUM, /* that of the IP header or the datagram is wrong */
+	INTAKE_COUNTER_PASSED_CHECKSUM, /* the checksum of the IP header or the datagram is wrong */
 	INTAKE_COUNTER_PASSED_SOURCE, /* no client can have the source, or it is a listener's */
 	INTAKE_COUNTER_PASSED_NO_SOCKET, /* the receive queue has no AF_XDP socket */
 	INTAKE_COUNTER_COUNT,

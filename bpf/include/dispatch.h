@@ -7,14 +7,14 @@
 #define MAX_DISPATCH_WORKERS 64
 /* Priority classes of one service; 0 is the highest. */
 #define MAX_DISPATCH_CLASSES 4
-/* Distinguished types of requests; the last in use is that of all others. */
+/* Limit of request types; the last type in use is for all other requests. */
 #define MAX_DISPATCH_TYPES 32
-/* Bytes of the payload that show the type. */
+/* Number of payload bytes that determine the type. */
 #define DISPATCH_TYPE_BYTES 8
 
 enum dispatch_policy {
 	DISPATCH_POLICY_RANDOM, /* the kernel's own choice: by a hash of the client's address and port */
-	DISPATCH_POLICY_RR, /* workers in turn */
+	DISPATCH_POLICY_RR, /* rotation over the workers */
 	DISPATCH_POLICY_JSQ, /* fewest requests outstanding */
 	DISPATCH_POLICY_JLQ, /* least expected work outstanding */
 	DISPATCH_POLICY_JBSRQ, /* fewest requests outstanding, among the workers that take the request's class */
@@ -24,8 +24,8 @@ enum dispatch_policy {
 enum dispatch_counter {
 	DISPATCH_COUNTER_OVER_BOUND, /* every eligible worker was at its bound: the shortest queue got the request */
 	DISPATCH_COUNTER_UNTRACKED, /* dispatched, but not counted as outstanding: no room, or no client address */
-	DISPATCH_COUNTER_NO_WORKER, /* no slot had a socket: the kernel picked */
-	DISPATCH_COUNTER_UNMATCHED, /* datagrams that answered no outstanding request: they took nothing away */
+	DISPATCH_COUNTER_NO_WORKER, /* no slot had a socket: the kernel chose */
+	DISPATCH_COUNTER_UNMATCHED, /* datagrams that answered no outstanding request, without effect */
 	DISPATCH_COUNTER_COUNT,
 };
 
@@ -73,7 +73,7 @@ enum dispatch_counter {
 
 /* Pattern of a type: the first whose masked bytes match the payload counts. Written before the program is loaded. */
 struct dispatch_match {
-	/* In the payload's byte order, from `type_offset` on. */
+	/* Bytes from `type_offset` on, in the payload's byte order. */
 	__u64 value;
 	__u64 mask;
 	__u32 class;
@@ -82,22 +82,22 @@ struct dispatch_match {
 
 /* State of a type of requests. */
 struct dispatch_type {
-	/* By user space: the expected service time as an entry's weight. */
+	/* Expected service time as an entry's weight; written by user space. */
 	__u64 weight;
-	/* By the programs, when service times are learned: sum of the observed ones (ns), and their number. */
+	/* Sum (ns) and number of the observed service times; written by the programs if times are learned. */
 	__u64 observed_ns;
 	__u64 observed;
 };
 
 /* Two cache lines: one that packets write, one that user space writes and the programs hardly read. */
 struct dispatch_worker {
-	/* Dispatched and not counted. (All dispatched: these, completed, abandoned, and outstanding without surplus.) */
+	/* Requests without an entry. (Dispatched = untracked + completed + abandoned + outstanding - surplus.) */
 	__u64 untracked;
 	/* Requests with an observed response. */
 	__u64 completed;
 	/* Datagrams that the worker's socket sent from the service's port. */
 	__u64 responses;
-	/* Learning: upper bound of the start of the request in service (CLOCK_MONOTONIC). */
+	/* If times are learned: upper bound of the start of the request in service (CLOCK_MONOTONIC, ns). */
 	__u64 serving_since_ns;
 	__u64 unused[4];
 
@@ -107,7 +107,7 @@ struct dispatch_worker {
 	__u64 socket;
 	/* Expected work of `surplus` (ns). */
 	__u64 surplus_work;
-	/* At the last poll: datagrams in the receive queue, drops since the socket was created. */
+	/* Datagrams in the receive queue, and drops since the socket was created, at the last poll. */
 	__u32 queued;
 	__u32 dropped;
 	/* Queued datagrams without an entry, counted as outstanding. */
@@ -129,18 +129,18 @@ struct dispatch_state {
 	 * numbers, limits only the counting.
 	 */
 	__u32 bound[MAX_DISPATCH_CLASSES][MAX_DISPATCH_WORKERS];
-	/* rr and random: the slots that take turns. */
+	/* rr and random: the rotation of slots. */
 	__u8 order[MAX_DISPATCH_WORKERS];
 	__u32 order_count;
-	/* Slots to search: the highest one in use, and one more. */
+	/* Number of slots to search: the highest slot in use plus 1. */
 	__u32 slots;
 	/* Number of user space's polls. */
 	__u64 epoch;
-	/* Seed of the requests' hash: no client can choose requests of one set. */
+	/* Seed of the requests' hash, so that no client can choose requests of one set. */
 	__u64 seed;
 	__u64 layout_version;
 	__u64 unused[4];
-	/* rr: in a cache line of its own, because every request writes it. */
+	/* rr: position in the rotation. In its own cache line, because every request writes it. */
 	__u64 turn;
 	__u64 counters[DISPATCH_COUNTER_COUNT];
 	__u64 reserved[3];
@@ -151,7 +151,7 @@ struct dispatch_state {
 	__u32 port;
 	/* As in struct service_key; all zero: any address. */
 	__u32 address[4];
-	/* By user space: time of the last poll in ms since the epoch (CLOCK_REALTIME). */
+	/* Time of user space's last poll in ms since the epoch (CLOCK_REALTIME). */
 	__u64 polled_ms;
 };
 

@@ -47,14 +47,14 @@
 struct cookie_key {
 	__u64 k0;
 	__u64 k1;
-	/* Odd; folds the VIP into the client's word (cookie.h). User space derives it from k0 and k1. */
+	/* Odd factor that folds the VIP into the client's word (cookie.h). User space derives it from k0 and k1. */
 	__u64 vip_factor;
 };
 
 /* Keys that all load balancers and servers of the fleet share. */
 struct fleet_keys {
 	struct cookie_key key[2];
-	/* The key that stamps new TSvals (0 or 1); both are always accepted. */
+	/* Index of the key that stamps new TSvals (0 or 1); both keys are always accepted. */
 	__u32 current;
 	/*
 	 * On servers: TSvals of the server's own clock (ms) from here on are stamped with `current`, earlier ones with the
@@ -66,10 +66,10 @@ struct fleet_keys {
 
 /* ---- services -------------------------------------------------------------------------------------------------- */
 
-/* Services of a load balancer, and of a server. */
+/* Limit of services of a load balancer, and of a server. */
 #define MAX_SERVICES 1024
 #define MAX_SERVICES_OF_SERVER 64
-/* UTF-8, padded with zeros. */
+/* Bytes of a service's name: UTF-8, padded with zeros. */
 #define SERVICE_NAME_BYTES 64
 /*
  * Services are in a perfect hash. On servers: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a
@@ -101,7 +101,7 @@ enum consistency {
 	CONSISTENCY_STATEFUL, /* by an index in the cookie: the connection table */
 	CONSISTENCY_NONE, /* not at all: each packet by the placement rule; `udp = "packet"` */
 	CONSISTENCY_HASH_TABLE, /* by the flow table, every connection in it; `udp = "flow"` */
-	/* By the bucket, and the server hands what it does not know to the bucket's server before it; see has_flows. */
+	/* by the bucket; the server forwards unknown packets to the bucket's previous server; see has_flows */
 	CONSISTENCY_BEAMER,
 	CONSISTENCY_COUNT,
 };
@@ -130,13 +130,13 @@ enum forwarding {
 	FORWARDING_COUNT,
 };
 
-/* service_slot.number on a server: its id in the service, and how it takes part. */
+/* service_slot.number on a server: the server's id in the service, and flags. */
 #define SERVER_NUMBER_ID_MASK 0x3fffu
 /* Cookies may hold an index: bpf/server/server.bpf.c, "The index". */
 #define SERVER_NUMBER_STATEFUL 0x4000u
 /* Nothing is stamped or restored. */
 #define SERVER_NUMBER_TIMESTAMPS_OFF 0x8000u
-/* Every packet carries the id of the server before (CONSISTENCY_BEAMER), and not only those without timestamps. */
+/* All packets carry the previous server's id (CONSISTENCY_BEAMER), not only packets without timestamps. */
 #define SERVER_NUMBER_CHAINED 0x10000u
 /* Packets have an outer header, by which the NIC chose the receive queue. */
 #define SERVER_NUMBER_ENCAPSULATED 0x20000u
@@ -157,7 +157,7 @@ struct service_key {
 	__u8 family;
 };
 
-/* find_service() found none. */
+/* Result of find_service() if no service matches. */
 #define NO_SERVICE 0xffffffffu
 /*
  * The number of a slot with port 0 and protocol 0: a VIP's address alone, for packets whose ports cannot be
@@ -167,7 +167,7 @@ struct service_key {
 
 /* 32 bytes: reached by shift and add. `number` first, so that the key's tail is aligned. */
 struct service_slot {
-	/* At the load balancer SERVICE_INDEX_MASK and so on, on a server SERVER_NUMBER_ID_MASK and so on. */
+	/* Bits SERVICE_* at the load balancer, SERVER_NUMBER_* on a server. */
 	__u32 number;
 	struct service_key key;
 	__u64 reserved;
@@ -190,7 +190,7 @@ struct lb_service_directory {
 	struct service_slot slots[LB_SERVICE_SLOTS];
 };
 
-/* The same at the load balancer. */
+/* struct service_directories of the load balancer. */
 struct lb_service_directories {
 	__u64 active;
 	struct lb_service_directory half[2];
@@ -200,7 +200,7 @@ struct lb_service_directories {
 
 /* Toeplitz input of IPv4 with ports: source address, destination address, source port, destination port. */
 #define RSS_INPUT_IPV4_BYTES 12
-/* The same of IPv6. */
+/* Toeplitz input of IPv6 with ports. */
 #define RSS_INPUT_IPV6_BYTES 36
 /*
  * Transform that a NIC applies to the hash input: input_xfrm of struct ethtool_rxfh (include/uapi/linux/ethtool.h).
@@ -235,7 +235,7 @@ struct toeplitz_source_tables_ipv6 {
 
 #define MAX_BUCKETS 2048
 #define MAX_CANDIDATES 8
-/* Candidates of all groups and buckets of one table together. */
+/* Limit of candidates of one table, in all groups and buckets. */
 #define MAX_TABLE_CANDIDATES 16384
 #define MAX_CORE_SLOTS 8192
 #define MAX_MEMBERS 16384
@@ -257,7 +257,7 @@ enum placement_rule {
 struct candidate {
 	__u32 load;
 	__u16 server_id;
-	/* Counts the connections assigned since the table was switched in, per (server, core). */
+	/* Index of the core's count of connections that were assigned since the table was switched in. */
 	__u16 core_slot;
 };
 
@@ -304,7 +304,7 @@ struct placement_table {
 	__u32 members_offset;
 	/* __u32 by core slot: connections assigned since the core's load was last new. */
 	__u32 assigned_offset;
-	/* Bytes of the table in all, from here on. */
+	/* Bytes of the whole table, this struct included. */
 	__u32 bytes;
 };
 
@@ -321,18 +321,18 @@ struct placement_table {
 
 /* 64 bytes: a cache line of its own for each service. */
 struct service_state {
-	/* Offset of its placement table; 0: it has none. */
+	/* Offset of the service's placement table; 0: none. */
 	__u32 table_at;
 	__u32 reserved;
 	/* The counter of rule ROUND_ROBIN. */
 	__u64 round_robin;
-	/* `timestamps = "lb"`: masks the time part. The same at all load balancers, never changed while connections live. */
+	/* `timestamps = "lb"`: mask key of the time part. Equal at all load balancers; constant while connections live. */
 	struct cookie_key time_key;
 	/* 1: a SYN has entered a flow into the flow table. Until then a service of CONSISTENCY_BEAMER looks up none there. */
 	__u64 has_flows;
 	/* enum forwarding. */
 	__u64 forwarding;
-	/* VLAN of all its servers, 0: untagged; or NO_BROADCAST_VLAN: they are in several. */
+	/* VLAN of all servers of the service; 0: untagged; NO_BROADCAST_VLAN: the servers are in several VLANs. */
 	__u64 broadcast_vlan;
 };
 
@@ -348,7 +348,7 @@ enum limited_kind {
 	LIMITED_KIND_COUNT,
 };
 
-/* A power of two: a mask bounds a reason. */
+/* A power of two, so that a mask bounds a reason. */
 #define LIMITED_KIND_SLOTS 8
 
 /* Sources share a bucket by their hash. */
@@ -366,15 +366,15 @@ struct broadcast_buckets {
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
 
-/* A service knows the server. */
+/* The server is a member of the service. */
 #define SERVER_KNOWN 1u
-/* The service's new connections may go to it; without it (draining, unhealthy) only established ones do. */
+/* The server gets new connections. A draining or unhealthy server gets only packets of established ones. */
 #define SERVER_ELIGIBLE 2u
-/* Down by this load balancer's own health checks; not ELIGIBLE then. */
+/* The server is down by this load balancer's own health checks, and so not ELIGIBLE. */
 #define SERVER_MASKED 4u
-/* Down by the controller's decision, which is part of the service's placement table. */
+/* The server is down by the controller's decision, which is part of the service's placement table. */
 #define SERVER_DOWN 8u
-/* Its MAC address is known: the same for all services. */
+/* The server's MAC address is known; the same for all services. */
 #define SERVER_RESOLVED 16u
 
 /* The flags that are a service's own, SERVER_MEMBERS_PER_WORD servers in a word of 64 bits, by id. */
@@ -399,7 +399,7 @@ struct server_entry {
  * By server id: connections opened and closed here, packets and bytes, of all services; one for each row of counters.
  */
 struct server_traffic {
-	/* New connections that the placement rule sent to it. */
+	/* New connections that the placement rule sent to the server. */
 	__u64 opened;
 	/* Packets with a cookie, and FIN or RST. (Without a connection table a retransmission counts again.) */
 	__u64 closed;
@@ -427,7 +427,7 @@ struct lb_state {
 	/* Longest packet that leaves by the device, its outer header included. */
 	__u32 mtu;
 	struct fleet_keys keys;
-	/* Places connections in the connection table; this load balancer's own, never changed while the table lives. */
+	/* This load balancer's own key of the connection table's hash, constant for the table's lifetime. */
 	struct cookie_key connection_key;
 	/* Tenths of a second (CLOCK_MONOTONIC): by the daemon, and by packets of stateful services (connection_time()). */
 	__u32 clock;
@@ -436,13 +436,13 @@ struct lb_state {
 	/* Entries of the connection table that one source prefix may hold; 0: not set yet, any number. */
 	__u64 entries_per_source;
 	struct connection_timers timers;
-	/* jiffies when a packet last read the clock. */
+	/* jiffies at a packet's last read of the clock. */
 	__u64 clock_jiffies;
-	/* MAC addresses of all owners; without SERVER_RESOLVED: lost, or never there. */
+	/* MAC addresses of all owners; without SERVER_RESOLVED the owner is lost, or the number unused. */
 	struct server_entry owners[MAX_OWNERS];
 	struct lb_service_directories directories;
 	struct service_state services[MAX_SERVICES];
-	/* A bit for each part of the flow table into which an entry was ever put (find_plain_flow()). */
+	/* Bits of the flow table's filter (find_plain_flow()): 0 means that no flow with this bit was ever stored. */
 	__u64 flow_filter[FLOW_FILTER_WORDS];
 	/* By index, for commands that read this without the daemon and without the controller. */
 	__u8 service_names[MAX_SERVICES][SERVICE_NAME_BYTES];
@@ -477,14 +477,14 @@ struct lb_state {
 struct captured_packet {
 	/* CLOCK_MONOTONIC. */
 	__u64 time_ns;
-	/* Grows by one with every packet that this CPU captured; the same as it came and as it was decided. */
+	/* Number of the packet on this CPU; equal in the records of arrival and decision. */
 	__u64 sequence;
-	/* Length of the frame at this moment. */
+	/* Length of the frame at the time of the record. */
 	__u32 length;
 	__u32 captured_length;
 	/* CAPTURE_ARRIVED, or the XDP action that was decided. */
 	__u32 action;
-	/* enum lb_counter; only when decided. */
+	/* enum lb_counter; only in the record of the decision. */
 	__u32 outcome;
 };
 #define CAPTURE_ARRIVED 0xffffffffu
@@ -494,13 +494,13 @@ struct nat_address {
 	__u32 word[4];
 };
 
-/* One direction of a health check's connection (health.bpf.c): what the packets carry, in network order. */
+/* Addresses and ports in packets of one direction of a health check (health.bpf.c), in network order. */
 struct nat_entry {
-	/* The server's own towards the server, the VIP on the way back. */
+	/* The server's own address in packets to the server, the VIP in packets from it. */
 	struct nat_address address;
-	/* The server's. */
+	/* Port of the server. */
 	__u16 port;
-	/* The load balancer's. */
+	/* Port of the load balancer. */
 	__u16 own_port;
 };
 #define MAX_NAT_ENTRIES 4096

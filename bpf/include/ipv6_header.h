@@ -29,7 +29,7 @@ _Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
 #define NEXT_AUTHENTICATION 51
 #define NEXT_ICMPV6 58
 #define NEXT_DESTINATION_OPTIONS 60
-/* Each occurs once at most, but for destination options, which may occur twice. */
+/* Limit of headers: each occurs once at most, except for destination options, which may occur twice. */
 #define EXTENSION_HEADERS 6
 
 /* RFC 4443, Sect. 2.1: the errors that are defined. */

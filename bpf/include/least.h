@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* The least of several numbers, for places where no branch predictor knows which one it is. */
+/* Minimum of several numbers without branches, because a branch predictor could not predict it. */
 #ifndef COREWARD_INCLUDE_LEAST_H
 #define COREWARD_INCLUDE_LEAST_H
 
@@ -14,7 +14,7 @@ static __always_inline __s64 min_s64(__s64 a, __s64 b)
 {
 	__s64 difference = a - b, sign = difference >> 63;
 
-	/* clang would make a branch of it. */
+	/* Keeps clang from making a branch. */
 	barrier_var(sign);
 	return b + (difference & sign);
 }

@@ -19,13 +19,13 @@ struct clamped_timestamp {
 	/* Time part as sent, before the time mask, and that of the client's previous TSecr. */
 	__u16 sent;
 	__u16 sent_before;
-	/* The server's own TSvals for these. */
+	/* The server's own TSvals for these two time parts. */
 	__u32 original;
 	__u32 original_before;
-	/* The client has returned it. */
+	/* Whether the client has returned the clamped value. */
 	__u32 confirmed;
 };
-/* Connections that were idle for more than 32 s and have not continued yet; about 100 bytes each. */
+/* Limit of clamped connections, idle for more than 32 s and not continued yet; about 100 bytes each. */
 #define MAX_CLAMPED_TIMESTAMPS 65536
 /* Largest step of the 16-bit time part that a client takes as newer (ms). */
 #define MAX_STEP_MS 0x7fffu
@@ -41,10 +41,10 @@ struct rss_sample {
 	__u32 hash;
 	__u16 predicted_queue;
 	__u16 actual_queue;
-	/* Counted from 1; 0: never written. */
+	/* Number of the sample, from 1; 0: never written. */
 	__u32 sequence;
 };
-/* Power of two. */
+/* Number of samples in the ring; a power of two. */
 #define RSS_SAMPLES 256
 /* Packets of open connections per sample; a power of two. */
 #define RSS_ESTABLISHED_SAMPLING 64
@@ -64,7 +64,7 @@ struct rss_mapping {
 /* Grows whenever a pinned layout or its meaning changes: an agent never takes over another layout. */
 #define SERVER_LAYOUT_VERSION 6
 
-/* 256 bytes: cache lines of its own. */
+/* Counters of one CPU, in their own cache lines (256 bytes). */
 struct server_counters {
 	__u64 packets[SERVER_COUNTER_COUNT];
 	__u64 unused[32 - SERVER_COUNTER_COUNT];
@@ -75,12 +75,12 @@ struct server_counters {
  * the server's id.
  */
 #define MAX_HALF_OPEN_INDEXES 65536
-/* No index: the connection goes by the server's id. */
+/* Value for no index: the connection's cookies hold the server's id. */
 #define NO_CONNECTION_INDEX 0xffffu
 
 /* The index kept with the established socket. */
 struct connection_index {
-	/* Owner and place, or NO_CONNECTION_INDEX. */
+	/* Owner and slot, or NO_CONNECTION_INDEX. */
 	__u16 index;
 	/* The connection table is lost: TSvals later than newest_ms carry the server's id. */
 	__u16 given_up;
@@ -127,12 +127,12 @@ struct server_state {
 	struct server_counters counters[MAX_CPUS];
 };
 
-/* Load balancers whose packets decap.bpf.c takes. */
+/* Limit of load balancers whose packets decap.bpf.c accepts. */
 #define MAX_DECAP_SOURCES 1024
 
-/* Receive queues in steering; connections of others go to the kernel's choice. */
+/* Limit of receive queues in steering; the kernel chooses for connections of other queues. */
 #define MAX_STEERED_QUEUES 1024
-/* Listening sockets of one service. */
+/* Limit of listening sockets of one service. */
 #define MAX_STEERED_SOCKETS 1024
 #define NO_SOCKET 0xffffffffu
 
@@ -152,7 +152,7 @@ struct cpu_busy_time {
 	__u64 encoded_busy_ns;
 	/* 1: a task other than idle runs. */
 	__u32 running;
-	/* While idle: interrupts and softirqs that run, one inside the other. */
+	/* While idle: number of running interrupts and softirqs, which nest. */
 	__u32 depth;
 	__u64 unused[6];
 };

@@ -31,9 +31,9 @@
  * CLOCK_MONOTONIC in ms, modulo 2^32.
  */
 struct lb_stamped_server {
-	/* Offset that all connections share, while they do. */
+	/* Offset in ms that all connections share, if they do. */
 	__u32 offset_ms;
-	/* The same by the newest SYN-ACK. */
+	/* Offset in ms of the newest SYN-ACK. */
 	__u32 newest_ms;
 	/* Client of that SYN-ACK, address XOR ports: a retransmission proves nothing. */
 	__u32 newest_client;
@@ -58,20 +58,20 @@ struct lb_stamped_server {
 	__u64 has_clock;
 	/* SYN-ACKs, with timestamps or without. */
 	__u64 syn_acks;
-	/* Those with timestamps. */
+	/* SYN-ACKs with timestamps. */
 	__u64 with_timestamps;
 	/* Answers that did not agree with another connection's. From the first one on connections have own offsets. */
 	__u64 disagreed;
 };
 #define LB_STAMPING_AGREEING 4
 #define LB_STAMPING_MAX_STEADY 64
-/* How far SYN-ACKs of one clock may lie apart: queues, and a server that is slow to send. */
+/* Maximum difference between offsets of one clock: queues and slow servers delay SYN-ACKs. */
 #define LB_STAMPING_TOLERANCE_MS 1000
-/* How far a TSval may run ahead of the estimate: clocks drift apart between two SYN-ACKs. */
+/* Time by which a TSval may be ahead of the estimate: clocks drift apart between two SYN-ACKs. */
 #define LB_STAMPING_SLACK_MS 60000
-/* Answers of one connection show the clock's rate from this distance on: a delay of half of it is tolerated. */
+/* Minimum time between two answers that show the clock's rate: a delay of half of this time is tolerated. */
 #define LB_STAMPING_SAMPLE_MS 100
-/* Another connection is sampled if the sampled one is silent for longer. */
+/* Silence of the sampled connection after which another one is sampled. */
 #define LB_STAMPING_SAMPLE_EXPIRES_MS 2000
 
 /*

@@ -8,18 +8,18 @@
 
 /* Outer header of a server's packets. */
 struct server_tunnel {
-	/* Its IPv4 destination; IPv6: 1. 0: not known. */
+	/* IPv4 destination of the outer header; 1 for IPv6; 0: not known. */
 	__u32 address;
 	/* Source port of GUE, in network byte order; 0: by the flow's hash. */
 	__u16 source_port;
-	/* ADDRESS_FAMILY_*. */
+	/* Address family: ADDRESS_FAMILY_*. */
 	__u16 family;
 };
 
 /* By server id, for services that encapsulate. IPv4 needs the first array only: one load. */
 struct server_tunnels {
 	struct server_tunnel entry[SERVER_ID_COUNT];
-	/* Never changed while a program may read it. */
+	/* IPv6 destinations. An address never changes while a program may read it. */
 	__u64 address_ipv6[SERVER_ID_COUNT][2];
 };
 

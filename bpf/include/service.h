@@ -25,7 +25,7 @@ _Static_assert(SERVICE_SLOTS == 1u << (64 - SERVICE_SLOT_SHIFT), "the shift leav
 typedef __u64 __attribute__((may_alias)) service_tail;
 typedef __u32 __attribute__((may_alias)) service_tail_half;
 
-/* The last 8 bytes of a service_key. Address and port in network byte order, as the packet has them. */
+/* Returns the last 8 bytes of a service_key. Address and port are in network byte order. */
 static __always_inline __u64 service_tail_ipv4(__u32 address, __u16 port, __u8 protocol)
 {
 	return address | (__u64)port << 32 | (__u64)protocol << 48 | (__u64)ADDRESS_FAMILY_IPV4 << 56;

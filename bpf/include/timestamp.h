@@ -11,9 +11,9 @@
 #define TCP_OPTION_NOP 1
 #define TCP_OPTION_TIMESTAMP 8
 #define TCP_TIMESTAMP_LENGTH 10
-/* The longest list of options: doff is 4 bits. */
+/* Maximum length of the options: doff has 4 bits. */
 #define TCP_OPTIONS_MAX 40
-/* NOP NOP TIMESTAMP 10: how the options of most packets other than SYNs begin (RFC 7323, Appendix A). */
+/* NOP NOP TIMESTAMP 10: the first options of most packets other than SYNs (RFC 7323, Appendix A). */
 #define OPTIONS_ALIGNED_TIMESTAMP bpf_htonl(0x0101080a)
 #define OPTIONS_ALIGNED_LENGTH 12
 #define OPTIONS_ALIGNED_OFFSET 2

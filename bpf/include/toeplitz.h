@@ -19,13 +19,13 @@ static __always_inline __u32 toeplitz_source(const __u32 (*byte)[256], __u32 cli
 	       byte[5][client_port >> 8];
 }
 
-/* The same of IPv6, with a table for each of 16 and 2 bytes. `client`: the address as in the packet. */
+/* toeplitz_source() of IPv6, with tables for 16 and 2 bytes. `client`: the address as in the packet. */
 static __always_inline __u32 toeplitz_source_ipv6(const __u32 (*byte)[256], const void *client, __u16 client_port)
 {
 	__u32 hash = byte[16][client_port & 0xff] ^ byte[17][client_port >> 8];
 	const __u8 *bytes = client;
 
-	/* Unrolled it would keep many look-ups on the stack. */
+	/* An unrolled loop would keep many look-ups on the stack. */
 #pragma nounroll
 	for (int i = 0; i < 16; i++)
 		hash ^= byte[i][bytes[i]];

@@ -20,7 +20,7 @@
 #include "intf.h"
 #include "connection_table.h"
 
-/* One token per interval, and the largest overdraft. Nanoseconds. */
+/* Interval of tokens, and maximum overdraft, in ns. */
 struct token_bucket {
 	__u64 interval_ns;
 	__u64 burst_ns;

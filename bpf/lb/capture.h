@@ -34,11 +34,11 @@
 const volatile struct {
 	__u32 vip;
 	__u32 service;
-	/* Largest number of bytes per frame. */
+	/* Limit of captured bytes per frame. */
 	__u32 length;
 	__u16 port;
 	__u8 protocol;
-	/* ADDRESS_FAMILY_*. */
+	/* Address family: ADDRESS_FAMILY_*. */
 	__u8 family;
 	__u64 vip_ipv6[2];
 } capture_of;
@@ -50,10 +50,10 @@ struct {
 } captured SEC(".maps");
 
 __u64 capture_sequences[MAX_CPUS] SEC(".bss.capture");
-/* The CPU's present frame is watched. */
+/* Whether the current frame of each CPU is watched. */
 __u64 is_captured[MAX_CPUS] SEC(".bss.capture");
 
-/* Not an enum lb_counter. */
+/* Value that is no enum lb_counter. */
 #define NO_OUTCOME 0xffffffffu
 
 /* is_watched() of IPv6, where extension headers may hide the port. */
@@ -112,7 +112,7 @@ static __always_inline void send_captured(struct xdp_md *ctx, struct captured_pa
 	bpf_perf_event_output(ctx, &captured, flags | (__u64)packet->captured_length << 32, packet, sizeof(*packet));
 }
 
-/* Runs before the decision. */
+/* Sends the frame to user space before the decision. Returns 0. */
 static __noinline int capture_arrived(struct xdp_md *ctx)
 {
 	struct captured_packet packet = {.action = CAPTURE_ARRIVED};
@@ -133,7 +133,7 @@ static __noinline int capture_arrived(struct xdp_md *ctx)
 	return 0;
 }
 
-/* Runs after the decision on an XDP action. Returns 0. */
+/* Sends frame, action and outcome to user space after the decision. Returns 0. */
 static __noinline int capture_decided(struct xdp_md *ctx, int action)
 {
 	struct captured_packet packet = {.action = action, .outcome = NO_OUTCOME};

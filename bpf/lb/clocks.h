@@ -38,19 +38,19 @@ static __always_inline struct lb_stamped_server *lb_stamped_server(__u32 service
 	return bpf_map_lookup_elem(&lb_stamped_servers, &key);
 }
 
-/* Returns whether its connections show one clock. */
+/* Returns whether the server's connections show one clock. */
 static __always_inline bool is_verified(const struct lb_stamped_server *server)
 {
 	return server->agreeing >= LB_STAMPING_AGREEING;
 }
 
-/* Returns whether its new connections are stamped. */
+/* Returns whether the server's new connections are stamped. */
 static __always_inline bool can_be_stamped(const struct lb_stamped_server *server)
 {
 	return is_verified(server) || server->steady >= LB_STAMPING_AGREEING;
 }
 
-/* Returns whether its connections are known to have offsets of their own. */
+/* Returns whether the server's connections are known to have offsets of their own. */
 static __always_inline bool has_own_offsets(const struct lb_stamped_server *server)
 {
 	return server->disagreed;
@@ -152,7 +152,7 @@ static __always_inline __u32 learn_own_offset(__u64 hash, __u32 offset_ms)
 	return offset_ms;
 }
 
-/* Returns the offset of a stamped connection, from an answer of it. Stores it if no other answer shows it. */
+/* Returns the offset of a stamped connection by the server's answer. Stores the offset if it is not known yet. */
 static __always_inline __u32 learn_offset(struct lb_stamped_server *server, __u32 service, const struct packet *packet,
 					  struct answer answer)
 {

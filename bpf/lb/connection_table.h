@@ -229,7 +229,7 @@ static __noinline void move_recent(__u64 hash, __u32 slot)
 	}
 }
 
-/* Puts a connection that the set does not hold to its front, two words at a time; the last one leaves. */
+/* Inserts a connection at the front of its set, two words at a time; the last one is removed. */
 static __always_inline void insert_recent(__u64 hash, __u32 slot)
 {
 	volatile recent_pair *set = (volatile recent_pair *)recent_set(hash);
@@ -287,12 +287,12 @@ static __always_inline void fill_connection(struct xdp_md *ctx, struct connectio
 								service_and_server);
 }
 
-/* take_connection() found no free slot, or lost each attempt to another CPU. */
+/* Results of take_connection(): no free slot, or other CPUs were faster at each attempt. */
 #define CONNECTION_TABLE_FULL -1
 #define CONNECTION_CONTENDED -2
 #define CONNECTION_SOURCE_LIMITED -3
 
-/* Fills a free slot of the partition and returns it, or one of the above. `packet`: the connection's first. */
+/* Fills a free slot of the partition for a first packet. Returns the slot, or one of the results above. */
 static __always_inline int take_connection_inlined(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
 						   __u32 service, __u32 server_id)
 {
@@ -323,7 +323,7 @@ static __always_inline int take_connection_inlined(struct xdp_md *ctx, const str
 	return CONNECTION_CONTENDED;
 }
 
-/* Not inlined, for callers whose stacks are full. */
+/* take_connection_inlined() for callers whose stacks are full. */
 static __noinline int take_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, __u32 service,
 				      __u32 server_id)
 {

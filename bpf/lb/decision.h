@@ -18,14 +18,14 @@
 #include "state.h"
 #include "vlan.h"
 
-/* As `before`: the packet's identification stays. */
+/* Value of `previous_server` that leaves the packet's identification unchanged. */
 #define KEEP_IDENTIFICATION 0x10000u
-/* As `tsecr`: TSecr stays. */
+/* Value of `tsecr` that leaves TSecr unchanged. */
 #define KEEP_TSECR 0xffffffffu
 
 struct decision {
 	enum lb_counter outcome;
-	/* An index, or LB_COUNTERS_NO_SERVICE. */
+	/* Index of the service, or LB_COUNTERS_NO_SERVICE. */
 	__u32 service;
 	__u64 destination;
 	/* Server of `destination`; NO_SERVER: all servers, or a load balancer. */
@@ -121,7 +121,7 @@ static __always_inline enum lb_counter placement_counter(bool opens)
 	return opens ? LB_COUNTER_NEW_CONNECTION : LB_COUNTER_PER_PACKET;
 }
 
-/* Decides for the result of place(). */
+/* Decides by the server that place() returned. */
 static __always_inline void decide_placed(__u32 id, enum lb_counter outcome, struct decision *decision)
 {
 	if (id == NO_SERVER) {

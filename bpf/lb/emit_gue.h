@@ -45,7 +45,7 @@ static __always_inline __u16 flow_port_ipv6(const void *client, __u32 ports)
 	return flow_port(address_word_ipv6(&key, PACKET_U64(client, 0), PACKET_U64(client, 8)), ports);
 }
 
-/* `length`: of header and inner packet. `source_port`: as in the packet. */
+/* Writes the UDP header. `length`: bytes of header and inner packet. `source_port`: in network byte order. */
 static __always_inline void write_udp(void *header, __u16 length, __u16 source_port)
 {
 	PACKET_U16(header, UDP_AT(source)) = source_port;

@@ -72,7 +72,7 @@ static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct e
 
 	if (bpf_xdp_adjust_head(ctx, -(int)overhead))
 		return false;
-	/* Below everything is read again: what is kept across the call would need the stack. */
+	/* Pointers are read again, because values that live across the call would need the stack. */
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
 	if (data + ETH_HLEN + overhead + ip_header_length(form->inner_ipv6) > data_end)
@@ -128,7 +128,7 @@ static __always_inline int encapsulate_as(struct xdp_md *ctx, const struct encap
 	return transmit_to_server(server_id);
 }
 
-/* The same by the service's kind of forwarding. */
+/* encapsulate_as() in the form of the service's kind of forwarding. */
 static __always_inline int encapsulate(struct xdp_md *ctx, bool inner_ipv6, bool outer_ipv6, __u32 service,
 				       __u32 server_id, __u32 outcome, __u32 flow)
 {

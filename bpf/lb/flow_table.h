@@ -39,7 +39,7 @@
 #include "state.h"
 #include "stats.h"
 
-/* Sets; fixed at load time. */
+/* Number of sets; fixed at load time. */
 const volatile __u32 flow_sets;
 
 struct {
@@ -84,7 +84,7 @@ static __always_inline __u64 is_zero(__u64 number)
 	return number >> 63;
 }
 
-/* Ticks since an entry was last used; 0 if another CPU has seen a later tick meanwhile. */
+/* Returns the ticks since an entry was last used; 0 if another CPU has used a later tick meanwhile. */
 static __always_inline __u64 flow_age(__u64 use)
 {
 	__s64 age = (__s32)(lb_state.clock - (__u32)use), negative = age >> 63;
@@ -168,7 +168,7 @@ static __always_inline __u32 service_of_use(__u64 use)
 #define FLOW_RANK_COUNT_SHIFT 40 /* entries of its service in the set */
 #define FLOW_RANK_OWN_SHIFT 39 /* its service is the flow's */
 #define FLOW_RANK_HALF_OPEN_SHIFT 38
-/* Then its age and, last, its position. */
+/* The lower bits are the age of the entry, and its position. */
 #define FLOW_POSITION_BITS 3
 
 _Static_assert(FLOW_SET_ENTRIES == 1 << FLOW_POSITION_BITS, "a position fits its bits");
@@ -237,7 +237,7 @@ __noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry,
 	set = flow_set_of(hash);
 	if (!set)
 		return 0;
-	/* Before the entry: where nothing enters after all, the filter only spares less. */
+	/* Set before the entry. If the entry is not stored after all, a bit too many is set, which is harmless. */
 	if (!(*(volatile __u64 *)flow_filter_word(hash) & flow_filter_bit(hash)))
 		__sync_fetch_and_or(flow_filter_word(hash), flow_filter_bit(hash));
 	use = (__u64)(hint & FLOW_HINT) << FLOW_HINT_SHIFT |

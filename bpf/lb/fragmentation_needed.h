@@ -34,7 +34,7 @@
 /* 224.0.0.0 and above are multicast, reserved or broadcast. */
 #define FIRST_NETWORK_WITHOUT_HOSTS 224
 
-/* The packet may be answered by an error. */
+/* Returns whether an error may answer the packet. */
 static __always_inline bool may_answer(const void *data, const void *data_end)
 {
 	__u8 network;
@@ -46,7 +46,7 @@ static __always_inline bool may_answer(const void *data, const void *data_end)
 	       !(PACKET_U16(data, IP_AT(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET));
 }
 
-/* Makes the frame an error about its packet, back to its neighbour. Returns false if the frame could not change. */
+/* Turns the frame into an error about its packet, to its sender. Returns false if the frame could not change. */
 static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
@@ -75,7 +75,7 @@ static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32
 	return true;
 }
 
-/* Answers the packet, if rates allow it. `mtu`: the longest packet that fits. */
+/* Answers the packet with an error, within the rates. `mtu`: the longest packet that fits. */
 static __always_inline bool answer_fragmentation_needed(struct xdp_md *ctx, __u32 service, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;

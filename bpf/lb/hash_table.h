@@ -54,7 +54,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .previous_server = NO_SERVER};
 		insert_flow(ctx, decision->service, packet, entry, 0);
 	} else if (known) {
-		/* No server takes new flows: this one may still be up. */
+		/* No server takes new flows, but the flow's server may be up. */
 		decide_by_flow(entry, decision);
 	}
 }

@@ -36,17 +36,17 @@ struct icmp_header {
 	__u8 type;
 	__u8 code;
 	__be16 checksum;
-	/* By type: the next hop's MTU, the position of what is wrong, an echo's identifier. */
+	/* Content by type: the next hop's MTU, the position of a fault, the identifier of an echo. */
 	__be32 rest;
 };
 
-/* Beginning of every error. */
+/* First bytes of every error. */
 struct icmp_error {
 	struct icmp_header icmp;
 	struct iphdr quoted;
 };
 
-/* Ports and more: the quoted payload that an error must hold. */
+/* Minimum of the quoted payload, which includes the ports. */
 #define QUOTED_BYTES 8
 
 static __always_inline bool has_quoted_packet(__u8 type)
@@ -79,7 +79,7 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	if (error.quoted.version != 4 || header_length < sizeof(struct iphdr) ||
 	    quoted->transport + QUOTED_BYTES > quoted->end)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
-	/* Another VIP, or a later fragment, which has no ports. */
+	/* The quote is of another VIP, or a later fragment, which has no ports. */
 	if (error.quoted.saddr != packet->vip_address || error.quoted.frag_off & bpf_htons(IP_FRAGMENT_OFFSET))
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (bpf_xdp_load_bytes(ctx, quoted->transport, &ports, sizeof(ports)))

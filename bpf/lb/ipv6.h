@@ -48,7 +48,7 @@ static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 n
 	return apply_decision(ctx, &packet, &decision);
 }
 
-/* A SYN. Returns an XDP action, or -1: not of the fast path, or not for a service. */
+/* Forwards a SYN. Returns an XDP action, or -1: not of the fast path, or not for a service. */
 static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -85,7 +85,7 @@ static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, _
 	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, ports);
 }
 
-/* Returns an XDP action, or -1: not for the fast path. */
+/* Forwards a packet of the fast path. Returns an XDP action, or -1: not for the fast path. */
 static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;

@@ -135,7 +135,7 @@ __noinline int forward_new_connection(struct xdp_md *ctx, __u32 number, __u32 ts
 	return apply_decision(ctx, &packet, &decision);
 }
 
-/* A SYN. Returns an XDP action, or -1: not of the fast path, or not for a service. */
+/* Forwards a SYN. Returns an XDP action, or -1: not of the fast path, or not for a service. */
 static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -157,7 +157,7 @@ static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 	return forward_fast_path_decided(ctx, number, tsecr_at);
 }
 
-/* The established packet of a connection whose cookie, of kind 1, names an entry of our own connection table. */
+/* Forwards an established packet whose cookie, of kind 1, names an entry of this load balancer's table. */
 static __always_inline int forward_fast_path_by_index(struct xdp_md *ctx, __u32 service, __u32 cookie, __u64 hash)
 {
 	void *data = (void *)(long)ctx->data;
@@ -178,7 +178,7 @@ static __always_inline int forward_fast_path_by_index(struct xdp_md *ctx, __u32 
 	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, FAST_PATH_TCP));
 }
 
-/* The established packet of a service of CONSISTENCY_HASH_TABLE whose flow is known. */
+/* Forwards an established packet of a known flow of a service of CONSISTENCY_HASH_TABLE. */
 static __always_inline int forward_fast_path_by_flow(struct xdp_md *ctx, __u32 service, __u32 client_address,
 						     __u32 ports)
 {
@@ -195,7 +195,7 @@ static __always_inline int forward_fast_path_by_flow(struct xdp_md *ctx, __u32 s
 	return emit_fast_path(ctx, server, service, entry.server_id, LB_COUNTER_FLOW_TABLE, client_address, ports);
 }
 
-/* Returns an XDP action, or -1: not for the fast path. */
+/* Forwards a packet of the fast path. Returns an XDP action, or -1: not for the fast path. */
 static __always_inline int forward_fast_path(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -211,7 +211,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 	ports = PACKET_U32(data, FAST_PATH_TCP);
 	number = find_lb_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
 	if (!is_service(number)) {
-		/* It may be a server's answer. */
+		/* The packet may be a server's reply. */
 		if (timestamps_lb_in_use)
 			return -1;
 		count_packet(ctx, LB_COUNTERS_NO_SERVICE, LB_COUNTER_PASSED_NOT_SERVICE, 0);
@@ -228,7 +228,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 		return action < 0 ? forward_fast_path_decided(ctx, number, FAST_PATH_TSECR) : action;
 	}
 	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, FAST_PATH_TSECR)), client_address, vip_address, ports);
-	/* Read again: the hash takes all registers, and one that is spilled on the way costs more. */
+	/* Pointers are read again: the hash needs all registers, and a spilled pointer costs more. */
 	barrier_var(ctx);
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
@@ -244,7 +244,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 
 /* ---- everything else ------------------------------------------------------------------------------------------- */
 
-/* A TCP packet to a VIP. Returns 0, or how parsing ended. */
+/* Parses a TCP packet to a VIP and decides. Returns 0, or the end of parsing. */
 static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
@@ -268,7 +268,7 @@ static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packe
 	return 0;
 }
 
-/* The same for a UDP datagram. */
+/* Parses a UDP datagram to a VIP and decides. Returns 0, or the end of parsing. */
 static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
@@ -299,7 +299,7 @@ static __always_inline bool is_balanced_protocol(__u8 protocol)
 	return protocol == IPPROTO_TCP || protocol == IPPROTO_ICMP || (udp_in_use && protocol == IPPROTO_UDP);
 }
 
-/* Reads the packet and fills `decision`. Returns 0, or how parsing ended. */
+/* Reads the packet and fills `decision`. Returns 0, or the end of parsing. */
 static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
@@ -351,7 +351,7 @@ static __always_inline int forward(struct xdp_md *ctx)
 	return action < 0 ? forward_other(ctx) : action;
 }
 
-/* A frame that is not of the VIPs' VLAN: a server's reply, or not ours. */
+/* Processes a frame of another VLAN than the VIPs': a server's reply, or a frame for the kernel. */
 static __noinline int forward_from_other_vlan(struct xdp_md *ctx)
 {
 	int action = timestamps_lb_in_use ? forward_reply(ctx) : -1;
@@ -376,7 +376,7 @@ static __always_inline int forward_with_steps(struct xdp_md *ctx)
 	return vlans_in_use ? tag_frame(ctx, action) : action;
 }
 
-/* VLANs or capture are in use; fixed at load time. One constant, because the fast path loads each. */
+/* Whether VLANs or capture are in use; fixed at load time. One constant: the fast path loads each constant. */
 const volatile bool steps_in_use;
 
 SEC("xdp")

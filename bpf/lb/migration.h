@@ -18,7 +18,7 @@ static __always_inline void decide_other_balancer(const struct service *service,
 {
 	server_entry_t balancer = server_at(decision->service, other_balancer_id(service));
 
-	/* An address that other services know counts only for members. */
+	/* Another service may have resolved the address, but only members of this service count. */
 	decision->outcome = has_server_flag(balancer, SERVER_KNOWN | SERVER_RESOLVED)
 				    ? LB_COUNTER_TO_OTHER_BALANCER
 				    : LB_COUNTER_DROP_SERVER_UNRESOLVED;

@@ -24,7 +24,7 @@
 #include "rewrite.h"
 #include "state.h"
 
-/* As the kernel's own tunnels that do not inherit it. */
+/* TTL of the kernel's own tunnels that do not inherit it. */
 #define OUTER_TTL 64
 #define IP_DONT_FRAGMENT 0x4000
 
@@ -43,7 +43,7 @@ static __always_inline bool has_ipv6_tunnel(__u32 server_id)
 
 /* Fields of an outer header that differ between packets. */
 struct outer {
-	/* Behind the Ethernet header, in bytes. */
+	/* Bytes behind the Ethernet header. */
 	__u16 length;
 	/* IPv4: the type of service. */
 	__u8 traffic_class;

@@ -34,7 +34,7 @@
 #define ICMPV6_TOO_BIG_LENGTH (sizeof(struct ipv6_header) + ICMPV6_MESSAGE_LENGTH)
 #define IPV6_MULTICAST_BYTE 0xff
 
-/* The packet may be answered by an error. */
+/* Returns whether an error may answer the packet. */
 static __always_inline bool may_answer_ipv6(const void *data, const void *data_end)
 {
 	const void *source = data + IPV6_AT(source);
@@ -60,7 +60,7 @@ static __always_inline void write_too_big_message(void *data, __u32 mtu)
 	PACKET_U16(data, IPV6_TRANSPORT + 2) = ~fold_checksum(sum);
 }
 
-/* Makes the frame an error about its packet, back to its neighbour. Returns false if the frame could not change. */
+/* Turns the frame into an error about its packet, to its sender. Returns false if the frame could not change. */
 static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
@@ -86,7 +86,7 @@ static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 	return true;
 }
 
-/* Answers the packet, if rates allow it. `mtu`: the longest packet that fits. */
+/* Answers the packet with an error, within the rates. `mtu`: the longest packet that fits. */
 static __always_inline bool answer_packet_too_big(struct xdp_md *ctx, __u32 service, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;

@@ -76,7 +76,7 @@ struct packet {
 	/* ADDRESS_FAMILY_IPV6, or 0 for IPv4. */
 	__u8 family;
 	union {
-		/* IPv4, in the packet's byte order. */
+		/* IPv4 identification, in the packet's byte order. */
 		__u16 identification;
 		/* IPv6: offset in the frame of the client's address; the VIP is in front of it or behind it. */
 		__u16 client_at;
@@ -90,7 +90,7 @@ struct packet {
 	__u32 end;
 };
 
-/* A service has an IPv6 VIP; fixed at load time. */
+/* Whether a service has an IPv6 VIP; fixed at load time. */
 const volatile bool ipv6_in_use;
 
 static __always_inline bool is_ipv6(const struct packet *packet)
@@ -266,7 +266,7 @@ static __always_inline int parse_ports(const void *data, const void *data_end, e
 	return 0;
 }
 
-/* load_timestamp() could not read the options, which cannot occur. */
+/* Result of load_timestamp() for unreadable options, which cannot occur. */
 #define TIMESTAMP_UNREADABLE -3
 
 /*
@@ -337,14 +337,14 @@ static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data
 			     packet);
 }
 
-/* The same for a client's packet. */
+/* Reads the TCP header of a client's packet, and checks its flags. */
 static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const void *data_end, struct packet *packet)
 {
 	int ended = parse_tcp_header(ctx, data, data_end, packet);
 
 	if (ended)
 		return ended;
-	/* A client's SYN never acknowledges, ends or resets, and only SYN and RST come without ACK. */
+	/* A client's SYN has no ACK, FIN or RST, and only SYN and RST packets have no ACK. */
 	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
 				    : !(packet->flags & (TCP_ACK | TCP_RST)))
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);

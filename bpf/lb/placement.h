@@ -27,7 +27,7 @@ struct {
 	__uint(map_flags, BPF_F_MMAPABLE);
 	__uint(max_entries, 1);
 	__uint(key_size, sizeof(__u32));
-	/* User space sets it, and makes a larger one when this is full. */
+	/* User space sets the size, and replaces a full map by a larger one. */
 	__uint(value_size, MIN_PLACEMENT_MEMORY + PLACEMENT_MEMORY_SLACK);
 } placement_memory SEC(".maps");
 
@@ -52,7 +52,7 @@ static __always_inline server_entry_t server_at(__u32 service, __u32 id)
 	__u32 word = (service & (MAX_SERVICES - 1)) * MEMBERSHIP_WORDS;
 	__u64 flags;
 
-	/* Without it clang makes the sum an OR, and kernel 6.1's verifier loses the bounds of a 32-bit OR. */
+	/* Otherwise clang makes the sum an OR, and kernel 6.1's verifier loses the bounds of a 32-bit OR. */
 	barrier_var(word);
 	word += (id & COOKIE_ID_MASK) / SERVER_MEMBERS_PER_WORD;
 	flags = membership[word] >> id % SERVER_MEMBERS_PER_WORD * SERVER_MEMBER_BITS & SERVER_MEMBER_MASK;
@@ -100,7 +100,7 @@ static __always_inline __u64 mix(__u32 hash)
 	return x ^ x >> 33;
 }
 
-/* Draws below `count` from half of a mixed hash: model's placement::two_draws(). */
+/* Returns a draw below `count` from half of a mixed hash: model's placement::two_draws(). */
 static __always_inline __u32 draw(__u64 half, __u32 count)
 {
 	return (half & 0xffffffff) * count >> 32;
@@ -247,7 +247,7 @@ static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *
 
 		if (!candidate)
 			return NO_SERVER;
-		/* Counted only if the server gets it. All CPUs share the counter, which the next choice reads. */
+		/* Counts the connection only if the server gets it. All CPUs share the counter, which the next choice reads. */
 		if (has_server_flag(server_at(service, candidate->server_id), TAKES_NEW_CONNECTIONS))
 			__sync_fetch_and_add(&assigned_counts(placement)[candidate->core_slot], 1);
 		return candidate->server_id;

@@ -75,7 +75,7 @@ static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 se
 		if (can_be_stamped(server) && !plain)
 			return true;
 	}
-	/* Also without timestamps: the SYN may have had one, and then its server is not the bucket's. */
+	/* Also without timestamps: a SYN with timestamps may have a server that is not the bucket's. */
 	if (!plain || entry.server_id != server->server_id || entry.previous_server != HALF_OPEN_FLOW) {
 		entry = (struct flow_table_entry){.server_id = server->server_id, .previous_server = HALF_OPEN_FLOW};
 		insert_flow(ctx, service, packet, entry, 0);
@@ -113,7 +113,7 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 
 	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
 		return LB_COUNTER_REPLY_UNCHANGED;
-	/* The client could accept either, and the flow table has one server only. */
+	/* The client could accept either SYN-ACK, but the flow table has one server only. */
 	if (is_late_syn_ack(service, packet, server->server_id))
 		return LB_COUNTER_DROP_LATE_SYN_ACK;
 	answer = (struct answer){.milliseconds = bpf_ntohl(value), .now_ms = monotonic_ms()};

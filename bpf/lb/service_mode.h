@@ -23,7 +23,7 @@ const volatile bool udp_in_use;
 
 /* A decoded service. `flags` are bit tests: BPF has few registers, and a small stack. */
 struct service {
-	/* In lb_state.services and in the counters. */
+	/* Index in lb_state.services and in the counters. */
 	__u32 index;
 	enum consistency consistency;
 	/* SERVICE_TIMESTAMPS_OFF and so on. */

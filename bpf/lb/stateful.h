@@ -100,7 +100,7 @@ static __always_inline __u64 *entries_by_source(const packet_u64 *address)
 	return &connection_takes.entries_by_source[hash & (SOURCE_SHARDS - 1)];
 }
 
-/* Returns that of a packet's source. */
+/* Returns the count of entries of the packet's source prefix. */
 static __always_inline __u64 *entries_of_client(struct xdp_md *ctx, const struct packet *packet)
 {
 	packet_u64 address[2];
@@ -109,7 +109,7 @@ static __always_inline __u64 *entries_of_client(struct xdp_md *ctx, const struct
 	return entries_by_source(address);
 }
 
-/* Returns whether it may hold another one. Concurrent CPUs may exceed the limit by their number. */
+/* Returns whether a prefix may hold another entry. Concurrent CPUs may exceed the limit by their number. */
 static __always_inline bool may_take_connection(const __u64 *held)
 {
 	__u64 limit = *(volatile __u64 *)&lb_state.entries_per_source;
@@ -150,7 +150,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 	return idle >= (__s32)(connection->flags & CONNECTION_CLOSING ? timers->closing : timers->idle);
 }
 
-/* Takes an entry off its source's count. User space may have counted without it. */
+/* Subtracts an entry from its source's count, unless user space has counted without the entry. */
 static __always_inline void uncount_entry(const packet_u64 *client_address)
 {
 	__u64 *held = entries_by_source(client_address);
@@ -172,7 +172,7 @@ static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *
 
 	if (!packet || !stack)
 		return CONNECTION_TABLE_FULL;
-	/* Not atomic: of two packets at one entry the exchange of the identity decides. */
+	/* Not atomic: if two packets find one entry, the exchange of the identity decides. */
 	hand = *(volatile __u64 *)&stack->hand;
 	for (int probe = 0; probe < CONNECTION_HAND_PROBES; probe++) {
 		__u32 slot = hand & CONNECTION_SLOT_MASK;

@@ -16,7 +16,7 @@
 /* Native XDP: one CPU at a time polls a receive queue. Generic XDP: several CPUs may run for one queue. */
 const volatile bool counters_by_cpu;
 
-/* A service is watched (capture.h); fixed at load time. */
+/* Whether a service is watched (capture.h); fixed at load time. */
 const volatile bool capture_in_use;
 
 /* Rows - 1; fixed at load time. */
@@ -87,10 +87,10 @@ static __always_inline void count_event(struct xdp_md *ctx, __u32 service, enum 
 
 /* ---- by server ------------------------------------------------------------------------------------------------- */
 
-/* A policy uses packets and bytes per server; fixed at load time. */
+/* Whether a policy uses packets and bytes per server; fixed at load time. */
 const volatile bool traffic_in_use;
 
-/* By row and server id; user space sets the size. */
+/* Traffic by row and server id; user space sets the size. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);

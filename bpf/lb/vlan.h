@@ -23,7 +23,7 @@
 #include "state.h"
 #include "stats.h"
 
-/* The VIPs or a server are in a VLAN; fixed at load time. */
+/* Whether the VIPs or a server are in a VLAN; fixed at load time. */
 const volatile bool vlans_in_use;
 /* VLAN of clients' packets; 0: none. Fixed at load time. */
 const volatile __u16 vip_vlan;
@@ -32,7 +32,7 @@ const volatile __u16 vip_vlan;
 /* Parts of a tag (TCI): priority with drop eligibility, and the VLAN's id. */
 #define VLAN_PRIORITY_MASK 0xf000u
 #define VLAN_ID_MASK 0xfffu
-/* Above the TCI: the frame has a tag. */
+/* Bit above the TCI: the frame has a tag. */
 #define VLAN_TAG_PRESENT 0x10000u
 
 /* Parts of a returned action: the XDP action, and the VLAN in which the frame leaves, if it has one of its own. */

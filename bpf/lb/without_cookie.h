@@ -77,7 +77,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		decide_by_bucket(ctx, state, packet, decision);
 		return;
 	}
-	/* A host without that connection resets without timestamps, whatever the connection had. */
+	/* A host without the connection sends a reset without timestamps, even if the connection had timestamps. */
 	if (packet->flags & TCP_RST) {
 		decide_broadcast(LIMITED_RESET, packet->client_address, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
 				 decision);
@@ -93,7 +93,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		return;
 	}
 	entry = decide_by_bucket(ctx, state, packet, decision);
-	/* Nothing proves a connection, as replies do not pass here: the entry is a hint. */
+	/* The entry is a hint: replies, which would prove the connection, do not pass the load balancer. */
 	if (decision->outcome == LB_COUNTER_BUCKET_HASH)
 		insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);
 }

@@ -26,7 +26,7 @@ struct {
 	__type(value, struct clamped_timestamp);
 } held_timestamps SEC(".maps");
 
-/* A time part to be sent, and its TSval of the server's own clock, which selects the fleet's key. */
+/* A time part to be sent, and the server's own TSval for it, which selects the fleet's key. */
 struct time_part {
 	__u32 sent;
 	__u32 original;
@@ -52,8 +52,8 @@ static __always_inline __u32 clamp_group(const struct flow_key *flow)
 }
 
 /*
- * Whether a packet of the group was clamped so recently that an entry may matter although the last TSecr is less than a
- * largest step old (and that one may have been restored to a little after now). As signed numbers: another CPU may have
+ * Returns whether a packet of the group was clamped so recently that an entry may matter although TSecr is less than a
+ * largest step old (TSecr may have been restored to a little after now). As signed numbers: another CPU may have
  * clamped a packet of a millisecond that is not over here.
  */
 static __always_inline bool is_recently_clamped(__u32 group, __u32 milliseconds)
@@ -74,14 +74,14 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 	if (held && held->confirmed && held->original == last_tsecr) {
 		recent = held->sent;
 	} else if (held && held->original_before == last_tsecr) {
-		/* Not returned so far, or the TSecr is still on its way from ingress to TCP. */
+		/* The client has not returned the clamped value, or its TSecr is still between ingress and TCP. */
 		time->sent = held->sent;
 		time->original = held->original;
 		state.last_clamp_ms[group] = milliseconds;
 		count(SERVER_COUNTER_TSVAL_CLAMPED);
 		return;
 	}
-	/* From the client's value to now; more than a turn is counted as such. */
+	/* Distance from the client's value to now, including full turns of the 16 bits. */
 	if ((__u16)(last_tsecr - recent) + (milliseconds - last_tsecr) < MAX_STEP_MS)
 		return;
 	next.sent = recent + MAX_STEP_MS;
@@ -104,14 +104,14 @@ static __always_inline struct time_part select_time(const struct segment *segmen
 	__u32 elapsed = milliseconds - last_tsecr;
 	__u32 group = clamp_group(&segment->flow);
 
-	/* Restored values are never ahead by more than the slack: this one was forged, and changes nothing. */
+	/* Restored values are never ahead by more than the slack: this TSecr was forged, and is ignored. */
 	if (last_tsecr && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
 	    (elapsed >= MAX_STEP_MS || is_recently_clamped(group, milliseconds)))
 		apply_tsval_clamp(segment, last_tsecr, &time);
 	return time;
 }
 
-/* Returns the latest of the server's own TSvals not after now (and slack) with these 16 bits. */
+/* Returns the server's latest own TSval with these 16 bits that is not after now (and slack). */
 static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
 {
 	__u32 reference = now + RESTORE_SLACK_MS;
@@ -119,7 +119,7 @@ static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
 	return reference - (__u16)(reference - time);
 }
 
-/* Restores a value that may be a clamped time part. */
+/* Returns the server's own TSval of a time part that may be clamped. */
 static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 now, __u32 time_bits)
 {
 	struct clamped_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow);
@@ -139,7 +139,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 		bpf_map_delete_elem(&held_timestamps, &segment->flow);
 		return restored_by_clock(time, now);
 	}
-	/* Sent before the clamped one, so less than a largest step after the client's TSecr of that time. */
+	/* Sent before the clamped value, so less than MAX_STEP_MS after the client's TSecr of that time. */
 	step = time - held->sent_before;
 	behind = held->original_before - held->sent_before;
 	if (step == 0)

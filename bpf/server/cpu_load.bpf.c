@@ -2,7 +2,7 @@
 /*
  * Busy time of each CPU in ns: tasks, and the interrupts and softirqs that run while the CPU's task is idle.
  *
- * Inside a task's time, interrupts and softirqs are part of it: from one switch to the next the CPU is busy. ksoftirqd
+ * Interrupts and softirqs during a task count as its time: from one switch to the next the CPU is busy. ksoftirqd
  * and threaded NAPI are tasks. Not counted while idle: the local timer and interrupts between CPUs, which have no
  * generic tracepoint (about 1 us each), and the way into and out of the first handler.
  *
@@ -42,7 +42,7 @@ static __always_inline void set_busy(struct cpu_busy_time *time, __u32 busy)
 	if ((encoded & 1) == busy)
 		return;
 	now = 2 * bpf_ktime_get_ns();
-	/* One store: user space reads whole words. */
+	/* One store, because user space reads the word at any time. */
 	time->encoded_busy_ns = busy ? encoded - now + 1 : encoded + now - 1;
 }
 
@@ -83,7 +83,7 @@ static __always_inline int end_busy(void)
 {
 	struct cpu_busy_time *time = this_cpu();
 
-	/* Depth 0: it began before this program was attached. */
+	/* Depth 0: the interrupt began before this program was attached. */
 	if (time && !time->running && time->depth != 0 && --time->depth == 0)
 		set_busy(time, 0);
 	return 0;

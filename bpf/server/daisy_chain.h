@@ -26,13 +26,13 @@ static __always_inline bool has_previous_server(__u32 number, const struct segme
 	       (!(number & SERVER_NUMBER_TIMESTAMPS_OFF) && segment->timestamp == NO_TIMESTAMP);
 }
 
-/* Writes NO_SERVER in place of the previous server. Returns 0 or an error. */
+/* Replaces the previous server in the packet by NO_SERVER. Returns 0 or an error. */
 static __always_inline long remove_previous_server(struct __sk_buff *skb, const struct segment *segment)
 {
 	__be16 before = bpf_htons(segment->previous_server), none = bpf_htons(NO_SERVER);
 	long error;
 
-	/* No checksum covers the flow label, of which these are the last two bytes. */
+	/* These are the last two bytes of the flow label, which no checksum covers. */
 	if (segment->family == ADDRESS_FAMILY_IPV6)
 		return bpf_skb_store_bytes(skb, IPV6_AT(version_class_label) + 2, &none, sizeof(none), 0);
 	error = bpf_l3_csum_replace(skb, ETH_HLEN + __builtin_offsetof(struct iphdr, check), before, none,
@@ -42,7 +42,7 @@ static __always_inline long remove_previous_server(struct __sk_buff *skb, const 
 					      0);
 }
 
-/* TC_ACT_UNSPEC: the packet is for this host. */
+/* Forwards a packet to its previous server, or drops it. Returns TC_ACT_UNSPEC if the packet is for this host. */
 static __noinline int forward_to_previous(struct __sk_buff *skb, const struct segment *segment, __u32 own_id)
 {
 	__u32 before = segment->previous_server;
@@ -53,15 +53,15 @@ static __noinline int forward_to_previous(struct __sk_buff *skb, const struct se
 		return TC_ACT_UNSPEC;
 	server = &chained_servers[before & (SERVER_ID_COUNT - 1)];
 	/*
-	 * The load balancer may use the bucket's new server before that one knows the MAC address of the old one.
-	 * Keeping the packet would end the connection by an RST; a lost one is retransmitted, and the address is known
+	 * The load balancer may use the bucket's new server before it knows the old server's MAC address.
+	 * Keeping the packet would end the connection by an RST. A lost packet is retransmitted, and the address is known
 	 * by then.
 	 */
 	if (!(server->flags & SERVER_RESOLVED)) {
 		count(SERVER_COUNTER_DROP_CHAIN_UNRESOLVED);
 		return TC_ACT_SHOT;
 	}
-	/* The frame was sent to us, and continues from us. */
+	/* The frame's destination, this host, becomes its source. */
 	if (bpf_skb_load_bytes(skb, 0, &addresses[ETH_ALEN], ETH_ALEN))
 		return TC_ACT_UNSPEC;
 	__builtin_memcpy(addresses, server->mac_address, ETH_ALEN);

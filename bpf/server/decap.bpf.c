@@ -30,12 +30,12 @@
 #include "ipv6_header.h"
 #include "tunnel.h"
 
-/* As in struct service_key. */
+/* An IPv4 or IPv6 address, in the layout of struct service_key. */
 struct address {
 	__u32 word[4];
 };
 
-/* Sources of outer headers. */
+/* Addresses of load balancers, which may be sources of outer headers. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, MAX_DECAP_SOURCES);
@@ -43,7 +43,7 @@ struct {
 	__type(value, __u8);
 } decap_sources SEC(".maps");
 
-/* Destinations of inner headers. */
+/* VIPs of this server, which may be destinations of inner headers. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, MAX_SERVICES_OF_SERVER);
@@ -70,7 +70,7 @@ struct ip_fields {
 	struct address source;
 	struct address destination;
 	__u32 header_length;
-	/* With the header, in bytes. */
+	/* Length of the packet in bytes, header included. */
 	__u32 length;
 	__u16 fragment;
 	__u8 traffic_class;
@@ -108,7 +108,7 @@ static __always_inline bool read_ipv4(const struct iphdr *ip, const void *data_e
 	return fields->length >= fields->header_length;
 }
 
-/* A fragment has its header, NEXT_FRAGMENT, in `protocol`. */
+/* Reads an IPv6 header. A fragment has NEXT_FRAGMENT as its protocol. */
 static __always_inline bool read_ipv6(const struct ipv6_header *ip, const void *data_end, struct ip_fields *fields)
 {
 	__u32 first;
@@ -143,14 +143,14 @@ static __always_inline __u32 overhead_of(struct xdp_md *ctx, const struct ip_fie
 		return 0;
 	if (outer->protocol == IPPROTO_IPIP || outer->protocol == IPPROTO_IPV6)
 		return outer->header_length;
-	/* A later fragment has no ports: the kernel waits in vain for the first one. */
+	/* A later fragment passes, because it has no ports: the kernel never gets the first fragment. */
 	if (outer->protocol != IPPROTO_UDP || outer->fragment & IP_FRAGMENT_OFFSET ||
 	    !is_gue_port(ctx, ETH_HLEN + outer->header_length))
 		return 0;
 	return outer->header_length + sizeof(struct udphdr);
 }
 
-/* Reads the inner header. Its family is in the outer protocol, in UDP in its own first bits. */
+/* Reads the inner header. The outer protocol gives its family; in UDP, the header's first bits do. */
 static __always_inline bool read_inner(const void *inner, const void *data_end, __u8 outer_protocol,
 				       struct ip_fields *fields)
 {
@@ -164,7 +164,7 @@ static __always_inline bool read_inner(const void *inner, const void *data_end, 
 	return version == 6 && outer_protocol != IPPROTO_IPIP && read_ipv6(inner, data_end, fields);
 }
 
-/* The lengths of both packets, of the datagram and of the frame agree. */
+/* Returns whether the lengths of both packets, of the datagram and of the frame agree. */
 static __always_inline bool are_lengths_valid(struct xdp_md *ctx, const struct ip_fields *outer,
 					      const struct ip_fields *inner, __u32 overhead)
 {
@@ -196,7 +196,7 @@ static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 ne
 	return next;
 }
 
-/* `at`: offset of the inner header in the frame. */
+/* Returns whether the inner packet is a tunnel again. `at`: offset of the inner header in the frame. */
 static __always_inline bool is_tunnel(struct xdp_md *ctx, const struct ip_fields *inner, __u32 at)
 {
 	__u32 protocol = inner->protocol;
@@ -243,7 +243,7 @@ static __always_inline void mark_congestion(void *ip, bool ipv6)
 	__u32 sum;
 
 	if (ipv6) {
-		/* Between the version and the flow label. */
+		/* The traffic class is between version and flow label. */
 		*(__u8 *)(ip + 1) |= ECN_CE << 4;
 		return;
 	}

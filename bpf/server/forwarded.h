@@ -15,7 +15,7 @@ static __always_inline __u64 *forwarded_slot(__u64 word)
 	return &state.forwarded_services[word * FORWARDED_SERVICE_FACTOR >> FORWARDED_SERVICE_SHIFT];
 }
 
-/* Keeps whether a SYN-ACK of the service came through this host or from it. */
+/* Records whether this host forwarded the service's SYN-ACK or sent it itself. */
 static __always_inline void record_handshake(__u64 word, bool forwarded)
 {
 	volatile __u64 *slot = forwarded_slot(word);

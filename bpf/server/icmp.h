@@ -44,7 +44,7 @@ static __always_inline bool has_quoted_socket(struct __sk_buff *skb, __u8 protoc
 	return here;
 }
 
-/* Accepts a broadcast error if the socket is here, and drops it otherwise. */
+/* Accepts a broadcast error if this host has the socket, and drops it otherwise. */
 static __always_inline int accept_at_socket(struct __sk_buff *skb, bool here)
 {
 	if (!here) {
@@ -65,7 +65,7 @@ static __always_inline __u32 service_at(const void *address, __u16 port, __u8 pr
 }
 
 /*
- * The same as accept_icmp_error() for IPv6. A quoted packet with extension headers passes: servers send none, and the
+ * accept_icmp_error() for IPv6. An error that quotes extension headers passes: servers send none, and the
  * load balancer does not broadcast it.
  */
 static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
@@ -94,7 +94,7 @@ static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
 }
 
 /*
- * Accepts a broadcast ICMP error about one of our services if the socket is here, and drops it otherwise. Other packets
+ * Accepts a broadcast ICMP error about a service if this host has the socket, and drops it otherwise. Other packets
  * that are not TCP pass.
  */
 static __noinline int accept_icmp_error(struct __sk_buff *skb)

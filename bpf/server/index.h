@@ -50,7 +50,7 @@ static __noinline int learn_index(struct __sk_buff *skb, const struct segment *s
 
 /* ---- egress ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the entry kept with the socket, created on first use. */
+/* Returns the index's entry in the socket's storage, created on first use. */
 static __always_inline struct connection_index *index_of_socket(const struct flow_key *flow, struct tcp_sock *socket)
 {
 	struct connection_index first = {.index = NO_CONNECTION_INDEX}, *kept;
@@ -92,8 +92,8 @@ static __always_inline __u32 select_index(const struct segment *segment, struct 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
 /*
- * Whether a TSecr of kind "index" may be one of ours: its number does not show it. A connection older than coreward has
- * a clock of its own, or is not here.
+ * Returns whether this host may have stamped a TSecr of kind "index": its number does not show it. A connection older
+ * than coreward has a clock of its own, or no socket on this host.
  */
 static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segment *segment)
 {
@@ -116,7 +116,7 @@ static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segmen
 	return plain;
 }
 
-/* Gives up the index that no load balancer knows any more: later packets carry the server's id. */
+/* Drops an index that no load balancer knows any more: later packets carry the server's id. */
 static __noinline void give_up_index(struct __sk_buff *skb, const struct segment *segment, __u32 index)
 {
 	struct connection_index first = {.index = index, .newest_ms = clock_ms()}, *kept;

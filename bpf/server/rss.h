@@ -19,7 +19,7 @@ static __always_inline __u32 predicted_queue_of(const struct segment *segment, _
 {
 	const struct flow_key *flow = &segment->flow;
 
-	/* Behind extension headers NICs differ: many hash such a packet without ports. */
+	/* Many NICs hash a packet with extension headers without its ports. */
 	if (segment->family == ADDRESS_FAMILY_IPV6)
 		return segment->tcp_offset == IPV6_TRANSPORT ? predicted_queue_ipv6(flow, hash) : QUEUE_UNKNOWN;
 	return predicted_queue(flow->client_address[3], flow->vip_address[3], ports_of(flow), hash);

@@ -8,7 +8,7 @@
 
 #include "intf.h"
 
-/* Both ports. */
+/* Bytes of both ports. */
 #define RSS_INPUT_PORT_BYTES 4
 #define RSS_INPUT_IPV4_ADDRESS_BYTES (RSS_INPUT_IPV4_BYTES - RSS_INPUT_PORT_BYTES)
 

@@ -20,7 +20,7 @@
 
 /* Offsets of TCP headers are at most this: 14 bytes of Ethernet and 60 of IPv4, or 73 of IPv6's extension headers. */
 #define TCP_OFFSET_MASK 0x7f
-/* The longest headers together. */
+/* Maximum length of all headers together. */
 #define HEADERS_MAX (TCP_OFFSET_MASK + 60)
 
 enum segment_direction {
@@ -42,7 +42,7 @@ struct segment {
 	__be32 tsecr;
 	/* IP identification, or the lower 16 bits of the flow label. */
 	__u16 previous_server;
-	/* ADDRESS_FAMILY_*. */
+	/* Address family: ADDRESS_FAMILY_*. */
 	__u8 family;
 	__u8 syn;
 	__u8 ack;
@@ -58,7 +58,7 @@ enum segment_location {
 	LOCATED_BEYOND_LINEAR,
 };
 
-/* Returns the word at the start of the client's TCP header: its port, and the service's. */
+/* Returns the word at the start of the client's TCP header: the client's port, then the service's. */
 static __always_inline __u32 ports_of(const struct flow_key *flow)
 {
 	return flow->client_port | (__u32)flow->vip_port << 16;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * At a server's NIC: stamps the cookie into what leaves for a client, and takes it out of what the client returns, so
- * that neither the server's TCP nor its applications know of it. (The bit diagram is at the head of intf.h.)
+ * At a server's NIC: stamps the cookie into packets to clients, and removes it from the packets that clients return, so
+ * that neither the server's TCP nor its applications see the cookie. (The bit diagram is at the head of intf.h.)
  *
  * 1. Place: tc ingress and tc egress of the Ethernet device of a service's packets (direct server return: answers leave
  *    by the same device, not through the load balancer). As tcx links from kernel 6.6 on, as cls_bpf on a clsact qdisc
@@ -331,7 +331,7 @@ int server_ingress(struct __sk_buff *skb)
 		count(SERVER_COUNTER_BROADCAST_ACCEPTED);
 		bpf_skb_change_type(skb, PACKET_HOST);
 	}
-	/* RSS hashed the outer header of encapsulated packets: the inner one predicts nothing. */
+	/* RSS hashed the outer header of encapsulated packets, so the inner header does not predict the queue. */
 	if (!segment.syn && !(number & SERVER_NUMBER_ENCAPSULATED))
 		count_established(skb, &segment);
 	else if (segment.syn && !sample_every_syn && !segment.ack && !(number & SERVER_NUMBER_ENCAPSULATED))

@@ -49,7 +49,7 @@ struct tcp_request_sock {
 	struct inet_request_sock req;
 } __attribute__((preserve_access_index));
 
-/* Returns whether its TSvals are not the plain clock in ms. */
+/* Returns whether the socket's TSvals are not the plain clock in ms. */
 static __always_inline bool has_other_clock(struct tcp_sock *socket)
 {
 	return socket->tsoffset ||
@@ -91,7 +91,7 @@ static __noinline bool has_socket(struct __sk_buff *skb, const struct segment *s
 }
 
 /*
- * Whether the segment completes a handshake that the listening socket answered with a SYN cookie, so that no other
+ * Returns whether the segment completes a handshake that the listening socket answered with a SYN cookie: no other
  * socket exists yet.
  */
 static __always_inline bool ends_cookie_handshake(struct __sk_buff *skb, struct bpf_sock *listener,
@@ -110,7 +110,7 @@ static __always_inline bool ends_cookie_handshake(struct __sk_buff *skb, struct 
 	       !bpf_tcp_check_syncookie(listener, ipv6, sizeof(*ipv6), tcp, sizeof(*tcp));
 }
 
-/* has_socket(), or the segment creates one. */
+/* Returns whether this host has the segment's socket, or the segment creates it. */
 static __noinline bool has_connection(struct __sk_buff *skb, const struct segment *segment)
 {
 	struct bpf_sock *sk = find_socket(skb, segment);

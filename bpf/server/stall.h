@@ -18,7 +18,7 @@
 #define FOURTH_SYN_ACK_RETRANSMITS 2
 #define FIFTH_SEGMENT_RETRANSMITS 4
 
-/* Observes a SYN-ACK that is being stamped; `sk`: its socket. Cookie SYN-ACKs have none, and are never resent. */
+/* Counts a stamped SYN-ACK; `sk`: its socket. Cookie SYN-ACKs have no socket, and are never resent. */
 static __always_inline void watch_handshake(struct bpf_sock *sk)
 {
 	struct tcp_request_sock *request = bpf_skc_to_tcp_request_sock(sk);
@@ -33,7 +33,7 @@ static __always_inline void watch_handshake(struct bpf_sock *sk)
 		count(SERVER_COUNTER_HANDSHAKE_STALLED);
 }
 
-/* Observes a segment of an established connection that is being stamped. */
+/* Counts a stamped segment of an established connection. */
 static __always_inline void watch_connection(const struct segment *segment, struct tcp_sock *socket)
 {
 	if (segment->has_payload && socket->inet_conn.icsk_retransmits == FIFTH_SEGMENT_RETRANSMITS)

@@ -59,7 +59,7 @@ static __always_inline __u32 queue_of_ipv6(struct sk_reuseport_md *ctx, __u32 po
 	struct flow_key flow = {.client_port = ports, .vip_port = ports >> 16};
 	__u32 hash;
 
-	/* Source and destination follow each other in both. */
+	/* Source and destination are adjacent in IPv4 and IPv6 headers. */
 	if (bpf_skb_load_bytes_relative(ctx, __builtin_offsetof(struct ipv6_header, source), &flow,
 					sizeof(flow.client_address) + sizeof(flow.vip_address), BPF_HDR_START_NET))
 		return QUEUE_UNKNOWN;
@@ -87,7 +87,7 @@ int steer(struct sk_reuseport_md *ctx)
 	if (queue < MAX_STEERED_QUEUES) {
 		__u32 slot = steer_state.socket_of_queue[queue];
 
-		/* NO_SOCKET is beyond the map and so finds none. */
+		/* NO_SOCKET is beyond the map, so it selects no socket. */
 		if (!bpf_sk_select_reuseport(ctx, &workers, &slot, 0))
 			outcome = STEER_COUNTER_STEERED;
 	}
