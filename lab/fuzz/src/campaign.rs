@@ -1,4 +1,4 @@
-//! Many epochs on several threads, until enough packets have been compared or two differ.
+//! Campaign: many epochs on several threads, until a limit or the first difference from the reference model.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,25 +15,25 @@ use crate::epoch::{self, Epoch};
 #[derive(Debug, Clone, Copy)]
 pub enum RunLimit {
     Packets(u64),
-    /// So long; the epochs at work then are ended.
+    /// Duration of the campaign; it also ends the running epochs.
     Elapsed(Duration),
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct Campaign {
-    /// Determines every epoch, whatever the number of threads.
+    /// Seed of every epoch, whatever the number of threads.
     pub seed: u64,
     pub first_epoch: u64,
     pub limit: RunLimit,
-    /// Each has a load balancer of its own.
+    /// Number of threads, each with its own load balancer.
     pub threads: usize,
 }
 
-/// Difference of the two.
+/// Difference between program and reference model, and its epoch.
 #[derive(Debug)]
 pub struct Failure {
     pub epoch: u64,
-    /// Its packets up to the one that differs.
+    /// Number of the epoch's packets up to the one that differs.
     pub packets: u64,
     pub difference: Difference,
 }
@@ -43,7 +43,7 @@ pub struct Failure {
 pub struct Summary {
     pub packets: u64,
     pub epochs: u64,
-    /// From start to end.
+    /// Duration of the campaign.
     pub elapsed: Duration,
     /// Growth of each counter of `enum lb_counter`.
     pub outcomes: Vec<u64>,
@@ -52,12 +52,12 @@ pub struct Summary {
 }
 
 impl Campaign {
-    /// The seed of epoch `number`.
+    /// Returns the seed of epoch `number`.
     pub fn epoch_seed(&self, number: u64) -> u64 {
         seeded_rng(self.seed, number).next_u64()
     }
 
-    /// Does it. `progress` is called after each epoch with the packets so far.
+    /// Runs the campaign. `progress` receives the number of packets so far after each epoch.
     pub fn run(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<Summary> {
         let start = Instant::now();
         let (next, ended) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -97,7 +97,7 @@ impl Campaign {
         Ok(summary)
     }
 
-    /// Number of packets of the epoch in this campaign; `None`: it has no such epoch.
+    /// Returns the number of packets of the epoch in this campaign; `None` when the campaign has no such epoch.
     fn packets_of(&self, number: u64, start: Instant) -> Option<u64> {
         match self.limit {
             RunLimit::Packets(total) => {
@@ -108,7 +108,7 @@ impl Campaign {
         }
     }
 
-    /// Runs one epoch in parts, so that it ends in time.
+    /// Runs one epoch in parts, so that the time limit also ends a long epoch.
     fn epoch(
         &self,
         number: u64,

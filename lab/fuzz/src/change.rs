@@ -13,35 +13,35 @@ use coreward_model::{ServerId, ServiceAddress};
 #[derive(Debug, Clone)]
 pub enum Change {
     Keys(FleetKeys),
-    /// Other services; all must be IPv4, no two the same.
+    /// Replaces the services; all are IPv4, no two the same.
     Services(Vec<(ServiceAddress, ServiceMode)>),
-    /// A server is made known, changed, or forgotten.
+    /// Adds, changes (`Some`) or removes (`None`) a server.
     Server(usize, ServerId, Option<Server>),
-    /// The load balancer's own checks find a server down, or up again.
+    /// The load balancer's own health checks find a server down, or up again.
     Masked(usize, ServerId, bool),
     Table(usize, PlacementTable),
-    /// Whether there are tokens for deliveries to all servers.
+    /// Sets whether tokens for broadcasts are available.
     Tokens(Buckets, bool),
-    /// This load balancer's number among those with a connection table.
+    /// Sets the load balancer's number among the owners of connection tables.
     Number(Option<OwnerNumber>),
     Owner(OwnerNumber, Owner),
-    /// Most entries of the connection table of one source prefix.
+    /// Limits the connection-table entries of one source prefix.
     LimitEntries(Option<u32>),
-    /// The time as packets see it.
+    /// Sets the time that packets see.
     Clock(Clock),
-    /// User space searches the connection table for expired entries.
+    /// User space scans the connection table for expired entries.
     Sweep,
-    /// Entries of the connection table are freed.
+    /// User space frees entries of the connection table.
     Free(Vec<ConnectionIndex>),
 }
 
-/// One packet or state that differs from the reference model.
+/// Packet or state for which program and reference model differ.
 #[derive(Debug, Clone)]
 pub struct Difference {
     pub what: String,
-    /// The reference model's.
+    /// Result of the reference model.
     pub expected: String,
-    /// The BPF program's.
+    /// Result of the BPF program.
     pub found: String,
 }
 

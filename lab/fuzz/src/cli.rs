@@ -1,4 +1,4 @@
-//! `coreward-lab fuzz`: the load balancer's BPF program against the reference model.
+//! `coreward-lab fuzz`: compares the load balancer's BPF program with the reference model.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -119,7 +119,7 @@ fn packets(arguments: &Packets) -> anyhow::Result<()> {
     println!("seed {}, {} threads", campaign.seed, campaign.threads);
     let start = std::time::Instant::now();
     let summary = campaign.run(|packets| {
-        // Not after every epoch of a long run: at most some dozen lines.
+        // Long runs print at most some dozen lines, not one per epoch.
         if packets.is_multiple_of(4_000_000) {
             println!("{packets} packets after {:.0} s", start.elapsed().as_secs_f64());
         }
@@ -144,7 +144,7 @@ fn show(summary: &Summary) {
     }
 }
 
-/// Prints a difference, shrunk if it shows again.
+/// Returns the difference as an error, shrunk if it can be reproduced.
 fn explain(campaign: &Campaign, failure: &Failure) -> anyhow::Error {
     println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packets, failure.epoch, failure.difference);
     println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);
@@ -165,7 +165,7 @@ fn print_step(step: &Step) {
     match step {
         Step::Packet(frame) => println!("  packet, {} bytes:\n    {}", frame.len(), hex(frame)),
         Step::Change(change) => {
-            // Tables are long.
+            // Tables have long texts.
             let text = format!("{change:?}");
             println!("  {}", text.chars().take(400).collect::<String>());
         }

@@ -1,15 +1,15 @@
-//! Clients that return another TSecr than they were sent gain only as much as the number of ids allows.
+//! Tests that forged TSecr values reach a server no more often than its share of the ids.
 //!
-//! A cookie hides 15 bits (kind and id) by a permutation that the keyed hash of the 4-tuple draws. So, precisely:
+//! A permutation, selected by the keyed hash of the 4-tuple, hides the 15 bits of a cookie (kind and id). Therefore:
 //!
-//! * A random TSecr names each of the 2^15 values with the same probability, hence each known server with 2^-15, and no
-//!   server that is not known.
-//! * A cookie taken to another connection (another 4-tuple) is a random TSecr there.
-//! * A flip of any bit of the low 16 of one's own valid cookie is a random TSecr, too, for all ids (the key bit: under
-//!   the other key). Flipping the upper 16 bits (the time) changes nothing.
+//! * A random TSecr maps to each of the 2^15 values with the same probability: to each known server with 2^-15, and to
+//! no unknown server.
+//! * A cookie used on another connection (another 4-tuple) maps like a random TSecr.
+//! * A valid cookie with a flip in its low 16 bits maps like a random TSecr. (A flip of the key bit selects the other
+//! key.) A flip in the upper 16 bits (the time) has no effect.
 //!
-//! Not claimed: a client that tries all 2^14 values of one connection reaches every server, with one packet each, as
-//! with any 14 bits.
+//! Not claimed: a client that tries all 2^14 values on one connection reaches every server with one packet, as with any
+//! 14 bits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -30,7 +30,7 @@ use crate::harness::{Harness, OWN_MAC, Setup, TIME_KEY};
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const ACK: u8 = 0x10;
 
-/// Number of hits of each server, and the expected number.
+/// Hits of each server, and their expected number.
 #[derive(Debug, Clone)]
 pub struct TsecrCoverage {
     pub tried: u64,
@@ -38,8 +38,8 @@ pub struct TsecrCoverage {
 }
 
 impl TsecrCoverage {
-    /// By how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is off its mean, if
-    /// each server is reached with probability 2^-15. (With thousands of servers its distribution is nearly normal.)
+    /// Returns how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is from its mean,
+    /// if a TSecr reaches each server with probability 2^-15. (With thousands of servers chi-square is nearly normal.)
     pub fn deviations(&self) -> f64 {
         let servers = self.reached.len() as f64;
         let each = self.tried as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
@@ -56,13 +56,13 @@ impl TsecrCoverage {
 pub struct Flips {
     /// Valid cookies tried.
     pub cookies: u64,
-    /// By bit of TSecr: how often another server was reached.
+    /// Packets that reached another server, by flipped bit of TSecr.
     pub elsewhere: [u64; 32],
-    /// By bit: how often the same server was.
+    /// Packets that reached the cookie's server, by flipped bit of TSecr.
     pub same: [u64; 32],
 }
 
-/// A load balancer with one service.
+/// Load balancer with one service, for forged cookies.
 pub struct Cookies {
     harness: Harness,
     keys: FleetKeys,
@@ -74,8 +74,8 @@ pub struct Cookies {
 }
 
 impl Cookies {
-    /// With `servers` random ids (at most 16,384). `with_program`: the BPF program with its reference model; this fails
-    /// without the right to load it.
+    /// Creates a service with `servers` random ids (at most 16,384). `with_program`: also load the BPF program, which
+    /// fails without the necessary capabilities.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
         let mut key = || CookieKey { k0: rng.u64(), k1: rng.u64() };
@@ -100,7 +100,7 @@ impl Cookies {
         (Ipv4Addr::from(self.rng.u32()), self.rng.u16())
     }
 
-    /// A valid cookie of a random server under a random key.
+    /// Returns a random server and a valid cookie of it under a random key.
     fn valid(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
         let server = self.rng.pick(&self.servers);
         let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
@@ -110,7 +110,7 @@ impl Cookies {
         (server, tsecr)
     }
 
-    /// The server that a packet with that TSecr reaches; `None`: it goes to all or is dropped.
+    /// Returns the server that a packet with `tsecr` reaches; `None` when it is broadcast or dropped.
     fn reached(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
         let buckets = Buckets::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
         self.harness.change(&Change::Tokens(buckets, true))?;
@@ -158,13 +158,13 @@ impl Cookies {
         Ok(TsecrCoverage { tried: tsecr_values, reached })
     }
 
-    /// Random TSecr values from random clients. Fails when one reaches an unknown server, or BPF program and
+    /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or program and
     /// reference model differ.
     pub fn random(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
         self.spread(tsecr_values, |cookies| (cookies.client(), cookies.rng.u32()))
     }
 
-    /// Valid cookies of one connection, returned by another.
+    /// Sends valid cookies of one connection on another one.
     pub fn replayed(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
         self.spread(tsecr_values, |cookies| {
             let (client, other) = (cookies.client(), cookies.client());
@@ -172,7 +172,7 @@ impl Cookies {
         })
     }
 
-    /// Each single bit of `cookies` valid cookies flipped. Fails as [`random`](Self::random) does, and when a valid
+    /// Flips each single bit of `cookies` valid cookies. Fails as [`random`](Self::random) does, and when an unchanged
     /// cookie does not reach its server.
     pub fn flipped(&mut self, cookies: u64) -> anyhow::Result<Flips> {
         let mut flips = Flips { cookies, ..Flips::default() };

@@ -1,4 +1,4 @@
-//! One epoch: a fresh load balancer, and some hundred thousand packets and changes that one seed determines.
+//! Epoch: a new load balancer, and some hundred thousand packets and changes that one seed determines.
 
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::lb::Outcome;
@@ -10,7 +10,7 @@ use crate::harness::{Harness, Setup};
 use crate::{frame, generate};
 
 pub const PACKETS: u64 = 200_000;
-/// Packets between two comparisons of the whole state.
+/// Packets between comparisons of the whole state.
 const STATE_EVERY: u64 = 4096;
 
 /// Step of an epoch.
@@ -20,28 +20,28 @@ pub enum Step {
     Packet(Vec<u8>),
 }
 
-/// The random numbers of an epoch, and what has been made of them.
+/// Epoch with its generator and both load balancers.
 pub struct Epoch {
     rng: FuzzRng,
     state: GenState,
-    /// Both load balancers, or only the reference model.
+    /// The BPF program with the reference model, or the reference model only.
     pub harness: Harness,
-    /// Changes that are due before the next packet.
+    /// Changes to apply before the next packet.
     due: Vec<Change>,
     packet: Vec<u8>,
     packets: u64,
 }
 
-/// A difference, and after how many packets of the epoch.
+/// Difference, with the number of packets that led to it.
 #[derive(Debug)]
 pub struct Found {
-    /// The packets given, the one that differs included.
+    /// Packets of the epoch up to the one that differs.
     pub packets: u64,
     pub difference: Difference,
 }
 
 impl Epoch {
-    /// The epoch of a seed, at its start. Fails when `with_program`, without the right to load it.
+    /// Starts the epoch of a seed. `with_program`: fails without the capabilities to load the BPF program.
     pub fn new(seed: u64, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 0);
         let mut state = GenState::new(&mut rng);
@@ -64,7 +64,7 @@ impl Epoch {
         }
     }
 
-    /// Some of the connection table's entries are freed, in any order.
+    /// Frees some of the connection table's entries in random order.
     fn free(&mut self) -> Change {
         let mut indexes: Vec<_> = self.harness.model.connections().map(|connection| connection.index).collect();
         let share = self.rng.below(4);
@@ -80,7 +80,7 @@ impl Epoch {
         if let Change::Services(services) = change {
             self.state.services_placed(services, &service_slots);
             for service in 0..services.len() {
-                // Servers that were there stay as they are.
+                // Only new services: services that stay keep their servers.
                 if self.state.services[service].servers.is_empty() {
                     let mut filling = self.state.fill_service(service, &mut self.rng);
                     filling.reverse();
@@ -91,7 +91,7 @@ impl Epoch {
         Ok(())
     }
 
-    /// Applies the changes that are due; `record` is given them.
+    /// Applies the changes that are due, and passes each to `record`.
     fn change(&mut self, mut record: impl FnMut(Change)) -> anyhow::Result<()> {
         if self.due.is_empty() {
             self.draw_changes();
@@ -103,7 +103,7 @@ impl Epoch {
         Ok(())
     }
 
-    /// Passes the next packet, in `self.packet`, to the harness.
+    /// Processes the next packet, `self.packet`, in the harness.
     fn packet(&mut self) -> anyhow::Result<(Outcome, Option<Difference>)> {
         generate::packet(&self.state, &mut self.rng, &mut self.packet);
         self.packets += 1;
@@ -112,7 +112,7 @@ impl Epoch {
         Ok((outcome, difference))
     }
 
-    /// Gives packets up to number `packets` and compares. Every outcome goes to `seen`.
+    /// Processes packets up to number `packets` and compares. Passes every outcome to `seen`.
     pub fn run(&mut self, packets: u64, mut seen: impl FnMut(Outcome)) -> anyhow::Result<Option<Found>> {
         while self.packets < packets {
             self.change(|_| ())?;
@@ -129,13 +129,13 @@ impl Epoch {
         Ok(None)
     }
 
-    /// Compares what is too large to be compared now and then.
+    /// Compares the tables that are too large to compare during the epoch.
     pub fn end(&self) -> anyhow::Result<Option<Found>> {
         let flows = self.harness.compare_tables()?;
         Ok(flows.map(|difference| Found { packets: self.packets, difference }))
     }
 
-    /// Start of the epoch of `seed`, and its steps up to packet number `packets`.
+    /// Returns the setup of the epoch of `seed`, and its steps up to packet number `packets`.
     pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(Setup, Vec<Step>)> {
         let mut epoch = Epoch::new(seed, false)?;
         let setup = epoch.state.setup;

@@ -1,17 +1,16 @@
-//! Frames with right lengths and checksums, built by code that shares nothing with the BPF programs or their reference
-//! model.
+//! Frames with correct lengths and checksums. The code is independent of the BPF programs and their reference model.
 
 use std::borrow::Cow;
 use std::net::Ipv4Addr;
 
 /// Offset of the IP header.
 pub const ETHERNET: usize = 14;
-/// The protocols that are built here.
+/// IP protocol numbers of the frames.
 pub const ICMP: u8 = 1;
 pub const TCP: u8 = 6;
 pub const UDP: u8 = 17;
 
-/// Ethernet and IP header.
+/// Fields of the Ethernet and IP headers.
 #[derive(Debug, Clone)]
 pub struct Ip {
     /// Destination MAC address.
@@ -34,11 +33,11 @@ pub struct Tcp {
     /// Source and destination port.
     pub ports: (u16, u16),
     pub flags: u8,
-    /// Padded with zeros to whole words; at most 40 bytes.
+    /// Padded with zeros to a multiple of 4 bytes; at most 40 bytes.
     pub options: Vec<u8>,
 }
 
-/// Sum of 16-bit words with end-around carry (RFC 1071).
+/// Returns the sum of 16-bit words with end-around carry (RFC 1071).
 pub fn ones_complement_sum(bytes: &[u8], start: u32) -> u16 {
     let mut sum = start;
     for pair in bytes.chunks(2) {
@@ -50,7 +49,7 @@ pub fn ones_complement_sum(bytes: &[u8], start: u32) -> u16 {
     sum as u16
 }
 
-/// The sum over pseudo-header and `segment`: 0xffff when the checksum in it is right.
+/// Returns the sum over pseudo-header and `segment`: 0xffff when the checksum of the segment is correct.
 pub fn transport_sum(ip: &[u8], protocol: u8, segment: &[u8]) -> u16 {
     let pseudo = u32::from(ones_complement_sum(&ip[12..20], 0)) + u32::from(protocol) + segment.len() as u32;
     ones_complement_sum(segment, pseudo)
@@ -61,14 +60,14 @@ fn put(frame: &mut [u8], offset: usize, value: u16) {
 }
 
 impl Ip {
-    /// Appends Ethernet and IP header with what `payload` appends behind them.
+    /// Appends Ethernet and IP header, and the payload that `payload` appends.
     pub fn packet(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         frame.extend(self.mac);
         frame.extend([2, 0, 0, 0, 0, 9, 8, 0]);
         self.datagram(frame, payload);
     }
 
-    /// Appends the IP header alone with what `payload` appends behind it.
+    /// Appends the IP header, and the payload that `payload` appends.
     pub fn datagram(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         let start = frame.len();
         frame.extend([0x45 + self.option_words as u8, self.service_and_life[0], 0, 0]);
@@ -111,7 +110,7 @@ impl Ip {
 }
 
 impl Tcp {
-    /// Appends header and `payload` bytes of data.
+    /// Appends a TCP header and `payload` bytes of data.
     pub fn segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
         let options = self.options.len().next_multiple_of(4);
         frame.extend(self.ports.0.to_be_bytes());
@@ -155,7 +154,7 @@ pub fn untagged(frame: &[u8]) -> Cow<'_, [u8]> {
     [&frame[..ETHERNET - 2], &frame[ETHERNET + 2..]].concat().into()
 }
 
-/// Bytes in hexadecimal, 16 to a line.
+/// Returns bytes in hexadecimal, 16 per line.
 pub fn hex(bytes: &[u8]) -> String {
     let line = |line: &[u8]| line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
     bytes.chunks(16).map(line).collect::<Vec<_>>().join("\n    ")

@@ -1,4 +1,4 @@
-//! The fuzzer's view of a harness's state, and its changes to it.
+//! State of a harness as the generator tracks it, and changes of that state.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -20,7 +20,7 @@ use crate::fuzz_rng::FuzzRng;
 use crate::harness::{OWN_MAC, SERVER_VLANS, Setup};
 use crate::ipv6;
 
-/// Addresses that may be VIPs; two stand for IPv6 ones.
+/// Addresses of VIPs; two of them represent IPv6 VIPs.
 const VIPS: [Ipv4Addr; 5] = [
     Ipv4Addr::new(10, 200, 0, 1),
     Ipv4Addr::new(10, 200, 0, 2),
@@ -28,10 +28,10 @@ const VIPS: [Ipv4Addr; 5] = [
     ipv6::STAND_INS[0],
     ipv6::STAND_INS[1],
 ];
-/// Ports of services. Few, so that packets to a VIP's other ports are often another one's.
+/// Ports of services: few, so that packets to other ports of a VIP often belong to another service.
 const PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
 
-/// Modes that services are given; the most complicated ones more often.
+/// Consistency modes; the complicated ones are repeated, so they are chosen more often.
 const MODES: [Consistency; 7] = [
     Consistency::Stateless,
     Consistency::Stateless,
@@ -41,36 +41,36 @@ const MODES: [Consistency; 7] = [
     Consistency::HashTable,
     Consistency::Beamer,
 ];
-/// First packets kept because they were given an entry.
+/// Limit of stored connections with an entry of the connection table.
 const INDEXED: usize = 2048;
 
-/// A connection that was given an entry of the connection table.
+/// Connection that got an entry of the connection table.
 #[derive(Debug, Clone, Copy)]
 pub struct Indexed {
     pub service_slot: usize,
-    /// Address and port.
+    /// Client's address and port.
     pub client: (Ipv4Addr, u16),
-    /// Number in its cookies of kind 1.
+    /// Index in its cookies of kind 1.
     pub number: u16,
 }
 
-/// A service as the generator sees it.
+/// Service as the generator tracks it.
 #[derive(Debug, Clone)]
 pub struct Planned {
     /// VIP, port, protocol.
     pub address: ServiceAddress,
-    /// VIP and port; of IPv6 the stand-in.
+    /// VIP and port; for IPv6 the IPv4 stand-in.
     pub vip: (Ipv4Addr, u16),
     pub mode: ServiceMode,
     pub service_slot: usize,
-    /// Ids that are or were known.
+    /// Ids of present and earlier servers.
     pub servers: Vec<ServerId>,
-    /// Source addresses of their answers, now or before.
+    /// MAC addresses of present and earlier servers, the sources of their packets.
     pub addresses: Vec<Mac>,
 }
 
 impl Planned {
-    /// Returns a new state for a server, now and then with another server's address.
+    /// Returns a new state for a server, sometimes with another server's address.
     fn server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> Change {
         let mut server = server(rng);
         if let Some(mac) = &mut server.mac {
@@ -88,20 +88,21 @@ impl Planned {
     }
 }
 
-/// The state as far as packets are made by it.
+/// State of the generator.
 pub struct GenState {
-    /// Fixed setup, and the present keys.
+    /// Fixed setup, and the current keys.
     pub setup: Setup,
     pub services: Vec<Planned>,
-    /// Connections that packets use again.
+    /// Clients that later packets use again.
     pub clients: Vec<(Ipv4Addr, u16)>,
-    /// Connections with an entry, or that had one.
+    /// Present and earlier connections with an entry of the connection table.
     pub indexed: Vec<Indexed>,
     /// MAC addresses of other load balancers.
     pub owners: Vec<Mac>,
-    /// The time as packets see it.
+    /// Time that packets see.
     pub clock: Clock,
-    /// User space frees entries of the connection table. Otherwise it fills, and packets reuse expired ones.
+    /// Whether user space frees entries of the connection table. Otherwise the table fills, and packets reuse expired
+    /// entries.
     pub frees_connections: bool,
     vips: Vec<Ipv4Addr>,
     rules: Vec<Rule>,
@@ -112,7 +113,7 @@ pub struct GenState {
 }
 
 impl GenState {
-    /// Keys and clients, but no service.
+    /// Returns a state with keys and clients, without services.
     pub fn new(rng: &mut FuzzRng) -> Self {
         let clients = (0..512).map(|_| (Ipv4Addr::from(rng.u32()), rng.u16())).collect();
         let size = TableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
@@ -121,9 +122,9 @@ impl GenState {
             count_traffic: rng.chance(1, 2),
             connection_table: size,
             connection_key: CookieKey::random(&mut rng.0),
-            // So small that sets are full, and so large that most are not.
+            // Small sizes fill sets; large sizes leave most sets with room.
             flow_sets: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
-            // With the smaller one some frames are too long.
+            // The small MTU makes some frames too long.
             outer: Outer { mtu: rng.pick(&[1500, 90]), ..outer },
             vlans: vlans(rng),
             ..Setup::new(OWN_MAC, keys(rng))
@@ -138,7 +139,7 @@ impl GenState {
             owners: vec![[2, 0, 0, 2, 0, 1]],
             clock: Clock(0),
             frees_connections: rng.chance(1, 2),
-            // A family that no service needs is not compiled in.
+            // An address family without a service is not compiled into the program.
             vips: rng.pick(&[&VIPS[..], &VIPS[..3], &VIPS[3..]]).to_vec(),
             rules,
             modes,
@@ -148,7 +149,7 @@ impl GenState {
         }
     }
 
-    /// Other services: some stay, perhaps in another mode, some are new.
+    /// Returns new services: some stay, perhaps with another mode.
     pub fn new_services(&mut self, rng: &mut FuzzRng) -> Change {
         let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
         for planned in &self.services {
@@ -190,7 +191,7 @@ impl GenState {
         ServiceMode { transfer: transfer.then(|| self.transfer(rng)), ..mode }
     }
 
-    /// Returns another load balancer, most likely with the id of a service's server, so that its MAC address is known.
+    /// Returns another load balancer, mostly with the id of a service's server, so that its MAC address is known.
     fn transfer(&self, rng: &mut FuzzRng) -> Transfer {
         let known: Vec<ServerId> = self.services.iter().flat_map(|service| service.servers.iter().copied()).collect();
         let other = match known.is_empty() || rng.chance(1, 8) {
@@ -200,7 +201,7 @@ impl GenState {
         if rng.chance(1, 2) { Transfer::AdoptedFrom(other) } else { Transfer::HandedOverTo(other) }
     }
 
-    /// Takes note of where the services of a [`Change::Services`] were put.
+    /// Records the slots of the services of a [`Change::Services`].
     pub fn services_placed(&mut self, services: &[(ServiceAddress, ServiceMode)], service_slots: &[usize]) {
         let before = std::mem::take(&mut self.services);
         let placed = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
@@ -223,9 +224,9 @@ impl GenState {
         self.services = placed.collect();
     }
 
-    /// Steps for a new service: servers, a table, tokens.
+    /// Returns changes that give a new service servers, a placement table and tokens.
     pub fn fill_service(&mut self, service: usize, rng: &mut FuzzRng) -> Vec<Change> {
-        // Now and then one without servers, one with thousands, and the very first and last id.
+        // Some services have no server, some have thousands, some have the smallest and the largest id.
         let count = match rng.below(20) {
             0 => 0,
             1 => 1 + rng.below(5000),
@@ -249,7 +250,7 @@ impl GenState {
         let number = match rng.below(40) {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
-            // Cookies of the load balancer can name nearly all ids.
+            // LB-side cookies can name nearly all ids.
             2..39 if planned.is_lb_stamped() => rng.below(lb_stamping::SERVER_IDS as usize),
             _ => rng.below(intf::SERVER_ID_COUNT as usize),
         };
@@ -272,7 +273,7 @@ impl GenState {
         let rule = rng.pick(&self.rules);
         let mut table = PlacementTable::random(rule, self.generation, groups, &servers, &mut rng.0);
         if rng.chance(1, 20) {
-            // A pool without a server that can take a connection.
+            // A placement table without an eligible server.
             table.members.clear();
             table.consistent.clear();
             table.consistent_before.clear();
@@ -282,7 +283,7 @@ impl GenState {
         Some(Change::Table(planned.service_slot, table))
     }
 
-    /// Takes note of an entry that a first packet was given. `frame`: as it came.
+    /// Records the entry that a new connection got. `frame`: before the program changed it.
     pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
         let (Some(reported), Some(service_slot)) = (outcome.reported, outcome.service) else { return };
         let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
@@ -292,7 +293,7 @@ impl GenState {
         };
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
         let new = Indexed { service_slot, client: (client, port), number: (reported & intf::COOKIE_ID_MASK) as u16 };
-        // The oldest goes, roughly.
+        // Makes room by removing an old connection.
         if self.indexed.len() == INDEXED {
             self.indexed.swap_remove(reported as usize % INDEXED);
         }
@@ -300,7 +301,7 @@ impl GenState {
     }
 
     fn owner_change(&mut self, rng: &mut FuzzRng) -> Change {
-        // Few numbers, so that forged and old indexes meet owners.
+        // Few numbers, so that forged and old indexes often match an owner.
         let number = OwnerNumber::try_from(rng.below(4) as u64).expect("in range");
         match rng.below(4) {
             0 if rng.chance(1, 4) => Change::Number(rng.chance(3, 4).then_some(number)),
@@ -314,7 +315,7 @@ impl GenState {
         }
     }
 
-    /// A change that costs next to nothing.
+    /// Returns a change without an RCU grace period.
     pub fn small_change(&mut self, rng: &mut FuzzRng) -> Change {
         let service = rng.below(self.services.len());
         let planned = &self.services[service];
@@ -331,7 +332,8 @@ impl GenState {
                 Change::Tokens(buckets, rng.chance(3, 4))
             }
             13 => {
-                // Forth and back a little, so that some flows are idle for too long and some are not; or anywhere.
+                // Small steps in both directions put some flows over the idle limit, others not; some steps are
+                // arbitrary.
                 let step = rng.below(2 * intf::FLOW_IDLE_UDP as usize) as u32;
                 self.clock = match rng.below(8) {
                     0 => Clock(rng.u32()),
@@ -344,7 +346,7 @@ impl GenState {
                 self.setup.keys = keys(rng);
                 Change::Keys(self.setup.keys)
             }
-            // Rotation: one stays.
+            // Key rotation keeps one key.
             1 => {
                 self.setup.keys.keys[rng.below(2)] = CookieKey::random(&mut rng.0);
                 Change::Keys(self.setup.keys)
@@ -365,14 +367,14 @@ impl GenState {
         }
     }
 
-    /// A change for which the load balancer waits for an RCU grace period.
+    /// Returns a change for which the load balancer waits for an RCU grace period.
     pub fn table_change(&mut self, rng: &mut FuzzRng) -> Option<Change> {
         let service = rng.below(self.services.len());
         self.new_table(service, rng)
     }
 }
 
-/// All, one, or two: what is not in use is not compiled in.
+/// Returns all, one, or two of `all`: a part that is not in use is not compiled into the program.
 fn some<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
     match rng.below(3) {
         0 => all.to_vec(),
@@ -381,7 +383,7 @@ fn some<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
     }
 }
 
-/// Without VLANs in two epochs of three.
+/// Returns the VLANs; two epochs of three have none.
 fn vlans(rng: &mut FuzzRng) -> Vlans {
     let in_use = rng.chance(1, 3);
     let vip = if in_use { rng.pick(&SERVER_VLANS) } else { 0 };

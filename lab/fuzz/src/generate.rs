@@ -1,4 +1,4 @@
-//! Packets: structured ones that reach every branch of the program, and what mutation makes of them.
+//! Generated packets: structured ones that reach every branch of the program, and mutated ones.
 
 use std::net::Ipv4Addr;
 
@@ -22,7 +22,7 @@ const RST: u8 = 0x04;
 const PSH: u8 = 0x08;
 const ACK: u8 = 0x10;
 
-/// Puts the next packet into `packet`.
+/// Writes the next packet into `packet`.
 pub fn packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.clear();
     match rng.below(100) {
@@ -34,7 +34,7 @@ pub fn packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         _ => whole(state, rng, packet),
     }
     ipv6::translate(rng, packet);
-    // From another load balancer.
+    // A packet from another load balancer.
     if rng.chance(1, 10) {
         packet[6..12].copy_from_slice(&rng.pick(&state.owners));
     }
@@ -44,7 +44,7 @@ pub fn packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// Tags the frame: nearly always with the VIPs' VLAN, or a server's.
+/// Tags the frame, mostly with the VIPs' VLAN or a server's.
 fn insert_tag(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let vlans = state.setup.vlans;
     if !vlans.in_use {
@@ -56,11 +56,11 @@ fn insert_tag(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         _ => vlans.vip.get(),
     };
     let priority = if rng.chance(1, 8) { rng.u16() & 0xf000 } else { 0 };
-    // A tag without a VLAN has only a priority.
+    // VLAN 0 with a priority is a priority tag.
     if vlan | priority != 0 {
         frame::insert_tag(packet, vlan | priority);
     }
-    // Two tags.
+    // A second tag.
     if rng.chance(1, 64) {
         frame::insert_tag(packet, vlan);
     }
@@ -70,7 +70,7 @@ fn client(state: &GenState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
     if rng.chance(3, 4) { rng.pick(&state.clients) } else { (Ipv4Addr::from(rng.u32()), rng.u16()) }
 }
 
-/// A client, and where its packet goes: one in four to the service at which it has an entry of the connection table.
+/// Returns a client and a destination: in one of four cases, the service that has the client in its connection table.
 fn both_ends<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'a Planned, (Ipv4Addr, u16)) {
     if !state.indexed.is_empty() && rng.chance(1, 4) {
         let entry = rng.pick(&state.indexed);
@@ -83,7 +83,7 @@ fn both_ends<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'
     (client, planned, vip)
 }
 
-/// A service, and where the packet goes: nearly always there.
+/// Returns a service and a destination, which is mostly the service's address.
 fn destination<'a>(state: &'a GenState, rng: &mut FuzzRng) -> (&'a Planned, (Ipv4Addr, u16)) {
     let planned = &state.services[rng.below(state.services.len())];
     let vip = match rng.below(40) {
@@ -115,7 +115,7 @@ fn ip(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) 
     }
 }
 
-/// A packet of the service's own protocol; now and then of the other one.
+/// Writes a packet of the service's protocol, sometimes of the other protocol.
 fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, planned, vip) = both_ends(state, rng);
     let udp = (planned.address.protocol == Protocol::Udp) != rng.chance(1, 16);
@@ -134,14 +134,15 @@ fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// A server's packet to a client, if the service has LB-side stamping and a server; otherwise an unrelated packet.
+/// Writes a server's packet to a client, if the service has LB-side stamping and a server; otherwise an unrelated
+/// packet.
 fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let lb_stamped: Vec<&Planned> = state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
     let planned = if lb_stamped.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped) };
     let (client, source) = (client(state, rng), planned.vip);
     let mut address = OWN_MAC;
     rng.fill(&mut address);
-    // Few of them, so that each repeats.
+    // Few clients, so that each sends several packets.
     if !planned.addresses.is_empty() && !rng.chance(1, 20) {
         address = planned.addresses[rng.below(planned.addresses.len().min(4))];
     }
@@ -159,8 +160,8 @@ fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet[6..12].copy_from_slice(&address);
 }
 
-/// Clock of the server at that address, a little late. Every fourth server has one for each connection; half of these
-/// tick in 10 ms.
+/// Returns the clock of the server at `address`, slightly late. Every fourth server has a clock per connection; half of
+/// these have ticks of 10 ms.
 fn server_clock(state: &GenState, address: &[u8; 6], client: (Ipv4Addr, u16), rng: &mut FuzzRng) -> u32 {
     let now_ms = state.clock.0.wrapping_mul(100);
     let offset = u32::from_be_bytes([address[1], address[2], address[3], address[4]]);
@@ -172,13 +173,13 @@ fn server_clock(state: &GenState, address: &[u8; 6], client: (Ipv4Addr, u16), rn
     ticks.wrapping_add(own_offset).wrapping_sub(rng.below(60) as u32)
 }
 
-/// Mostly errors that quote what a server may have sent to a client, cut anywhere.
+/// Writes an ICMP message, mostly an error that quotes a server's packet to a client, cut at any length.
 fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, planned, vip) = both_ends(state, rng);
     let mut quoted = Vec::new();
     let source = if rng.chance(1, 30) { client.0 } else { vip.0 };
     let to_client = Ip {
-        // Now and then a fragment, of which the first still has ports.
+        // Some are fragments; the first fragment has ports.
         fragment: rng.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x2000, 0x2001]),
         ..ip(rng, source, client.0, planned.address.protocol.number())
     };
@@ -198,7 +199,7 @@ fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         }
     }
     match rng.below(4) {
-        // The least that RFC 792 asks for: the header and 8 bytes.
+        // Shortest quotation of RFC 792: the IP header and 8 bytes.
         0 => quoted.truncate(20 + 4 * to_client.option_words + 8),
         1 => quoted.truncate(rng.below(quoted.len() + 1)),
         _ => {}
@@ -242,7 +243,7 @@ fn segment(
     Tcp { ports: (client.1, vip.1), flags, options: options(rng, flags, tsecr) }
 }
 
-/// The client's TSecr: mostly the cookie of a server that is or was known.
+/// Returns the client's TSecr: mostly the cookie of a present or earlier server.
 fn tsecr(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
     if planned.is_lb_stamped() {
         return lb_stamped_tsecr(state, planned, rng, &tuple);
@@ -263,7 +264,7 @@ fn tsecr(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTupl
     stamp(state, rng, &tuple, cookie)
 }
 
-/// The client's TSecr with LB-side stamping.
+/// Returns the client's TSecr with LB-side stamping.
 fn lb_stamped_tsecr(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
     if planned.servers.is_empty() || rng.chance(1, 10) {
         return rng.u32();
@@ -278,7 +279,7 @@ fn stamp(state: &GenState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie)
     cookie::stamp(&FleetKeys { current, ..state.setup.keys }, &TIME_KEY, tuple, cookie, rng.u32())
 }
 
-/// The entry that the connection was given.
+/// Returns the connection's index in the connection table.
 fn index_of(state: &GenState, planned: &Planned, tuple: &FourTuple) -> Option<u16> {
     if planned.mode.consistency != Consistency::Stateful {
         return None;
@@ -294,7 +295,7 @@ fn options(rng: &mut FuzzRng, flags: u8, tsecr: u32) -> Vec<u8> {
     options_with(rng, flags, &time)
 }
 
-/// Options around a timestamp, or without it.
+/// Returns TCP options with or without a timestamp.
 fn options_with(rng: &mut FuzzRng, flags: u8, time: &[u8]) -> Vec<u8> {
     match rng.below(24) {
         _ if flags & SYN != 0 && rng.chance(1, 2) => options_of_a_syn(rng, time),
@@ -305,7 +306,7 @@ fn options_with(rng: &mut FuzzRng, flags: u8, time: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Options in the order in which Linux, FreeBSD or macOS sends them; one byte of some of them is another one.
+/// Returns options in the order of Linux, FreeBSD or macOS; sometimes one byte is wrong.
 fn options_of_a_syn(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     let mut options = match rng.below(3) {
         0 => [&[2, 4, 5, 0xb4, 4, 2][..], time, &[1, 3, 3, 7]].concat(),
@@ -319,7 +320,7 @@ fn options_of_a_syn(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     options
 }
 
-/// Options in any order and at any offset, some of them wrong.
+/// Returns options in any order and at any offset, some of them malformed.
 fn soup(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     let mut options = Vec::new();
     while options.len() < 40 {
@@ -353,7 +354,7 @@ fn other_protocol(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     ip(rng, client.0, vip.0, protocol).packet(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
 }
 
-/// Fragments of few datagrams, so that later ones meet first ones, and the table is never full.
+/// Writes a fragment of one of few datagrams: later fragments then find the first one, and the table never fills.
 fn fragment(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = state.clients[rng.below(16)];
     let (planned, vip) = destination(state, rng);
@@ -373,7 +374,7 @@ fn fragment(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         Protocol::Tcp => ip.packet(packet, |packet| segment.segment(packet, (1, 2), 8)),
         Protocol::Udp => ip.packet(packet, |packet| {
             frame::udp(packet, (client.1, vip.1), 8);
-            // The length is that of the whole datagram.
+            // Length of the whole datagram.
             let length = packet.len() - 8 - 4;
             packet[length..length + 2].copy_from_slice(&(500u16).to_be_bytes());
         }),

@@ -1,4 +1,4 @@
-//! A load balancer twice, as BPF program and as its reference model, and what may happen to both.
+//! Harness: a load balancer as BPF program and as reference model, with the changes of their state.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -29,42 +29,42 @@ use crate::promises::Promises;
 const XDP_TX: i32 = 3;
 const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
-/// The address of a load balancer of which there is one.
+/// MAC address of a single load balancer.
 pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
-/// The time key of servers, and of services that load balancers stamp.
+/// Time key of servers, and of services with LB-side stamping.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// Broadcast rate: one per second, and a burst that never runs out by itself. Whether there is a token is then a change
-/// of the state ([`Change::Tokens`]), and not a matter of time.
+/// Broadcast rate: one per second, with a burst that never runs out. The state ([`Change::Tokens`]) then decides
+/// whether a token is available, not the time.
 const BROADCAST: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Constants of the loaded program.
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
-    /// Frames to it are taken, and leave with it as their source.
+    /// MAC address of the load balancer: destination of received frames and source of sent ones.
     pub own_mac: Mac,
     pub keys: FleetKeys,
-    /// Whether packets and bytes are counted by server.
+    /// Whether the program counts packets and bytes by server.
     pub count_traffic: bool,
-    /// Room for connections of stateful services.
+    /// Size of the connection table for stateful services.
     pub connection_table: TableSize,
     pub connection_key: CookieKey,
     pub flow_sets: u32,
-    /// Parts that all outer headers share.
+    /// Fields that all outer headers have in common.
     pub outer: Outer,
-    /// Without any in use, every server is untagged.
+    /// VLANs in use; without any, every server is untagged.
     pub vlans: Vlans,
 }
 
-/// Parts of outer headers.
+/// Fields of the outer headers.
 const OUTER: Outer = Outer {
     address: Ipv4Addr::new(10, 2, 0, 1),
     address_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
     mtu: 1500,
 };
 
-/// The outer header of a server's packets, from its id.
+/// Returns the tunnel of a server, derived from its id.
 fn tunnel_of(id: ServerId) -> Tunnel {
     let [high, low] = id.get().to_be_bytes();
     let address = if id.get().is_multiple_of(2) {
@@ -82,18 +82,18 @@ fn vlan(id: u16) -> Vlan {
     Vlan::from_word(id.into()).expect("in range")
 }
 
-/// The VLAN of a server, from its id.
+/// Returns the VLAN of a server, derived from its id.
 fn vlan_of(id: ServerId) -> Vlan {
     vlan(SERVER_VLANS[usize::from(id.get()) % SERVER_VLANS.len()])
 }
 
-/// The VLAN of a service's broadcasts, from its slot: every fourth service has none.
+/// Returns the VLAN of a service's broadcasts, derived from its slot; every fourth service has none.
 fn broadcast_vlan_of(service_slot: usize) -> Option<Vlan> {
     SERVER_VLANS.get(service_slot % 4).map(|id| vlan(*id))
 }
 
 impl Setup {
-    /// The usual one.
+    /// Returns the default setup.
     pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
         let (connection_table, flow_sets) = (TableSize::default(), 1 << 15);
@@ -110,7 +110,7 @@ impl Setup {
     }
 }
 
-/// The BPF program in the kernel.
+/// The loaded BPF program.
 pub struct Instance {
     lb: dataplane::LoadBalancer,
     memory: Memory,
@@ -119,7 +119,7 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// Loads the program. Fails without the right to.
+    /// Loads the program. Fails without the necessary capabilities.
     pub fn load(setup: &Setup) -> anyhow::Result<Self> {
         let connection_table = setup.connection_table;
         let options = dataplane::Options {
@@ -128,7 +128,7 @@ impl Instance {
             connection_table,
             connection_key: Some(setup.connection_key),
             vlan: setup.vlans.vip,
-            // So that the reference model sees the same time.
+            // The reference model then sees the same time.
             lb_stamping_clock: dataplane::LbStampingClock::Ticks,
             ..Default::default()
         };
@@ -150,8 +150,8 @@ impl Instance {
         self.services[service_slot].expect("a service that was set")
     }
 
-    /// `service_slots`: those that the reference model gave to the services of a [`Change::Services`]; `freed`: the
-    /// connections of a [`Change::Free`].
+    /// Applies a change. `service_slots`: slots that the reference model gave to the services of a
+    /// [`Change::Services`]. `freed`: connections of a [`Change::Free`].
     fn change(&mut self, change: &Change, service_slots: &[usize], freed: &[Connection]) -> anyhow::Result<()> {
         match change {
             Change::Keys(keys) => self.lb.set_keys(keys),
@@ -214,10 +214,11 @@ fn differ<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn(&T) -> 
     (expected != found).then(|| Difference { what: what.to_owned(), expected: text(&expected), found: text(&found) })
 }
 
-/// Whether an IP header whose checksum was right is wrong afterwards, in both.
+/// Returns a difference when an IP header had a correct checksum before the packet was processed and has a wrong one
+/// after.
 fn checksum_broken(before: &[u8], after: &[u8]) -> Option<Difference> {
     let right = |frame: &[u8]| ones_complement_sum(&frame[ETHERNET..ETHERNET + 20], 0) == 0xffff;
-    // Without options in the header; they are never changed. An outer IPv6 header has no checksum.
+    // Only headers without options, which the program never changes. An outer IPv6 header has no checksum.
     let plain = |frame: &[u8]| frame.len() >= ETHERNET + 20 && frame[ETHERNET] == 0x45;
     let changed = plain(before) && plain(after) && before[ETHERNET..] != after[ETHERNET..];
     (changed && right(before) && !right(after)).then(|| Difference {
@@ -227,21 +228,21 @@ fn checksum_broken(before: &[u8], after: &[u8]) -> Option<Difference> {
     })
 }
 
-/// Both, side by side.
+/// BPF program and reference model with the same state.
 pub struct Harness {
     pub model: LoadBalancer,
-    /// `None`: the reference model is alone.
+    /// `None`: only the reference model runs.
     instance: Option<Instance>,
-    /// Expected counters of all services (and of none).
+    /// Expected counters of each service, and of packets without a service.
     counters: Vec<[u64; COUNTER_WORDS]>,
-    /// A frame as the reference model leaves it.
+    /// Frame after the reference model processed it.
     expected: Vec<u8>,
     promises: Promises,
     now_ns: u64,
 }
 
 impl Harness {
-    /// Both empty. Fails when `with_program`, without the right to load it.
+    /// Returns a harness with empty state. `with_program`: fails without the capabilities to load the BPF program.
     pub fn new(setup: Setup, with_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST.burst - 1);
         let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
@@ -265,8 +266,8 @@ impl Harness {
         })
     }
 
-    /// Applies `change` to both. The places of a [`Change::Services`]. Fails when the kernel or the load balancer
-    /// refuses it.
+    /// Applies `change` to program and model, and returns the slots of a [`Change::Services`]. Fails when the kernel or
+    /// the load balancer rejects the change.
     pub fn change(&mut self, change: &Change) -> anyhow::Result<Vec<usize>> {
         let mut service_slots = Vec::new();
         let freed: Vec<Connection> = match change {
@@ -279,7 +280,7 @@ impl Harness {
                 let before: Vec<_> =
                     (0..NO_SERVICE).map(|service_slot| self.model.address_of_service(service_slot)).collect();
                 service_slots = self.model.set_services(services);
-                // A new service counts from zero.
+                // A new service starts with counters of zero.
                 for service_slot in service_slots
                     .iter()
                     .filter(|service_slot| before[**service_slot] != self.model.address_of_service(**service_slot))
@@ -315,7 +316,7 @@ impl Harness {
         Ok(service_slots)
     }
 
-    /// Whether what `change` is about exists.
+    /// Returns whether the server or service of `change` exists.
     pub fn makes_sense(&self, change: &Change) -> bool {
         match change {
             Change::Server(service_slot, ..) | Change::Masked(service_slot, ..) | Change::Table(service_slot, _) => {
@@ -325,8 +326,8 @@ impl Harness {
         }
     }
 
-    /// Gives `frame` to both. What the reference model makes of it, and how the program differs. Fails when the kernel
-    /// refuses the test run.
+    /// Processes `frame` in program and model. Returns the model's outcome and any difference. Fails when the kernel
+    /// rejects the test run.
     pub fn packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<Difference>)> {
         self.now_ns += 1;
         self.expected.clear();
@@ -358,7 +359,7 @@ impl Harness {
         Ok((outcome, difference))
     }
 
-    /// The frame of the last [`packet`](Self::packet) as the reference model left it.
+    /// Returns the last frame of [`packet`](Self::packet) after the reference model processed it.
     pub fn frame_after(&self) -> &[u8] {
         &self.expected
     }
@@ -392,8 +393,8 @@ impl Harness {
         differ(&format!("the counters of service {service}"), expected, found, named)
     }
 
-    /// Compares all state that a packet's own comparison omits, without the flow table and the connection table, which
-    /// take long to read.
+    /// Compares all state that the comparison after each packet omits, without the flow table and the connection table,
+    /// which take long to read.
     pub fn compare_state(&self) -> Option<Difference> {
         let instance = self.instance.as_ref()?;
         let memory = &instance.memory;
@@ -435,8 +436,8 @@ impl Harness {
         Ok(differ(&format!("the clocks of service {service_slot}"), expected, found, |clocks| format!("{clocks:?}")))
     }
 
-    /// Whether flow tables, connection tables and what is known of servers' clocks are the same. Fails when the
-    /// kernel's cannot be read.
+    /// Compares flow tables, connection tables and the clocks of servers. Fails when the kernel's tables cannot be
+    /// read.
     pub fn compare_tables(&self) -> anyhow::Result<Option<Difference>> {
         let Some(instance) = &self.instance else { return Ok(None) };
         let in_use = (self.model.connections().count(), instance.lb.connections_in_use());

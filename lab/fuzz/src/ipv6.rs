@@ -1,5 +1,5 @@
-//! IPv6 packets, made from the generator's IPv4 ones: services at [`STAND_INS`] have IPv6 VIPs, and packets from or to
-//! them are translated. Both families get the same headers, options, errors and faults.
+//! IPv6 packets, translated from the generator's IPv4 packets: services at [`STAND_INS`] have IPv6 VIPs. Both families
+//! therefore get the same headers, options, errors and faults.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -8,7 +8,7 @@ use coreward_model::FourTuple;
 use crate::frame::{ETHERNET, ICMP};
 use crate::fuzz_rng::FuzzRng;
 
-/// IPv4 addresses that stand for IPv6 VIPs.
+/// IPv4 addresses that represent IPv6 VIPs.
 pub const STAND_INS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
 
 const PREFIX: u128 = 0x2001_0db8 << 96;
@@ -19,7 +19,7 @@ const ICMPV6: u8 = 58;
 const FRAGMENT: u8 = 44;
 const AUTHENTICATION: u8 = 51;
 
-/// Returns the IPv6 address for an IPv4 one. Those of one /24 have one /64.
+/// Returns the IPv6 address for an IPv4 one. Addresses of one /24 get one /64.
 pub fn address(ipv4: Ipv4Addr) -> Ipv6Addr {
     let bits = u128::from(ipv4.to_bits());
     Ipv6Addr::from_bits(PREFIX | bits >> 8 << 64 | bits)
@@ -101,7 +101,7 @@ fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u
     }
     let fragment = word(ipv4, 6) & 0x3fff;
     if fragment != 0 || rng.chance(1, 30) {
-        // The offset goes up by three bits, "more fragments" from above it to the lowest one.
+        // The offset moves up by three bits; the flag "more fragments" moves to the lowest bit.
         let field = fragment.rotate_left(3).to_be_bytes();
         headers.push((FRAGMENT, [&[0, 0][..], &field, &[0, 0], &ipv4[4..6]].concat()));
     }
@@ -135,7 +135,7 @@ fn icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
     translated
 }
 
-/// An IPv6 packet as far as its headers are well-formed.
+/// Headers of an IPv6 packet, as far as they are well-formed.
 pub struct Headers {
     /// Source and destination.
     pub ends: [Ipv6Addr; 2],
@@ -146,7 +146,7 @@ pub struct Headers {
     pub is_later_fragment: bool,
 }
 
-/// Reads an IPv6 frame; `None`: it is none, or malformed.
+/// Parses an IPv6 frame; `None` when it is another frame, or malformed.
 pub fn read(frame: &[u8]) -> Option<Headers> {
     let packet = frame.get(ETHERNET..).filter(|packet| packet.len() >= IPV6_HEADER && frame[12..14] == [0x86, 0xdd])?;
     let end = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(packet.get(at..at + 16)?).ok()?));

@@ -1,16 +1,16 @@
-//! `bpf/lb/lb.bpf.c` against its reference model in Rust (`coreward_model::lb`), packet by packet.
+//! Compares `bpf/lb/lb.bpf.c` with its reference model in Rust (`coreward_model::lb`), packet by packet.
 //!
 //! * [`campaign`]: many epochs on several threads
 //! * [`epoch`]: packets and changes from one seed
-//! * [`gen_state`]: the state as the generator knows it, and changes of it
+//! * [`gen_state`]: the state as the generator tracks it, and changes of it
 //! * [`generate`], [`mutate`], [`frame`]: packets
-//! * [`harness`]: both load balancers side by side
+//! * [`harness`]: BPF program and reference model with the same state
 //! * [`change`]: changes of the state, and differences
 //! * [`consistency`]: whether connections stay with their server while everything changes
-//! * [`cookies`]: what a client gains by other TSecr values than it was sent
+//! * [`cookies`]: effect of forged TSecr values
 //! * [`memory`]: the BPF program's maps
-//! * [`promises`]: what the documentation promises of every packet, without the model
-//! * [`shrink`]: the least that shows a difference
+//! * [`promises`]: promises of the documentation for every packet, checked without the model
+//! * [`shrink`]: smallest sequence of steps that shows a difference
 
 pub mod campaign;
 pub mod change;

@@ -1,5 +1,5 @@
-//! The maps of a loaded `bpf/lb/lb.bpf.c`, reached by the program's id: parts that the load balancer's own interface
-//! does not show, because only tests need them.
+//! Maps of a loaded `bpf/lb/lb.bpf.c`, found by the program's id. The load balancer's own interface does not offer
+//! them, because only tests need them.
 
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
@@ -17,10 +17,10 @@ type Recent = [u64; intf::RECENT_FIRST_PACKETS as usize];
 /// 64-bit words of a service's counters.
 pub const COUNTER_WORDS: usize = size_of::<intf::lb_counters>() / size_of::<u64>();
 
-/// The program's maps as memory.
+/// Memory-mapped maps of the program.
 pub struct Memory {
     state: MmapArray<intf::lb_state>,
-    /// All rows: packets count in that of receive queue 0, new and ended connections in that of the CPU.
+    /// All rows: packets count in the row of receive queue 0, new and ended connections in the row of the CPU.
     counters: MmapArray<[intf::lb_counters]>,
     rows: usize,
     recent: MmapArray<Recent>,
@@ -30,7 +30,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Fails when the program's maps cannot be found.
+    /// Maps the program's maps. Fails when one cannot be found.
     pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let options = ProgInfoQueryOptions::default().include_map_ids(true);
@@ -51,7 +51,7 @@ impl Memory {
         })
     }
 
-    /// Word `word` of the counters of service `service`.
+    /// Returns word `word` of the counters of service `service`.
     pub fn counter(&self, service: usize, word: usize) -> u64 {
         let position =
             |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service) * size_of::<intf::lb_counters>();
@@ -75,7 +75,7 @@ impl Memory {
         }
     }
 
-    /// Sets how many entries of the connection table one source prefix may hold.
+    /// Limits the connection-table entries of one source prefix.
     pub fn limit_entries(&self, per_source: Option<u32>) {
         self.state.store(offset_of!(intf::lb_state, entries_per_source), per_source.unwrap_or(0).into());
     }
@@ -84,7 +84,7 @@ impl Memory {
         self.state.load(service_at(service) + offset_of!(intf::service_state, round_robin))
     }
 
-    /// Traffic of a server.
+    /// Returns the traffic of a server.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
         let position = |row: usize| (row * ServerId::COUNT + usize::from(id.get())) * size_of::<intf::server_traffic>();
         let word = |field| (0..self.rows).map(|row| self.traffic.load(position(row) + field)).sum();
@@ -96,7 +96,7 @@ impl Memory {
         }
     }
 
-    /// The `count` words of the flow table.
+    /// Returns the `count` words of the flow table.
     pub fn flow_words(&self, count: usize) -> impl Iterator<Item = u64> + '_ {
         (0..count).map(|word| self.flows.load(word * size_of::<u64>()))
     }

@@ -1,18 +1,18 @@
-//! Changes of packets by noise, broken senders and attackers.
+//! Mutations of packets: noise, broken senders and attackers.
 
 use crate::frame::ETHERNET;
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::GenState;
 use crate::harness::OWN_MAC;
 
-/// The shortest frame that the kernel takes for a test run.
+/// Shortest frame that the kernel accepts for a test run (bytes).
 pub const SHORTEST: usize = 14;
-/// Far below the page that the kernel has for a test run's packet.
+/// Longest frame (bytes), far below the page of a test run's packet.
 pub const LONGEST: usize = 2048;
 
 const INTERESTING: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
 
-/// Random bytes: a whole frame, or a payload behind valid headers.
+/// Writes random bytes: a whole frame, or a payload behind valid headers.
 pub fn random(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.resize(SHORTEST + rng.below(200), 0);
     rng.fill(packet);
@@ -34,7 +34,7 @@ pub fn random(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// One to three changes.
+/// Applies one to three mutations.
 pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     for _ in 0..1 + rng.below(3) {
         once(rng, packet);
@@ -45,7 +45,7 @@ pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// An offset in the headers, rarely behind them.
+/// Returns an offset in the headers, rarely behind them.
 fn offset(rng: &mut FuzzRng, packet: &[u8]) -> usize {
     let headers = packet.len().min(110);
     if rng.chance(1, 16) { rng.below(packet.len()) } else { rng.below(headers) }
@@ -79,7 +79,7 @@ fn once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// A length that is not true: of the IP packet, its header, TCP's header, UDP's datagram.
+/// Corrupts a length: of the IP packet, the IP header, the TCP header or the UDP datagram.
 fn corrupt_length(rng: &mut FuzzRng, packet: &mut [u8]) {
     let header = packet.get(ETHERNET).map_or(20, |byte| usize::from(byte & 0xf) * 4);
     let by = rng.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);

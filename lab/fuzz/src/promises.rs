@@ -1,9 +1,9 @@
-//! Promises of the documentation, checked on every packet: derived from docs/design.md alone, without the model's code,
-//! so that faults that program and model share are found, too.
+//! Promises of the documentation, checked on every packet. The code follows docs/design.md and does not use the model's
+//! code, so it also finds faults that program and model have in common.
 //!
-//! * A packet to one server goes to a server of its service, or to a load balancer that has the connection.
-//! * A new connection goes to a server that takes new ones: neither draining, nor down, nor removed.
-//! * A UDP flow does not stay at a server that is down.
+//! * A packet to one server goes to a server of its service, or to a load balancer that owns the connection's entry.
+//! * A new connection goes to an eligible server: neither draining, nor down, nor removed.
+//! * A UDP flow leaves a server that is down.
 
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
@@ -15,22 +15,22 @@ use crate::change::{Change, Difference};
 use crate::frame::{ETHERNET, TCP, UDP, hex};
 use crate::ipv6;
 
-/// A service as the changes made it.
+/// Service as the changes define it.
 #[derive(Debug)]
 struct Service {
     address: ServiceAddress,
     other_balancer: Option<ServerId>,
-    /// Whether each takes new connections as configured: false while it drains.
+    /// Servers, with whether each takes new connections as configured (false while draining).
     servers: HashMap<ServerId, bool>,
-    /// The servers of the placement table.
+    /// Servers of the placement table.
     members: HashSet<ServerId>,
-    /// Down by the placement table.
+    /// Servers that the placement table marks as down.
     down: HashSet<ServerId>,
-    /// UDP flows that were forwarded before.
+    /// UDP flows with an earlier packet.
     seen: HashSet<SocketAddr>,
 }
 
-/// The state as far as promises depend on it.
+/// State that the promises depend on.
 #[derive(Debug, Default)]
 pub struct Promises {
     services: HashMap<usize, Service>,
@@ -77,7 +77,7 @@ impl Service {
 }
 
 impl Promises {
-    /// Takes in what a change made known. `service_slots`: of the services of a [`Change::Services`].
+    /// Updates the state with a change. `service_slots`: slots of the services of a [`Change::Services`].
     pub fn apply(&mut self, change: &Change, service_slots: &[usize]) {
         match change {
             Change::Services(services) => {
@@ -124,7 +124,7 @@ impl Promises {
         self.macs.get(&id).copied().flatten() == Some(mac)
     }
 
-    /// The promise that is broken when `frame` left as `after`.
+    /// Returns the promise that the program breaks when it turns `frame` into `after`.
     pub fn broken(&mut self, frame: &[u8], after: &[u8]) -> Option<Difference> {
         let seen = read(frame)?;
         let destination: Mac = after.get(..6)?.try_into().ok()?;
@@ -167,7 +167,7 @@ impl Promises {
         })
     }
 
-    /// A datagram that was placed and then dropped, as it is too long with its outer header: its flow has begun.
+    /// Records a datagram that was placed and then dropped because its outer header makes it too long: its flow exists.
     pub fn placed(&mut self, frame: &[u8]) {
         if let Some(seen) = read(frame) {
             self.remember_flow(&seen);
@@ -185,7 +185,7 @@ impl Promises {
         }
     }
 
-    /// Flow of a datagram that goes to a server of its service.
+    /// Returns the promise about flows that a datagram to a server of its service breaks.
     fn flow_broken(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
         let [service] = services else { return None };
         let (port, _) = seen.ports?;
@@ -198,7 +198,7 @@ impl Promises {
         if !service.seen.contains(&SocketAddr::new(seen.source, port)) {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
-        // The placement rule tries some members only: of many that take none it may find none that does.
+        // The placement rule tries only some members, so it may miss the few eligible ones.
         let eligible_count = service.members.iter().filter(|id| takes(id)).count();
         let all_down = there.iter().all(|id| service.is_down(*id));
         (all_down && eligible_count > 0 && eligible_count * 2 >= service.members.len())

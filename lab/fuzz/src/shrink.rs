@@ -1,4 +1,4 @@
-//! From a difference found in an epoch to the least that shows it.
+//! Shrinks an epoch with a difference to a small sequence of steps that shows it.
 
 use std::time::{Duration, Instant};
 
@@ -7,15 +7,15 @@ use crate::epoch::{Epoch, Step};
 use crate::harness::{Harness, Setup};
 use crate::mutate::SHORTEST;
 
-/// Shrinking ends after that, however far it is.
+/// Limit of the shrinking; it then returns the best result so far.
 const TIMEOUT: Duration = Duration::from_secs(90);
 
-/// The least found: steps that end with the packet that differs.
+/// Smallest sequence found; its last packet differs.
 #[derive(Debug)]
 pub struct Shrunk {
     /// Steps in order.
     pub steps: Vec<Step>,
-    /// Difference after them.
+    /// Difference after the last step.
     pub difference: Difference,
 }
 
@@ -25,13 +25,13 @@ struct Shrinker {
 }
 
 impl Shrinker {
-    /// Difference in the last of `steps` or in the state after it, when nothing but `steps` happens.
+    /// Returns the difference after the last of `steps`, in the packet or the state.
     fn difference(&self, steps: &[Step]) -> anyhow::Result<Option<Difference>> {
         let mut harness = Harness::new(self.setup, true)?;
         let mut last = None;
         for step in steps {
             last = match step {
-                // A step without those before it may make no sense: a server of a service that is not there.
+                // Without earlier steps a change may be invalid: its server's service may not exist.
                 Step::Change(change) if harness.makes_sense(change) => harness.change(change).map(|_| None)?,
                 Step::Change(_) => None,
                 Step::Packet(frame) => harness.packet(frame)?.1,
@@ -43,8 +43,8 @@ impl Shrinker {
         }
     }
 
-    /// The shortest beginning of `steps` at whose end the two differ: a difference of the state may be found long after
-    /// the packet that made it.
+    /// Returns the length of the shortest prefix of `steps` that ends with a difference. A difference of the state may
+    /// be found long after the packet that caused it.
     fn earliest(&self, steps: &[Step]) -> anyhow::Result<usize> {
         let (mut same, mut differ) = (0, steps.len());
         while same + 1 < differ {
@@ -61,7 +61,7 @@ impl Shrinker {
         Instant::now() < self.deadline
     }
 
-    /// Leaves out what is not needed, ever smaller parts at a time (delta debugging: Zeller and Hildebrandt, TSE 2002).
+    /// Removes unnecessary steps, in ever smaller chunks (delta debugging: Zeller and Hildebrandt, TSE 2002).
     fn without_needless_steps(&self, shrunk: &mut Shrunk) -> anyhow::Result<()> {
         let mut part = shrunk.steps.len().div_ceil(2);
         while part > 0 && self.patient() {
@@ -79,7 +79,7 @@ impl Shrinker {
         Ok(())
     }
 
-    /// Shortens the last packet, and zeroes bytes that do not matter.
+    /// Shortens the last packet, and zeroes bytes that do not affect the difference.
     fn simpler_packet(&self, shrunk: &mut Shrunk) -> anyhow::Result<()> {
         let with = |shrunk: &mut Shrunk, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = shrunk.steps.clone();
@@ -113,7 +113,8 @@ impl Shrinker {
     }
 }
 
-/// Shrinks a difference that the epoch of `seed` shows at its packet number `packets`. `None`: it does not show again.
+/// Shrinks a difference that the epoch of `seed` shows at packet number `packets`. `None`: the difference cannot be
+/// reproduced.
 pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<Shrunk>> {
     let (setup, mut steps) = Epoch::steps(seed, packets)?;
     let shrinker = Shrinker { setup, deadline: Instant::now() + TIMEOUT };
@@ -124,7 +125,7 @@ pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<Shrunk>> {
     steps.truncate(earliest);
     let Some(difference) = shrinker.difference(&steps)? else { return Ok(None) };
     let mut shrunk = Shrunk { steps, difference };
-    // Most differences need no packet before them.
+    // Most differences need no earlier packet.
     let last = shrunk.steps.len() - 1;
     let alone = shrunk.steps.iter().enumerate().filter(|(at, step)| *at == last || matches!(step, Step::Change(_)));
     let alone: Vec<Step> = alone.map(|(_, step)| step.clone()).collect();

@@ -1,4 +1,4 @@
-//! Times of requests.
+//! Due times of requests.
 
 use clap::ValueEnum;
 use coreward_model::rss::seeded_rng;
@@ -14,30 +14,30 @@ pub enum Arrivals {
     Fixed,
 }
 
-/// The moments at which requests are due, one after the other, from 0 on.
+/// Due times of requests, in ascending order from 0.
 #[derive(Debug)]
 pub struct Schedule {
     arrivals: Arrivals,
     mean_gap_ns: f64,
-    /// Fractions of a nanosecond add up: at 600,000 requests a second they would be 0.04 % of the rate.
+    /// A float: at 600,000 requests per second, truncated nanoseconds would shift the rate by 0.04 %.
     next_ns: f64,
     rng: Xoshiro256PlusPlus,
 }
 
 impl Schedule {
-    /// `rate` requests a second, above 0. `purpose`: no two schedules of a seed share random numbers.
+    /// Returns a schedule of `rate` requests per second (above 0). Schedules of one seed differ by their `purpose`.
     pub fn new(arrivals: Arrivals, rate: f64, seed: u64, purpose: u64) -> Self {
         let mut schedule = Self { arrivals, mean_gap_ns: 1e9 / rate, next_ns: 0.0, rng: seeded_rng(seed, purpose) };
         schedule.advance();
         schedule
     }
 
-    /// Time of the next request (ns since the start).
+    /// Returns the due time of the next request (ns since the start).
     pub fn next_ns(&self) -> u64 {
         self.next_ns as u64
     }
 
-    /// On to the one after it.
+    /// Advances to the following request.
     pub fn advance(&mut self) {
         self.next_ns += match self.arrivals {
             Arrivals::Poisson => exponential(&mut self.rng) * self.mean_gap_ns,
@@ -70,7 +70,8 @@ mod tests {
             let gaps = gaps(Arrivals::Poisson, rate, seed, count);
             let mean = gaps.iter().sum::<f64>() / count as f64;
             let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / count as f64;
-            // Standard errors of 200,000 exponential gaps: 0.22 % of the mean, 0.63 % of the variance. Four of them.
+            // Tolerances are four standard errors; for 200,000 exponential gaps these are 0.22 % (mean) and 0.63 %
+            // (variance).
             assert!((mean / mean_ns - 1.0).abs() < 0.009, "mean {mean} of {mean_ns}");
             assert!((variance / mean_ns.powi(2) - 1.0).abs() < 0.026, "variance {variance} of {}", mean_ns.powi(2));
         }
@@ -78,7 +79,7 @@ mod tests {
 
     #[test]
     fn arrivals_in_a_window_have_equal_mean_and_variance() {
-        // Index of dispersion 1 is what sets a Poisson process apart from gaps that only look right one by one.
+        // A Poisson process has an index of dispersion of 1; exponential gaps that depend on each other do not.
         let mut counts = vec![0.0; 2_000];
         let mut now = 0.0;
         for gap in gaps(Arrivals::Poisson, 1_000.0, 4, 20_000) {

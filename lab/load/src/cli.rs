@@ -26,7 +26,7 @@ const RNG_STREAM_REQUESTS: u64 = 0x6c6f_6112;
 const RNG_STREAM_MEASURED_ARRIVALS: u64 = 0x6c6f_6113;
 const RNG_STREAM_MEASURED_REQUESTS: u64 = 0x6c6f_6114;
 
-/// A signal came (SIGINT, SIGTERM): what was measured until then is reported.
+/// Set by SIGINT and SIGTERM; the run then reports the results so far.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options of `coreward-lab load`.
@@ -50,7 +50,7 @@ pub struct LoadArgs {
     /// Duration of the warm-up before it (s)
     #[arg(long, value_parser = not_negative, default_value_t = 1.0)]
     pub warm_up: f64,
-    /// Time after its due time at which an unanswered request is lost (s)
+    /// Time after which an unanswered request is lost, counted from its due time (s)
     #[arg(long, value_parser = positive, default_value_t = 2.0)]
     pub timeout: f64,
     /// Number of source ports (sockets or connections); each request uses a random one
@@ -189,7 +189,7 @@ fn workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
     if let Some(service) = &args.service {
         return Ok(Workload::service(service, args.multiplier.unwrap_or(1.0), args.seed, purpose));
     }
-    // Over TCP requests have nothing but a time.
+    // The TCP protocol carries only service times.
     let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
     let times = multiplier.map_or_else(|| Ok(ServiceTimes::default()), ServiceTimes::turbo)?;
     let workload = Workload::mix(&args.mix, &times, args.seed, purpose);
@@ -238,7 +238,7 @@ fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     })
 }
 
-/// On a terminal only.
+/// Returns a progress bar, hidden unless stderr is a terminal.
 fn progress_bar(seconds: f64) -> anyhow::Result<ProgressBar> {
     let style = ProgressStyle::with_template("{wide_bar} {elapsed} of {prefix} s, {msg}").context("progress bar")?;
     Ok(ProgressBar::new((seconds * 1e3) as u64).with_style(style).with_prefix(format!("{seconds}")))

@@ -1,4 +1,4 @@
-//! DNS queries (RFC 1035, Sect. 4; EDNS: RFC 6891): as much of the protocol as it takes to load a server.
+//! DNS queries (RFC 1035, Sect. 4; EDNS: RFC 6891), limited to the parts that a load generator needs.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,9 +10,9 @@ const RESPONSE: u8 = 0x80;
 const RESPONSE_CODE: u8 = 0x0f;
 const CLASS_INTERNET: u16 = 1;
 const TYPE_OPT: u16 = 41;
-/// Payload that a client takes in one datagram (RFC 9715, Sect. 3.2: fits Ethernet with every header).
+/// Largest datagram that a client accepts (bytes; RFC 9715, Sect. 3.2: it fits Ethernet with every header).
 const PAYLOAD_BYTES: u16 = 1_400;
-/// DO of the extended flags (RFC 6891, Sect. 6.1.4): signatures, please.
+/// DO of the extended flags (RFC 6891, Sect. 6.1.4): requests signatures.
 const DNSSEC_OK: u32 = 0x8000;
 const LABEL_MAX: usize = 63;
 const NAME_MAX: usize = 255;
@@ -20,7 +20,7 @@ const NAME_MAX: usize = 255;
 const TYPES: [(&str, u16); 8] =
     [("A", 1), ("NS", 2), ("SOA", 6), ("MX", 15), ("TXT", 16), ("AAAA", 28), ("DNSKEY", 48), ("ANY", 255)];
 
-/// One question.
+/// DNS question of a query.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Query {
     /// Name in wire format.
@@ -30,7 +30,7 @@ pub struct Query {
     text: String,
 }
 
-/// Text that is no question.
+/// Text that is not a query.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "query {0:?}: expected NAME/TYPE or NAME/TYPE/dnssec, as in www.example/A, with one of the types A, NS, SOA, MX, \
@@ -74,7 +74,7 @@ impl fmt::Display for Query {
 }
 
 impl Query {
-    /// The datagram, into an empty `datagram`.
+    /// Writes the query into the empty `datagram`.
     pub fn write(&self, id: u16, datagram: &mut Vec<u8>) {
         datagram.clear();
         datagram.extend(id.to_be_bytes());
@@ -91,7 +91,7 @@ impl Query {
     }
 }
 
-/// The id of a response, and whether it is one without error; `None`: not a response.
+/// Returns the id of a response and whether it has no error; `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(u16, bool)> {
     let header: &[u8; HEADER_BYTES] = datagram.first_chunk()?;
     let is_response = header[2] & RESPONSE != 0;

@@ -1,12 +1,12 @@
-//! The few system calls that load generators and the testbed's servers turn on: epoll with a time-out in nanoseconds,
-//! and the clock. They spend a few microseconds on a request; a runtime would cost more than they.
+//! epoll with a time-out in nanoseconds, and the clock: the system calls of load generators and the testbed's servers.
+//! A request costs them a few microseconds; an async runtime would cost more.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::time::Duration;
 
-/// CLOCK_MONOTONIC in nanoseconds: the same in every namespace and process.
+/// Returns CLOCK_MONOTONIC (ns), which is the same in every namespace and process.
 pub fn now_ns() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every kernel has this clock");
     Duration::from(now).as_nanos() as u64
@@ -35,7 +35,7 @@ pub struct Epoll {
 }
 
 impl Epoll {
-    /// An empty set. Fails when the process has no descriptors left.
+    /// Returns an empty set. Fails when the process has no descriptors left.
     pub fn new() -> io::Result<Self> {
         // SAFETY: takes a flag, returns a new descriptor or -1.
         let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
@@ -54,7 +54,7 @@ impl Epoll {
         Ok(())
     }
 
-    /// Takes a descriptor out that stays open. Fails when it is not in the set.
+    /// Removes an open descriptor. Fails when the set does not contain it.
     pub fn remove(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         let (set, descriptor) = (self.set.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open; removal takes no event.
@@ -62,7 +62,7 @@ impl Epoll {
         Ok(())
     }
 
-    /// Waits until something is ready, or until `until_ns` of [`now_ns`]; without it indefinitely. A signal ends the
+    /// Waits until a descriptor is ready, or until `until_ns` of [`now_ns`] (`None`: indefinitely). A signal ends the
     /// wait early.
     pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = Event> + use<'_>> {
         let timeout = until_ns.map(|until_ns| {
@@ -83,8 +83,8 @@ impl Epoll {
     }
 }
 
-/// Accepts the next connection of a non-blocking listener, as non-blocking; `None`: there is none. Fails when the
-/// process has no descriptors left.
+/// Accepts the next connection of a non-blocking listener as a non-blocking stream; `None` when no connection waits.
+/// Fails when the process has no descriptors left.
 pub fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
     loop {
         match listener.accept() {
@@ -94,7 +94,7 @@ pub fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
                 return Ok(Some(stream));
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-            // The client was gone before we came.
+            // The client closed the connection before the call.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
             Err(error) => return Err(error),
         }

@@ -1,8 +1,8 @@
-//! The generator: sends each request when it is due, whatever happened to earlier ones.
+//! Open-loop generator: sends each request at its due time, whether or not earlier requests were answered.
 //!
-//! A latency counts from when the request was *due*, not from when it was sent: a stalled server, or a late generator,
-//! cannot hide behind requests that were not sent meanwhile ("coordinated omission"). It counts to the kernel's time
-//! stamp of the response, so that a generator that reads late does not make the server slower than it is.
+//! A latency starts at the *due* time, not at the send time. A stalled server or a late generator therefore cannot hide
+//! requests that were not sent meanwhile ("coordinated omission"). A latency ends at the kernel's time stamp of the
+//! response, so a generator that reads late does not add to it.
 
 use std::io;
 
@@ -13,13 +13,13 @@ use crate::results::Results;
 use crate::transport::{Answer, Transport};
 use crate::workload::Workload;
 
-/// Time between start and the first moment at which something may be due (ns).
+/// Time between the start and the first due time (ns).
 const START_DELAY_NS: u64 = 10_000_000;
 /// Overdue requests are sent in batches of this size, so that responses are read in between.
 const BATCH_SIZE: usize = 64;
-/// Interval of the progress (ns).
+/// Interval of progress reports (ns).
 const PROGRESS_INTERVAL_NS: u64 = 100_000_000;
-/// Interval of the search for lost requests when nothing is due any more (ns).
+/// Interval of the search for lost requests after the last due time (ns).
 const EXPIRE_INTERVAL_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
@@ -32,11 +32,11 @@ pub struct Stream {
 /// Durations of a run (ns).
 #[derive(Debug, Clone, Copy)]
 pub struct Durations {
-    /// At the beginning, when nothing is measured yet.
+    /// Unmeasured time at the beginning.
     pub warm_up_ns: u64,
-    /// After that.
+    /// Measured time after the warm-up.
     pub measured_ns: u64,
-    /// Time after its due time at which a request counts as lost.
+    /// Time after which an unanswered request is lost, counted from its due time.
     pub timeout_ns: u64,
 }
 
@@ -45,15 +45,15 @@ struct Generator<'a> {
     transport: &'a mut dyn Transport,
     durations: Durations,
     outstanding: Outstanding,
-    /// Empty between turns; kept for its memory.
+    /// Empty between calls; keeps its allocation.
     answers: Vec<Answer>,
     start_ns: u64,
     results: Results,
 }
 
-/// Sends the requests of the streams over `transport`, and returns when the last one is answered or lost. `progress` is
-/// called now and then with the time since the start (ns) and the results so far, which it may [`Results::stop`].
-/// `intervals`: record them, too. Fails when the transport fails for good.
+/// Sends the requests of the streams over `transport`, and returns when the last one is answered or lost. `progress`
+/// receives the time since the start (ns) and the results so far, which it may [`Results::stop`]. `intervals`: also
+/// record latencies by interval. Fails when the transport fails permanently.
 pub fn run(
     streams: Vec<Stream>,
     transport: &mut dyn Transport,
@@ -61,7 +61,7 @@ pub fn run(
     intervals: bool,
     mut progress: impl FnMut(u64, &mut Results) -> anyhow::Result<()>,
 ) -> anyhow::Result<Results> {
-    // The default of 50 us would make every request late by that (prctl(2), PR_SET_TIMERSLACK).
+    // The default slack of 50 us would delay every request by 50 us (prctl(2), PR_SET_TIMERSLACK).
     nix::sys::prctl::set_timerslack(1)?;
     let start_ns = now_ns() + START_DELAY_NS;
     let classes = streams.iter().map(|stream| stream.workload.classes().len()).sum();
@@ -83,7 +83,7 @@ pub fn run(
 }
 
 impl Generator<'_> {
-    /// Sends due requests and receives responses. `false`: everything is settled.
+    /// Sends due requests and receives responses. Returns `false` when every request is answered or lost.
     fn step(&mut self) -> io::Result<bool> {
         let end_ns = self.results.window.end;
         let mut next = self.next_stream(end_ns);

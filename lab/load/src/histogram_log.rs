@@ -11,7 +11,7 @@ use hdrhistogram::serialization::{V2DeflateSerializer, interval_log};
 
 use crate::results::Results;
 
-/// Time of one line of the log (ns).
+/// Duration of one line of the log (ns).
 const INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Output of a log; it outlives the [`HistogramLog`].
@@ -21,7 +21,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Makes the file; without one nothing is written. Fails when it cannot be made.
+    /// Creates the file; without a path, nothing is written. Fails when the file cannot be created.
     pub fn create(path: Option<&Path>) -> anyhow::Result<Self> {
         let file: Box<dyn Write> = match path {
             Some(path) => {
@@ -34,7 +34,7 @@ impl Output {
         Ok(Self { file, serializer: V2DeflateSerializer::new() })
     }
 
-    /// Everything is in the file. Fails when it is not.
+    /// Flushes the file. Fails when the write fails.
     pub fn flush(&mut self) -> anyhow::Result<()> {
         self.file.flush().context("cannot write the histogram log")
     }
@@ -44,7 +44,7 @@ pub struct HistogramLog<'a> {
     writer: IntervalLogWriter<'a, 'a, Box<dyn Write>, V2DeflateSerializer>,
     /// Tag of each class.
     tags: Vec<String>,
-    /// Begin of the interval that is not written yet (ns since the start).
+    /// Start of the interval that is not written yet (ns since the start).
     begun_ns: u64,
 }
 
@@ -63,12 +63,12 @@ impl<'a> HistogramLog<'a> {
         Ok(Self { writer, tags, begun_ns: 0 })
     }
 
-    /// Writes the present interval if it is over, `since_ns` after the start. Fails when it cannot be written.
+    /// Writes the current interval if it has ended at `since_ns` after the start. Fails when the write fails.
     pub fn advance(&mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         if since_ns >= self.begun_ns + INTERVAL_NS { self.write(since_ns, results) } else { Ok(()) }
     }
 
-    /// Writes what there is of the last interval. Fails when it cannot be written.
+    /// Writes the incomplete last interval. Fails when the write fails.
     pub fn finish(mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         self.write(since_ns, results)
     }
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
     use crate::outstanding::Sent;
 
-    /// Start, length, tag and histogram of every line.
+    /// Returns start, length, tag and histogram of every line.
     fn read(path: &Path) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
         let bytes = std::fs::read(path).unwrap();
         let entries = IntervalLogIterator::new(&bytes).map(|entry| entry.expect("a log"));
@@ -143,7 +143,7 @@ mod tests {
             .map(|(at, lasted, tag, of)| (at.as_millis(), lasted.as_millis(), &tag[..], of.len()))
             .collect();
         assert_eq!(seen, [(0, 1_100, "GET", 200), (0, 1_100, "SCAN46", 10), (1_100, 400, "SCAN46", 1_000)]);
-        // All intervals together are what the report is made of.
+        // The report must equal the sum of all intervals.
         let mut scans = lines[1].3.clone();
         scans.add(&lines[2].3).unwrap();
         assert_eq!(scans, results.classes[1].latency);

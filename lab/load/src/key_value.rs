@@ -1,4 +1,4 @@
-//! Protocol of key-value clients and servers: one request per datagram, answered by one or several. Numbers are
+//! Protocol of key-value clients and servers: a request is one datagram, its response one or several. Numbers are
 //! little-endian.
 //!
 //! ```text
@@ -7,8 +7,8 @@
 //! pair      0 key length | 1 zero | 2 value length (16) | 4 key | value
 //! ```
 //!
-//! Type, worker and id have the same offset in every datagram, so a dispatcher finds them without knowing anything
-//! else. A datagram whose lengths differ from its header is no request, and is not answered.
+//! Type, worker and id have the same offset in every datagram, so a dispatcher needs no other part of the protocol. A
+//! datagram whose length differs from its header's lengths is not a request and gets no response.
 
 use std::fmt;
 
@@ -17,15 +17,15 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::request_type::RequestType;
 
-/// Most bytes of a datagram that crosses Ethernet in one frame (1500 bytes less the headers of IPv4 and UDP).
+/// Largest datagram that fits one Ethernet frame (bytes): 1500 less the IPv4 and UDP headers.
 pub const DATAGRAM_MAX: usize = 1_472;
 /// Longest key (bytes).
 pub const KEY_MAX: usize = 255;
-/// Longest value that a server keeps (bytes): with the longest key it still fits a datagram of a response.
+/// Longest value that a server stores (bytes): with the longest key it fits one datagram of a response.
 pub const VALUE_MAX: usize = DATAGRAM_MAX - size_of::<ResponseHeader>() - size_of::<PairHeader>() - KEY_MAX;
 /// Offset of a datagram's type.
 pub const TYPE_OFFSET: usize = 0;
-/// Offset of a datagram's id: 4 bytes, in little-endian order.
+/// Offset of a datagram's id: 4 bytes, little-endian.
 pub const ID_OFFSET: usize = 4;
 pub const REQUEST_HEADER_BYTES: usize = size_of::<RequestHeader>();
 
@@ -39,7 +39,7 @@ struct RequestHeader {
     service_ns: U32,
 }
 
-/// The beginning of every datagram of a response.
+/// Header of every datagram of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ResponseHeader {
@@ -48,7 +48,7 @@ pub struct ResponseHeader {
     pub status: u8,
     /// Number of the worker that answers, from 0.
     pub worker: U16,
-    /// The request's.
+    /// Id of the request.
     pub id: U32,
     /// Number of the datagram in the response, from 0.
     pub part: u8,
@@ -73,28 +73,28 @@ struct PairHeader {
 #[repr(u8)]
 pub enum Status {
     Done = 0,
-    /// GET: there is no such key.
+    /// GET: the store does not have the key.
     NotFound = 1,
     /// PUT: the store is full.
     Full = 2,
 }
 
-/// Why a datagram is no request.
+/// Reason why a datagram is not a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadRequest {
     /// Shorter than a header.
     #[error("{0} bytes: expected at least {REQUEST_HEADER_BYTES}")]
     Short(usize),
-    /// Its first byte.
+    /// Unknown request type in the first byte.
     #[error(transparent)]
     RequestType(#[from] crate::request_type::RequestTypeError),
-    /// Not as long as the lengths in it.
+    /// Length that differs from the lengths in the header.
     #[error("{given} bytes: expected {expected} by the lengths in the header")]
     Length { given: usize, expected: usize },
     /// A GET or PUT without a key.
     #[error("a {0} without a key")]
     NoKey(RequestType),
-    /// A value that no response has room for.
+    /// Value that fits no response.
     #[error("a value of {0} bytes: expected at most {VALUE_MAX}")]
     ValueTooLong(usize),
 }
@@ -104,9 +104,9 @@ pub struct Request<'a> {
     pub request_type: RequestType,
     /// Returned in the response.
     pub id: u32,
-    /// Service time for a paced server (ns); 0: by its table.
+    /// Service time for a paced server (ns); 0: the time of the server's table.
     pub service_ns: u32,
-    /// Key of GET and PUT (not empty), or the begin of a SCAN.
+    /// Key of GET and PUT (not empty), or first key of a SCAN.
     pub key: &'a [u8],
     /// Value of PUT.
     pub value: &'a [u8],
@@ -139,8 +139,8 @@ impl<'a> Request<'a> {
         Ok(Self { request_type, id: header.id.get(), service_ns: header.service_ns.get(), key, value })
     }
 
-    /// Puts the datagram into `buffer`, in place of what was there. Panics when the key is longer than [`KEY_MAX`] or
-    /// the value longer than 65,535 bytes.
+    /// Replaces the contents of `buffer` with the datagram. Panics when the key is longer than [`KEY_MAX`] or the value
+    /// longer than 65,535 bytes.
     pub fn write(&self, buffer: &mut Vec<u8>) {
         let header = RequestHeader {
             request_type: self.request_type.byte(),
@@ -156,7 +156,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// The name of the key with this number: as long for all, so that their order is that of the numbers.
+/// Returns the name of key `number`. All names have the same length, so their order is the order of the numbers.
 pub fn key_name(number: u32) -> String {
     format!("user{number:010}")
 }
@@ -183,7 +183,8 @@ impl ResponseWriter {
         });
     }
 
-    /// Adds a pair, in a further datagram if it does not fit. `false`: it fits none, or there are 255 already.
+    /// Adds a pair, in another datagram if necessary. Returns `false` if no datagram can hold it, or after 255
+    /// datagrams.
     pub fn push(&mut self, key: &[u8], value: &[u8]) -> bool {
         let length = size_of::<PairHeader>() + key.len() + value.len();
         let (Ok(key_length), Ok(value_length)) = (u8::try_from(key.len()), u16::try_from(value.len())) else {
@@ -206,7 +207,7 @@ impl ResponseWriter {
         true
     }
 
-    /// The datagrams, in order.
+    /// Returns the datagrams in order.
     pub fn finish(&mut self) -> impl Iterator<Item = &[u8]> {
         let parts = self.used as u8;
         (0..self.used).for_each(|index| self.header(index).parts = parts);
@@ -230,7 +231,7 @@ impl ResponseWriter {
 
 pub type Pair<'a> = (&'a [u8], &'a [u8]);
 
-/// Reads a datagram of a response: its header and its pairs; `None` when it is none.
+/// Returns header and pairs of a response's datagram; `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(ResponseHeader, Vec<Pair<'_>>)> {
     let (header, mut rest) = ResponseHeader::read_from_prefix(datagram).ok()?;
     let mut pairs = Vec::with_capacity(header.pairs.get().into());
@@ -300,7 +301,7 @@ mod tests {
         ) {
             let request = Request { request_type: RequestType::GET, id: 7, service_ns: 0, key: b"k", value: b"" };
             let mut response = ResponseWriter::default();
-            // Twice: buffers are used again.
+            // Two responses, because buffers are reused.
             for _ in 0..2 {
                 response.begin(&request, Status::Done, 3);
                 prop_assert!(pairs.iter().all(|(key, value)| response.push(key, value)));

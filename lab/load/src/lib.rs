@@ -2,11 +2,11 @@
 //!
 //! * [`key_value`]: requests and responses of the testbed's key-value server (UDP); [`paced`]: of its paced server
 //!   (TCP)
-//! * [`dns`]: as much of DNS as it takes to load a server
+//! * [`dns`]: the parts of DNS that a load generator needs
 //! * [`request_type`]: kinds of requests, and how long each takes; [`workload`]: which are sent; [`arrivals`]: when
 //! * [`generator`]: sends them, over a [`transport`], and knows which are [`outstanding`]
 //! * [`results`]: outcomes; [`report`], [`histogram_log`]: output; [`cli`]: the command
-//! * [`receive`]: when the kernel received something; [`event_loop`]: waiting
+//! * [`receive`]: arrival times of the kernel; [`event_loop`]: waiting
 
 pub mod arrivals;
 pub mod cli;

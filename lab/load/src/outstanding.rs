@@ -1,8 +1,8 @@
-//! Requests that were sent and are not settled yet: none is forgotten.
+//! Requests that were sent and are neither answered nor lost yet.
 
 use std::collections::VecDeque;
 
-/// A request on its way.
+/// Request that was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sent {
     /// Due time (ns).
@@ -13,32 +13,32 @@ pub struct Sent {
 #[derive(Debug)]
 struct Entry {
     sent: Sent,
-    /// Received parts of its response, by number.
+    /// Bitmap of the received parts of the response.
     parts: u128,
     is_answered: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnswerMatch {
-    /// The last missing part of the response to this request.
+    /// Last missing part of the response to this request.
     Complete(Sent),
-    /// A part of a response of several.
+    /// Part of a response that is not complete yet.
     Partial,
-    /// It was here already.
+    /// Part that was received before.
     Duplicate,
-    /// Its request's time was over, and is forgotten.
+    /// Part of a response to a request that has already timed out.
     Late,
-    /// No such request was sent.
+    /// Response with an id that no request had.
     Unknown,
 }
 
 /// Requests by their ids, which count up from 0 and wrap.
 #[derive(Debug, Default)]
 pub struct Outstanding {
-    /// In the order of their ids, which is that of sending.
+    /// In the order of their ids, which is the order of sending.
     entries: VecDeque<Entry>,
     first_id: u32,
-    /// Ids that were ever in use.
+    /// Number of ids that were ever in use.
     sent: u64,
     unanswered: usize,
 }
@@ -46,7 +46,7 @@ pub struct Outstanding {
 const PARTS_MAX: u8 = 128;
 
 impl Outstanding {
-    /// Notes a request and returns its id.
+    /// Adds a request and returns its id.
     pub fn add(&mut self, sent: Sent) -> u32 {
         let id = self.first_id.wrapping_add(self.entries.len() as u32);
         self.entries.push_back(Entry { sent, parts: 0, is_answered: false });
@@ -55,7 +55,7 @@ impl Outstanding {
         id
     }
 
-    /// Notes part `part` of `parts` of the response to `id`.
+    /// Records part `part` of `parts` of the response to `id`.
     pub fn answer(&mut self, id: u32, part: u8, parts: u8) -> AnswerMatch {
         let index = id.wrapping_sub(self.first_id) as usize;
         let Some(entry) = self.entries.get_mut(index) else {
@@ -79,8 +79,8 @@ impl Outstanding {
         AnswerMatch::Complete(entry.sent)
     }
 
-    /// Forgets those that were due before `moment_ns`, and passes each unanswered one to `each`. Requests must have
-    /// been added in the order in which they were due.
+    /// Removes the requests that were due before `moment_ns`, and passes each unanswered one to `each`. Requests must
+    /// have been added in the order of their due times.
     pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(Sent)) {
         while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
             if !entry.is_answered {
@@ -92,7 +92,7 @@ impl Outstanding {
         }
     }
 
-    /// Requests that wait for their response.
+    /// Returns the number of requests without a complete response.
     pub fn unanswered(&self) -> usize {
         self.unanswered
     }

@@ -1,14 +1,14 @@
 //! Protocol of load generators and the testbed's paced server over TCP: 8 bytes each way, little-endian.
 //!
-//! Requests may be sent before earlier ones are answered; answers arrive in the order of the requests.
+//! A client may send a request before earlier ones are answered; responses arrive in the order of the requests.
 
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Longer service times are refused, so that a stray byte cannot stop a worker for an hour (us).
+/// Longest service time (us): limits how long a corrupted request blocks a worker.
 pub const SERVICE_MAX_US: u32 = 10_000_000;
 
-/// Asks for a piece of work.
+/// Requests that a core is busy for a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Request {
@@ -18,14 +18,14 @@ pub struct Request {
     pub id: U32,
 }
 
-/// Confirms the work, and names the worker.
+/// Confirms that the work is done, and names the core.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Response {
-    /// The request's.
+    /// Id of the request.
     pub id: U32,
     pub server: u8,
-    /// Number of its core.
+    /// Number of the worker's core.
     pub core: u8,
     /// Zero.
     pub reserved: [u8; 2],
@@ -37,7 +37,7 @@ const _: () = assert!(size_of::<Response>() == MESSAGE_BYTES);
 /// Bytes from a socket, cut into messages of [`MESSAGE_BYTES`].
 #[derive(Debug, Default)]
 pub struct Messages {
-    /// The beginning of an incomplete message.
+    /// Beginning of an incomplete message.
     partial: Vec<u8>,
 }
 

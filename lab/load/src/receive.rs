@@ -12,12 +12,12 @@ use nix::time::{ClockId, clock_gettime};
 
 use crate::event_loop::now_ns;
 
-/// Received bytes.
+/// Result of one receive call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
     /// Bytes of the buffer that were filled; 0 at the end of a stream.
     pub length: usize,
-    /// Time when the kernel received it, by CLOCK_MONOTONIC (ns). Of a stream: the last of the segments that were read.
+    /// Time when the kernel received the bytes, by CLOCK_MONOTONIC (ns). On a stream: the time of the last segment.
     pub arrived_ns: u64,
     /// Sender; `None` on a stream.
     pub sender: Option<SocketAddr>,
@@ -38,13 +38,13 @@ impl Default for Receiver {
 }
 
 impl Receiver {
-    /// From now on the kernel notes when something arrives at the socket (SO_TIMESTAMPNS).
+    /// Enables the kernel's arrival times for the socket (SO_TIMESTAMPNS).
     pub fn enable(socket: &impl AsFd) -> io::Result<()> {
         Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
     }
 
-    /// Receives a datagram, or the available part of a stream. Waits if the socket does. Fails as recvmsg(2):
-    /// WouldBlock when there is nothing, ConnectionRefused without a listener.
+    /// Receives a datagram, or the available part of a stream; blocks if the socket does. Fails as recvmsg(2):
+    /// WouldBlock when nothing is available, ConnectionRefused without a listener.
     pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
         let mut slices = [IoSliceMut::new(buffer)];
         let socket = socket.as_fd().as_raw_fd();
@@ -69,8 +69,8 @@ fn socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
     ipv4.or_else(|| address.as_sockaddr_in6().map(|address| SocketAddrV6::from(*address).into()))
 }
 
-/// Converts a past time of CLOCK_REALTIME, as in the kernel's stamps, to CLOCK_MONOTONIC. Its age is taken now, so that
-/// a step of the clock (NTP) only affects packets under way at that moment.
+/// Converts a past time of CLOCK_REALTIME, as in the kernel's time stamps, to CLOCK_MONOTONIC. The age of the packet is
+/// computed immediately, so a step of the clock (NTP) only affects packets in transit at that time.
 fn monotonic_ns(at: TimeSpec) -> u64 {
     let nanoseconds = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
     let real_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");
@@ -105,7 +105,7 @@ mod tests {
         let received = Receiver::default().receive(receiver, &mut buffer).unwrap();
         assert_eq!((received.length, received.truncated), (3, true));
         assert_eq!(received.sender, Some(sender.local_addr().unwrap()));
-        // Two clocks are read one after the other: allow for a pause between the two.
+        // Allows for a pause between the reads of the two clocks.
         let tolerance_ns = 100_000_000;
         println!("{before_ns}, {after_ns}: {received:?}");
         (before_ns - tolerance_ns..after_ns + tolerance_ns).contains(&received.arrived_ns)

@@ -8,7 +8,7 @@ use crate::request_type::RequestType;
 use crate::results::{ClassResults, Results};
 use crate::transport::{Errors, Worker};
 
-/// Quantiles of times (us); `None` of nothing.
+/// Quantiles of times (us); `None` without any times.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
     /// Median.
@@ -34,7 +34,7 @@ impl From<&Histogram<u64>> for Latency {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ClassReport {
     pub class: RequestType,
-    /// Due in the measured time.
+    /// Requests due in the measured time.
     pub requests: u64,
     /// Requests answered in time.
     pub completed: u64,
@@ -42,7 +42,7 @@ pub struct ClassReport {
     pub lost: u64,
     /// Responses that arrived in the measured time.
     pub arrived: u64,
-    /// From due to answered.
+    /// Time from the due time to the response.
     pub latency_us: Latency,
 }
 
@@ -51,11 +51,11 @@ pub struct ClassReport {
 pub struct WorkerReport {
     #[serde(flatten)]
     pub worker: Worker,
-    /// Requests.
+    /// Requests that the worker answered.
     pub completed: u64,
 }
 
-/// Report of a run. Everything but `measure` and `workers` is about the load alone.
+/// Report of a run. All fields but `measure` and `workers` cover only the load, not the measuring stream.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Requests due per second.
@@ -64,7 +64,7 @@ pub struct Report {
     pub completed_rps: f64,
     /// Requests that were due in the measured time and not answered before the time-out.
     pub lost: u64,
-    /// From when a request was due to its response, of those that were answered.
+    /// Time from the due time to the response, for answered requests.
     pub latency_us: Latency,
     /// Measured time (s).
     pub seconds: f64,
@@ -76,20 +76,20 @@ pub struct Report {
     pub measure: Option<ClassReport>,
     /// Lateness of the generator. If it is much more than the latencies of interest, the machine was too busy.
     pub lateness_us: Latency,
-    /// Requests answered, load and measuring stream, by who answered.
+    /// Answered requests of the load and the measuring stream, by worker.
     pub workers: Vec<WorkerReport>,
-    /// Repeated responses.
+    /// Responses that repeat an earlier one.
     pub duplicates: u64,
-    /// Responses after the time-out (or once more long after the first).
+    /// Responses after the time-out.
     pub late: u64,
-    /// Responses to no request.
+    /// Responses with an id that no request had.
     pub unknown: u64,
     #[serde(flatten)]
     pub errors: Errors,
 }
 
 impl Report {
-    /// Report of the results of the load's classes, followed by the measuring stream's, if there was one.
+    /// Returns the report of `results`: classes of the load first, then the class of the measuring stream, if any.
     pub fn new(results: &Results, load: &[RequestType], measure: Option<RequestType>) -> Self {
         let class = |(of_class, class): (&ClassResults, &RequestType)| ClassReport {
             class: *class,

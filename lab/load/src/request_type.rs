@@ -1,4 +1,4 @@
-//! Kinds of requests, and how long each is expected to take.
+//! Request types and their expected service times.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The first byte of every request (and of its response).
+/// First byte of every request and response.
 ///
 /// | byte | written | what |
 /// |---|---|---|
@@ -20,19 +20,19 @@ pub struct RequestType(u8);
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestTypeError {
-    /// No such type.
+    /// Byte that is not a request type.
     #[error("request type {0}: expected 1 (GET), 2 (PUT), 16 to 31 (WORK) or 129 to 255 (SCAN)")]
     Byte(u8),
-    /// No such name.
+    /// Name that is not a request type.
     #[error("request type {0:?}: expected GET, PUT, SCAN1 to SCAN127 or WORK0 to WORK15")]
     Name(String),
 }
 
 const FIRST_WORK: u8 = 16;
-/// Most pairs that a SCAN can ask for.
+/// Largest number of pairs that a SCAN can request.
 pub const SCAN_MAX: u8 = 127;
 const SCAN_BASE: u8 = 128;
-/// Classes of [`RequestType::work`].
+/// Number of classes of [`RequestType::work`].
 pub const WORK_CLASSES: u8 = 16;
 
 impl RequestType {
@@ -41,22 +41,22 @@ impl RequestType {
     /// A key's new value.
     pub const PUT: Self = Self(2);
 
-    /// `pairs` keys and their values (1 to [`SCAN_MAX`]); `None` when out of range.
+    /// Returns a SCAN of `pairs` keys and their values (1 to [`SCAN_MAX`]); `None` when out of range.
     pub const fn scan(pairs: u8) -> Option<Self> {
         if pairs >= 1 && pairs <= SCAN_MAX { Some(Self(SCAN_BASE + pairs)) } else { None }
     }
 
-    /// Work of a class (below [`WORK_CLASSES`]); `None` when out of range.
+    /// Returns work of a class (below [`WORK_CLASSES`]); `None` when out of range.
     pub const fn work(class: u8) -> Option<Self> {
         if class < WORK_CLASSES { Some(Self(FIRST_WORK + class)) } else { None }
     }
 
-    /// Number of pairs of a SCAN; `None` of the others.
+    /// Returns the number of pairs of a SCAN; `None` for other types.
     pub const fn pairs(self) -> Option<u8> {
         if self.0 > SCAN_BASE { Some(self.0 - SCAN_BASE) } else { None }
     }
 
-    /// The class of work; `None` of the others.
+    /// Returns the class of work; `None` for other types.
     pub const fn class(self) -> Option<u8> {
         if self.0 >= FIRST_WORK && self.0 < FIRST_WORK + WORK_CLASSES { Some(self.0 - FIRST_WORK) } else { None }
     }
@@ -117,23 +117,23 @@ const fn scan(pairs: u8) -> RequestType {
     RequestType::scan(pairs).expect("1 to 127")
 }
 
-/// Average service time of each type of query (ns), as Turbo measured of Masstree (Seyedroudbari et al., HPCA 2023,
+/// Average service time of each query type (ns), measured for Masstree by Turbo (Seyedroudbari et al., HPCA 2023,
 /// caption of Figure 7).
 pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] =
     [(RequestType::GET, 975), (RequestType::PUT, 1_350), (scan(18), 4_700), (scan(46), 9_180), (scan(105), 17_700)];
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ServiceTimesError {
-    /// Not a pair.
+    /// Entry that is not `TYPE=TIME`.
     #[error("service time {0:?}: expected TYPE=MICROSECONDS, as in GET=200,SCAN46=2000")]
     NotAPair(String),
-    /// Not a type.
+    /// Unknown request type.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
-    /// Not a time.
+    /// Text that is not a time.
     #[error("service time of {request_type}: {given:?}: expected microseconds, from 0 to 4294967")]
     Time { request_type: RequestType, given: String },
-    /// Too large a factor, or none.
+    /// Multiplier that is out of range.
     #[error("multiplier {0}: expected a number above 0, at most 100000")]
     Multiplier(f64),
 }
@@ -142,8 +142,8 @@ pub enum ServiceTimesError {
 pub struct ServiceTimes(BTreeMap<RequestType, u32>);
 
 impl ServiceTimes {
-    /// [`TURBO_SERVICE_NS`], each `multiplier` times as long: for machines on which the network takes longer than the
-    /// paper's requests. Fails when the multiplier is not above 0, or more than 100,000.
+    /// Returns [`TURBO_SERVICE_NS`] times `multiplier`, for machines on which the network takes longer than the paper's
+    /// requests. Fails when the multiplier is not above 0, or more than 100,000.
     pub fn turbo(multiplier: f64) -> Result<Self, ServiceTimesError> {
         if !(multiplier > 0.0 && multiplier <= 100_000.0) {
             return Err(ServiceTimesError::Multiplier(multiplier));
@@ -152,23 +152,23 @@ impl ServiceTimes {
         Ok(Self(times.into()))
     }
 
-    /// These, with those of `other` in place of what both have.
+    /// Returns these times, overridden by those of `other`.
     pub fn overridden_by(mut self, other: &Self) -> Self {
         self.0.extend(&other.0);
         self
     }
 
-    /// The time of a type; `None` when the table has none.
+    /// Returns the service time of a type; `None` when the table has no entry.
     pub fn get(&self, request_type: RequestType) -> Option<Duration> {
         self.0.get(&request_type).map(|ns| Duration::from_nanos((*ns).into()))
     }
 
-    /// Service time in a request (ns).
+    /// Returns the service time for a request's header (ns).
     pub fn get_ns(&self, request_type: RequestType) -> Option<u32> {
         self.0.get(&request_type).copied()
     }
 
-    /// Whether there is none at all.
+    /// Returns whether the table has no entry.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -177,7 +177,7 @@ impl ServiceTimes {
 impl FromStr for ServiceTimes {
     type Err = ServiceTimesError;
 
-    /// `GET=200,SCAN46=2000`: microseconds by type.
+    /// Parses microseconds by type, as in `GET=200,SCAN46=2000`.
     fn from_str(text: &str) -> Result<Self, ServiceTimesError> {
         let mut times = BTreeMap::new();
         for pair in text.split(',') {

@@ -11,48 +11,48 @@ use crate::transport::{Errors, Worker};
 /// Results of one class. All but `latency` count requests that were due in the measured time.
 #[derive(Debug)]
 pub struct ClassResults {
-    /// Due.
+    /// Requests due in the measured time.
     pub requests: u64,
-    /// Answered in time.
+    /// Requests answered before the time-out.
     pub completed: u64,
     /// Not answered before the time-out.
     pub lost: u64,
-    /// From when a request was due to its response (ns).
+    /// Time from the due time to the response (ns).
     pub latency: Histogram<u64>,
     /// Responses that arrived in the measured time, to requests due before or in it.
     pub arrived: u64,
 }
 
-/// Everything counted.
+/// Results of all classes.
 #[derive(Debug)]
 pub struct Results {
     /// The measured time (CLOCK_MONOTONIC, ns).
     pub window: Range<u64>,
     pub classes: Vec<ClassResults>,
-    /// From when a request was due to when it was sent (ns): how late the generator itself was.
+    /// Time from the due time to the send time (ns): lateness of the generator.
     pub lateness: Histogram<u64>,
-    /// Requests answered, by who answered.
+    /// Answered requests by worker.
     pub workers: BTreeMap<Worker, u64>,
-    /// Repeated responses.
+    /// Responses that repeat an earlier one.
     pub duplicates: u64,
     /// Responses after the time-out.
     pub late: u64,
-    /// Responses to no request.
+    /// Responses with an id that no request had.
     pub unknown: u64,
     pub errors: Errors,
-    /// Time when the last request was settled (ns since the start).
+    /// Time when the last request was answered or lost (ns since the start).
     pub ended_ns: u64,
-    /// Latencies of each class in the present interval; empty unless requested.
+    /// Latencies of each class in the current interval; empty unless requested.
     intervals: Vec<Histogram<u64>>,
 }
 
-/// Three significant digits, from 1 ns to ten minutes; what is longer counts as that.
+/// Returns a histogram with three significant digits from 1 ns to ten minutes; longer times count as ten minutes.
 fn new_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(600_000_000_000, 3)?)
 }
 
 impl Results {
-    /// Nothing yet. Fails when there is no memory.
+    /// Returns empty results. Fails when memory is short.
     pub fn new(classes: usize, window: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
         let class = |_| {
             let latency = new_histogram()?;
@@ -74,17 +74,17 @@ impl Results {
         })
     }
 
-    /// The measured time ends now, if it would last longer.
+    /// Ends the measured time at `now_ns`, if it would last longer.
     pub fn stop(&mut self, now_ns: u64) {
         self.window.end = self.window.end.min(now_ns.max(self.window.start));
     }
 
-    /// The latencies of each class since they were last reset.
+    /// Returns each class's latencies since their last reset.
     pub fn intervals(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
         self.intervals.iter_mut()
     }
 
-    /// A request was sent at `now_ns`.
+    /// Records a request sent at `now_ns`.
     pub(crate) fn record_sent(&mut self, sent: Sent, now_ns: u64) {
         if let Some(class) = self.measured_class(sent) {
             class.requests += 1;
@@ -92,7 +92,7 @@ impl Results {
         }
     }
 
-    /// A request was answered by a response that arrived at `arrived_ns`.
+    /// Records a response that arrived at `arrived_ns`.
     pub(crate) fn record_answer(&mut self, sent: Sent, arrived_ns: u64, worker: Option<Worker>) {
         if self.window.contains(&arrived_ns) {
             self.classes[usize::from(sent.class)].arrived += 1;
@@ -110,7 +110,7 @@ impl Results {
         }
     }
 
-    /// A request was given up.
+    /// Records a request as lost.
     pub(crate) fn record_lost(&mut self, sent: Sent) {
         if let Some(class) = self.measured_class(sent) {
             class.lost += 1;

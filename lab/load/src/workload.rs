@@ -11,13 +11,13 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::request_type::{RequestType, RequestTypeError, ServiceTimes, WORK_CLASSES};
 
-/// A request to be sent.
+/// Parameters of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Demand {
-    /// Its class: an index of [`Workload::classes`].
+    /// Index of its type in [`Workload::classes`].
     pub class: u8,
     pub request_type: RequestType,
-    /// Service time (ns); 0: the server's own.
+    /// Service time (ns); 0: the server chooses it.
     pub service_ns: u32,
 }
 
@@ -27,30 +27,30 @@ pub struct Mix(Vec<(RequestType, f64)>);
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MixError {
-    /// Neither a preset nor a list of shares.
+    /// Text that is neither a preset nor a list of shares.
     #[error("mix {0:?}: expected TYPE=SHARE,..., as in GET=0.9,SCAN46=0.1, or turbo-7a, turbo-7b, turbo-7c, turbo-7d")]
     UnknownMix(String),
-    /// Not a type.
+    /// Unknown request type.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
-    /// A type that is given twice.
+    /// Type that appears twice.
     #[error("mix: {0} is there twice")]
     DuplicateType(RequestType),
-    /// Not a share.
+    /// Text that is not a share.
     #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
     Share { request_type: RequestType, given: String },
-    /// More or less than everything.
+    /// Shares whose sum is not 1.
     #[error("the shares of the mix add up to {0}: expected 1")]
     Sum(f64),
-    /// More types than there may be.
+    /// More types than the limit.
     #[error("mix of {0} types: expected at most 16")]
     Types(usize),
 }
 
-/// The query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). (a) is YCSB-A: half GET, half
-/// PUT. The paper gives no shares for the others: (b) and (c) "roughly match" the bimodal distributions of its Sect.
-/// VII-A, 10 % five times and 40 % ten times as long; (d) is trimodal with a mean of 9.2 us, which a third each of GET,
-/// SCAN46 and SCAN105 has. The scenarios turbo-7a to turbo-7d simulate the same.
+/// Query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). (a) is YCSB-A: half GET, half PUT.
+/// The paper gives no shares for the other mixes. (b) and (c) "roughly match" the bimodal distributions of its Sect.
+/// VII-A: 10 % five times as long, and 40 % ten times as long. (d) is trimodal with a mean of 9.2 us, as a third each
+/// of GET, SCAN46 and SCAN105. The scenarios turbo-7a to turbo-7d simulate the same mixes.
 const PRESETS: [(&str, &str); 4] = [
     ("turbo-7a", "GET=0.5,PUT=0.5"),
     ("turbo-7b", "GET=0.9,SCAN18=0.1"),
@@ -98,7 +98,7 @@ impl fmt::Display for Mix {
     }
 }
 
-/// A distribution of service times: in microseconds as `exp:3`, or as in `coreward-lab sim rpc`.
+/// Distribution of service times: in microseconds as `exp:3`, or as in `coreward-lab sim rpc`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ServiceDistribution {
     service: Service,
@@ -106,8 +106,8 @@ pub struct ServiceDistribution {
     unit_us: f64,
 }
 
-/// RingLeader's synthetic workloads (Lin et al., NSDI 2023, Table 2): of Bimodal 95 % take 5 us and 5 % 100 us, of High
-/// Bimodal 99 % take 3 us and 1 % 100 us; the short ones are of high priority. Exp(3) is `exp:3`.
+/// RingLeader's synthetic workloads (Lin et al., NSDI 2023, Table 2). Bimodal: 95 % take 5 us, 5 % take 100 us. High
+/// Bimodal: 99 % take 3 us, 1 % take 100 us. The short requests have high priority. Exp(3) is `exp:3`.
 const RINGLEADER: [(&str, &str, f64); 2] =
     [("ringleader-bimodal", "bimodal:0.05:20", 5.0), ("ringleader-high-bimodal", "bimodal:0.01:33.333333", 3.0)];
 
@@ -135,7 +135,7 @@ impl fmt::Display for ServiceDistribution {
 }
 
 impl ServiceDistribution {
-    /// The mean service time (us), before any multiplier.
+    /// Returns the mean service time before any multiplier (us).
     pub fn mean_us(&self) -> f64 {
         self.service.mean() * self.unit_us
     }
@@ -143,9 +143,9 @@ impl ServiceDistribution {
 
 #[derive(Debug, Clone)]
 enum ClassDraw {
-    /// Type, the sum of the shares up to it, and the service time to ask for.
+    /// Type, cumulative share, and the requested service time (ns; 0: the server chooses it).
     Mix(Vec<(RequestType, f64, u32)>),
-    /// With the length of a unit (ns).
+    /// Distribution, and the length of its unit (ns).
     Service(Sampler, f64),
 }
 
@@ -157,7 +157,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// Requests of a mix, which ask for the times in `times`, or, where it has none, for no particular time.
+    /// Returns requests of a mix with the service times of `times`; the server chooses the others.
     pub fn mix(mix: &Mix, times: &ServiceTimes, seed: u64, purpose: u64) -> Self {
         let mut below = 0.0;
         let mut entry = |(request_type, share): &(RequestType, f64)| {
@@ -171,8 +171,8 @@ impl Workload {
         Self { draw: ClassDraw::Mix(entries), classes, rng: seeded_rng(seed, purpose) }
     }
 
-    /// Requests that ask for times of a distribution, each time multiplied. Each class of the distribution is a type of
-    /// [`RequestType::work`].
+    /// Returns requests with service times of a distribution times `multiplier`. Each class of the distribution is a
+    /// type of [`RequestType::work`].
     pub fn service(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
         let unit_ns = service.unit_us * 1e3 * multiplier;
         let count = service.service.class_times().len().min(WORK_CLASSES.into());
@@ -180,8 +180,8 @@ impl Workload {
         Self { draw: ClassDraw::Service(service.service.sampler(), unit_ns), classes, rng: seeded_rng(seed, purpose) }
     }
 
-    /// Only requests of its first type; of a distribution, only such as take its shortest class's time, or its mean
-    /// where it has no classes (Turbo's measuring client, Sect. VII-A): for a measuring stream.
+    /// Restricts a measuring stream to the first type. For a distribution: to the times of its shortest class, or to
+    /// its mean if it has no classes (Turbo's measuring client, Sect. VII-A).
     pub fn first_type_only(mut self) -> Self {
         match &mut self.draw {
             ClassDraw::Mix(entries) => {
@@ -194,12 +194,12 @@ impl Workload {
         self
     }
 
-    /// The types that it has, the shortest first for distributions.
+    /// Returns the request types; for a distribution the shortest first.
     pub fn classes(&self) -> &[RequestType] {
         &self.classes
     }
 
-    /// The next request.
+    /// Returns the next request.
     pub fn draw(&mut self) -> Demand {
         match &self.draw {
             ClassDraw::Mix(entries) => {
@@ -210,7 +210,7 @@ impl Workload {
             }
             ClassDraw::Service(sampler, unit_ns) => {
                 let (class, ticks) = sampler.sample(&mut self.rng);
-                // 0 would ask for the server's own time; `as` keeps what is longer than 4.3 s at that.
+                // At least 1, because the server chooses the time for 0. `as` limits longer times to 4.3 s.
                 let service_ns = ((units(ticks) * unit_ns) as u32).max(1);
                 Demand { class, request_type: self.classes[usize::from(class)], service_ns }
             }
@@ -234,7 +234,7 @@ mod tests {
     fn ringleaders_distributions_have_their_means() {
         for (name, mean) in [("exp:3", 3.0), ("ringleader-bimodal", 9.75), ("ringleader-high-bimodal", 3.97)] {
             let drawn = mean_us(name);
-            // Standard errors of 200,000 draws: at most 0.05 us.
+            // Tolerance: three standard errors of 200,000 draws (0.05 us each).
             assert!((drawn - mean).abs() < 0.15, "{name}: {drawn} us");
             assert!((name.parse::<ServiceDistribution>().unwrap().mean_us() - mean).abs() < 1e-6);
         }
@@ -288,7 +288,7 @@ mod tests {
             }
             for (weight, drawn) in weights.iter().zip(&drawn) {
                 let (expected, drawn) = (share(weight), f64::from(*drawn) / f64::from(count));
-                // Six standard deviations: once in 5e8 draws.
+                // Tolerance: six standard deviations, exceeded once in 5e8 draws.
                 let deviation = (expected * (1.0 - expected) / f64::from(count)).sqrt();
                 prop_assert!((drawn - expected).abs() <= 6.0 * deviation, "{drawn} of {expected}");
             }

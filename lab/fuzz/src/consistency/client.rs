@@ -1,4 +1,4 @@
-//! Clients and their connections, and the way of their packets.
+//! Clients, their connections, and the delivery of their packets.
 
 use std::net::Ipv4Addr;
 
@@ -20,48 +20,47 @@ const ACK: u8 = 0x10;
 /// Offset of a SYN's TSecr in the TCP header: its timestamp follows two options of 6 bytes.
 const SYN_TSECR: usize = 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
-/// A packet that is not answered is sent again so often, then the client gives up.
+/// Transmissions of a packet without an answer before the client gives up.
 const ATTEMPTS: u32 = 25;
-/// On average one of this many packets takes another load balancer than its connection's others, and one of this many
-/// answers is lost.
+/// Mean number of packets per fault: a packet that takes another load balancer than its connection, or a lost answer.
 const PACKETS_PER_FAULT: usize = 50;
-/// One of this many connections has no timestamps.
+/// Mean number of connections per connection without timestamps.
 const WITHOUT_TIMESTAMPS: usize = 30;
 
 /// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// SYNs are sent.
+    /// The client sends SYNs.
     Opening,
-    /// Number of packets until the end.
+    /// Open, with this number of packets until the end.
     Open(u32),
 }
 
-/// A client's end.
+/// Client's state of a connection.
 #[derive(Debug)]
 pub(super) struct Connection {
     client: (Ipv4Addr, u16),
     timestamps: bool,
     stage: Stage,
     attempts: u32,
-    /// The newest TSval from the server.
+    /// Newest TSval from the server.
     tsecr: u32,
-    /// Server of the first SYN-ACK.
+    /// Server of the first SYN-ACK, by its position.
     server: Option<usize>,
-    /// Servers' ends; a SYN sent twice may have made two.
+    /// Sockets at servers; a retransmitted SYN may have created two.
     sockets: Vec<Socket>,
-    /// Spreads connections over load balancers.
+    /// Hash that selects the load balancer.
     hash: u32,
 }
 
-/// Fate of one packet.
+/// Result of sending a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Delivery {
-    /// By the server at that position of the list.
+    /// Accepted by the server at that position of the list.
     Accepted(usize),
-    /// Dropped on the way, or accepted by none.
+    /// Dropped by the network or a load balancer, or accepted by no server.
     Lost,
-    /// A server without the connection got it, and resets.
+    /// Received by a server without the connection, which resets it.
     Rejected,
 }
 
@@ -86,7 +85,7 @@ impl Simulation {
             return Ok(());
         }
         self.opened += 1;
-        // Half a day's clients; now and then one takes a port again that it had before.
+        // Client addresses of half a day; sometimes a port is used again.
         let client = if self.rng.chance(1, 50) && !self.ended.is_empty() {
             let position = self.rng.below(self.ended.len());
             self.ended.swap_remove(position)
@@ -120,7 +119,7 @@ impl Simulation {
         self.connections[number as usize].as_mut().expect("an open connection")
     }
 
-    /// Time until the next packet: mostly soon, now and then nearly as long as keys live.
+    /// Returns the time until the next packet: mostly short, sometimes nearly the lifetime of a key.
     fn gap(&mut self) -> u64 {
         let most = match self.rng.below(200) {
             0 => MAX_IDLE_MS as usize,
@@ -163,7 +162,7 @@ impl Simulation {
             }
             self.report.established += 1;
             if again {
-                // The SYN-ACK was late: another SYN is on its way.
+                // The SYN-ACK was late: the client has sent another SYN.
                 self.at(1_000, Event::Packet(number));
                 return Ok(());
             }
@@ -308,7 +307,7 @@ impl Simulation {
         Ok(self.deliver(number, flags, server, &frame))
     }
 
-    /// Delivers to all: the server of the connection takes it, the others do nothing.
+    /// Delivers to all servers: the server of the connection accepts the packet, the others ignore it.
     fn deliver_broadcast(&mut self, number: u32) -> Delivery {
         let Some(server) = self.connection(number).server else { return Delivery::Lost };
         if self.servers[server].life == Life::Gone {
@@ -318,7 +317,7 @@ impl Simulation {
         let tuple = ipv6::tuple(connection.client, self.config.vip());
         let returned = cookie::recognise(&self.servers[server].keys, &tuple, connection.tsecr);
         let id = self.servers[server].id;
-        // Its load balancer has lost the entry: from now on the server's id.
+        // The load balancer has lost the entry: from now on the cookie holds the server's id.
         if let Cookie::TableIndex(_) = returned
             && let Some(socket) = self.connection_mut(number).sockets.iter_mut().find(|socket| socket.server == server)
         {
@@ -350,16 +349,17 @@ impl Simulation {
         if connection.server == Some(server) {
             return Delivery::Accepted(server);
         }
-        // A SYN sent twice: this server has a half-open connection, but not this one.
+        // After a retransmitted SYN this server has a half-open socket, but not for this connection.
         if connection.timestamps || connection.sockets.iter().any(|socket| socket.server == server) {
             return Delivery::Rejected;
         }
         self.forward_to_previous_server(number, server, frame)
     }
 
-    /// A server that does not know a packet without a cookie hands it to the one that the load balancer named.
+    /// Forwards a packet without a cookie from a server that does not know it to the previous server, named by the load
+    /// balancer.
     fn forward_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> Delivery {
-        // IP identification; of IPv6 the end of the flow label.
+        // The IP identification, or the end of the IPv6 flow label.
         let named_at = ETHERNET + if frame[ETHERNET] >> 4 == 6 { 2 } else { 4 };
         let named = u16::from_be_bytes([frame[named_at], frame[named_at + 1]]);
         let before = ServerId::try_from(u64::from(named)).ok().filter(|id| *id != self.servers[server].id);
@@ -374,17 +374,17 @@ impl Simulation {
         }
     }
 
-    /// The server's answer, which may be lost.
+    /// Sends the server's answer, which may be lost.
     fn answer(&mut self, number: u32, server: usize) {
         let lost = self.rng.chance(1, PACKETS_PER_FAULT);
         let now = self.now;
         let connection = self.connection(number);
-        // An answer to a second SYN by another server is not of this connection.
+        // The connection ignores another server's answer to a retransmitted SYN.
         let from_another = connection.server.is_some_and(|first| first != server);
         let Some(socket) = connection.sockets.iter().find(|socket| socket.server == server) else { return };
         let tuple = ipv6::tuple(connection.client, self.config.vip());
         let value = self.servers[server].stamp(&tuple, socket, now);
-        // The first answer is what opens the connection.
+        // The first answer opens the connection.
         if !from_another && (!lost || connection.tsecr == 0) {
             self.connection_mut(number).tsecr = value;
         }

@@ -1,4 +1,4 @@
-//! The controller: what there should be, and how it reaches load balancers and servers.
+//! Controller: the desired state, and its updates to load balancers and servers.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -19,15 +19,15 @@ use crate::fuzz_rng::FuzzRng;
 use crate::harness::{Harness, Setup};
 use crate::ipv6;
 
-/// Servers at the start, and about as many later on.
+/// Mean number of servers.
 const SERVERS: usize = 48;
-/// News arrives within that time (ms).
+/// Largest delay of an update (ms).
 const DELAY_MS: usize = 1_000;
-/// A failed server is found out within that time (ms).
+/// Largest delay until a server's failure is detected (ms).
 const FAILURE_MS: usize = 3_000;
-/// Between a new key and its use: everybody has it by then.
+/// Time between the distribution and the first use of a new key (ms): longer than any update's delay.
 const KEY_SWITCH_MS: u64 = 2 * DELAY_MS as u64 + 500;
-/// Interval of searches for entries that can be freed.
+/// Interval of scans for entries that can be freed (ms).
 const SWEEP_MS: u64 = 10_000;
 const CORES: u16 = 4;
 
@@ -87,7 +87,7 @@ impl Simulation {
 
     fn add_server(&mut self) -> usize {
         let position = self.servers.len();
-        // An id is not used again: who had it may still have connections.
+        // An id is not used again: the earlier server may still have connections.
         let id = loop {
             let id = ServerId::try_from(self.rng.below(ServerId::COUNT) as u64).expect("in range");
             if !self.servers.iter().any(|server| server.id == id) {
@@ -108,7 +108,7 @@ impl Simulation {
         position
     }
 
-    /// Servers that take connections.
+    /// Returns the servers that take new connections.
     fn eligible(&self) -> Vec<ServerId> {
         let takes = |server: &&Server| server.life == Life::Serving && server.healthy;
         let mut ids: Vec<ServerId> = self.servers.iter().filter(takes).map(|server| server.id).collect();
@@ -123,7 +123,7 @@ impl Simulation {
 
     // ---- tables ----
 
-    /// A table of those that take connections; buckets that change hands remember whose they were.
+    /// Creates a table of the eligible servers; buckets that move record their previous server.
     fn new_table(&mut self) {
         let servers = self.eligible();
         let before = &self.controller.table;
@@ -146,7 +146,7 @@ impl Simulation {
         let candidates = (0..buckets.get() * candidates_per_bucket).map(|_| candidate()).collect();
         self.controller.table = PlacementTable {
             generation: before.generation + 1,
-            // Two load balancers never agree on it, which is the point.
+            // This rule makes load balancers place differently, which the test needs.
             rule: Rule::LeastAssigned,
             bucket_count: buckets,
             groups: before.groups.clone(),
@@ -166,7 +166,7 @@ impl Simulation {
     fn send_new_table(&mut self) {
         self.new_table();
         for number in 0..self.load_balancers.len() {
-            // After the load balancer's updates of servers.
+            // Sent after the load balancer's updates of servers.
             let delay = DELAY_MS as u64 + self.delay();
             self.at(delay, Event::SendTable(number));
         }
@@ -204,7 +204,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Sends all load balancers whether load balancer `number` is alive.
+    /// Sends all load balancers the liveness of load balancer `number`.
     fn send_owner(&mut self, number: usize, within_ms: usize) {
         for other in 0..self.config.load_balancers {
             let delay = self.rng.below(within_ms) as u64;
@@ -222,7 +222,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// The daemon's timers, simpler: a connection that its server does not have any more has no entry for long.
+    /// Frees entries of connections that their servers do not have any more, like the daemon's timers.
     pub(super) fn sweep(&mut self, number: usize) -> anyhow::Result<()> {
         let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive {
@@ -307,14 +307,14 @@ impl Simulation {
             return Ok(());
         }
         while !self.one_change()? {}
-        // A minute's share, each at a random moment of its part of the minute.
+        // Each change of a minute is due at a random time of its slot.
         let part = 60_000 / u64::from(self.config.changes_per_minute);
         let next = self.report.changes() * part + self.rng.below(part as usize) as u64;
         self.at(next.saturating_sub(self.now), Event::Change);
         Ok(())
     }
 
-    /// Whether what was drawn could be done.
+    /// Applies a random change. Returns whether the change was possible.
     fn one_change(&mut self) -> anyhow::Result<bool> {
         let serving = self.servers.iter().filter(|server| server.life == Life::Serving).count();
         match self.rng.below(20) {
@@ -344,8 +344,8 @@ impl Simulation {
         true
     }
 
-    /// A draining server leaves when its last connection has ended. First packets that are under way to it by an old
-    /// table are refused by its flags.
+    /// Removes a draining server after its last connection. Its flags reject new connections that an old table sends
+    /// there.
     pub(super) fn leave_if_empty(&mut self, server: usize) {
         if self.servers[server].life == Life::Draining && self.servers[server].connections == 0 {
             self.servers[server].life = Life::Gone;
@@ -372,7 +372,7 @@ impl Simulation {
         true
     }
 
-    /// One load balancer does not know a server's MAC address for a moment.
+    /// Removes a server's MAC address from one load balancer for a short time.
     fn lose_mac(&mut self) -> anyhow::Result<bool> {
         let Some(server) = self.pick_server(Life::Serving) else { return Ok(false) };
         let number = self.rng.below(self.load_balancers.len());
@@ -388,7 +388,7 @@ impl Simulation {
         Ok(reported)
     }
 
-    /// Stops with all its state, and returns empty; never the last one.
+    /// Stops a load balancer, which returns with empty tables; never the last one.
     fn restart_load_balancer(&mut self) -> bool {
         let alive: Vec<usize> =
             (0..self.load_balancers.len()).filter(|number| self.load_balancers[*number].alive).collect();
@@ -409,7 +409,7 @@ fn owner_number(load_balancer: usize) -> OwnerNumber {
     OwnerNumber::try_from(load_balancer as u64).expect("at most 16 load balancers")
 }
 
-/// A server in updates for load balancers.
+/// Returns the server for updates of load balancers.
 fn known(server: &Server) -> model::Server {
     model::Server { mac: Some(server.mac), eligible: server.life == Life::Serving && server.healthy }
 }

@@ -1,10 +1,10 @@
-//! Consistency check: every packet of a connection reaches the server of its first packet, whatever changes. Many
-//! connections in virtual time, through several load balancers, while servers, load balancers and keys change.
+//! Consistency check: every packet of a connection reaches the server of its first packet, despite all changes. Many
+//! connections run in virtual time through several load balancers, while servers, load balancers and keys change.
 //!
 //! Real: the load balancers, each a BPF program (by test runs) with its reference model, and all their updates:
 //! servers, tables, keys. Modelled: clients ([`client`]); servers that stamp and restore as `bpf/server/server.bpf.c`
-//! does ([`server`]); the network, which loses answers and spreads packets over the load balancers by a hash of the
-//! connection and, now and then, against it; and a controller whose updates arrive at different times ([`controller`]).
+//! does ([`server`]); and a controller whose updates arrive at different times ([`controller`]). The modelled network
+//! loses answers and selects a load balancer by the connection's hash, sometimes another one.
 //!
 //! Invariant for connections with timestamps: a server accepts only SYNs, bare resets and packets of its own
 //! connections, and one server accepts all packets of a connection. A packet may be dropped or broadcast; the client
@@ -33,7 +33,7 @@ use controller::Controller;
 pub use report::Report;
 use server::Server;
 
-/// No connection is silent for longer than that.
+/// Longest time without a packet of a connection (ms).
 pub const MAX_IDLE_MS: u64 = 60_000;
 
 /// Configuration of a simulation.
@@ -45,8 +45,8 @@ pub struct Config {
     pub minutes: u32,
     /// Changes per minute: servers and load balancers that join and leave, health, addresses, tables.
     pub changes_per_minute: u32,
-    /// From one new key to the next. Longer than a connection may be idle ([`MAX_IDLE_MS`]), or its cookie is read
-    /// by another key than it was made with.
+    /// Interval between new keys (ms). It must exceed the longest idle time of a connection ([`MAX_IDLE_MS`]):
+    /// otherwise another key would decode the connection's cookie.
     pub key_rotation_ms: u64,
     pub load_balancers: usize,
     /// Stateless or stateful.
@@ -54,9 +54,9 @@ pub struct Config {
     pub forwarding: Forwarding,
     /// Whether the VIP is an IPv6 address.
     pub ipv6: bool,
-    /// Determines everything.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// The BPF programs with their reference models.
+    /// Whether the BPF programs run with their reference models.
     pub with_program: bool,
 }
 
@@ -91,28 +91,28 @@ impl Config {
 /// Event of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// The next connection is opened.
+    /// A new connection opens.
     Arrival,
-    /// A connection's next packet.
+    /// A connection sends its next packet.
     Packet(u32),
-    /// Something about the fleet changes.
+    /// The fleet changes.
     Change,
     /// A load balancer receives the state of a server, or of all.
     SendServer(usize, usize),
-    /// A load balancer gets the newest table.
+    /// A load balancer receives the newest table.
     SendTable(usize),
-    /// A load balancer gets the newest keys.
+    /// A load balancer receives the newest keys.
     SendKeys(usize),
     SendServerKeys(usize),
-    /// A new key, in the slot that is not in use.
+    /// A new key is created in the slot that is not in use.
     NewKey,
-    /// Everybody has it: it is used from now on.
+    /// All have received the new key and use it from now on.
     SwitchKey,
     /// A load balancer returns, with empty tables.
     Return(usize),
     /// A load balancer receives whether another one is alive.
     SendOwner(usize, usize),
-    /// A load balancer frees entries of connections that their server does not have any more.
+    /// A load balancer frees entries of connections that no server has any more.
     Sweep(usize),
 }
 
@@ -122,11 +122,11 @@ struct LoadBalancer {
     alive: bool,
 }
 
-/// Everything.
+/// State of the simulation.
 struct Simulation {
     config: Config,
     rng: FuzzRng,
-    /// Milliseconds.
+    /// Virtual time (ms).
     now: u64,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled: u64,
@@ -137,7 +137,7 @@ struct Simulation {
     opened: u32,
     /// Clients of open connections.
     open: HashSet<(Ipv4Addr, u16)>,
-    /// Clients of connections that ended: some ports are used again.
+    /// Clients of ended connections; some of their ports are used again.
     ended: Vec<(Ipv4Addr, u16)>,
     report: Report,
 }
@@ -146,7 +146,7 @@ fn load_balancer_mac(number: usize) -> Mac {
     [2, 0, 0, 0, 0, number as u8]
 }
 
-/// Simulates. Fails when a BPF program and its reference model differ, or the kernel refuses something.
+/// Runs the simulation. Fails when a BPF program and its reference model differ, or the kernel rejects an update.
 pub fn run(config: Config) -> anyhow::Result<Report> {
     let mut simulation = Simulation::new(config)?;
     while let Some(Reverse((time, _, event))) = simulation.events.pop() {
@@ -186,7 +186,7 @@ impl Simulation {
         }
     }
 
-    /// Gives a frame to a load balancer: the counter of its outcome, and the frame as it leaves.
+    /// Processes a frame in load balancer `number`. Returns the counter of the outcome, and the resulting frame.
     fn through(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
         let harness = &mut self.load_balancers[number].harness;
         let (outcome, difference) = harness.packet(frame)?;

@@ -1,4 +1,4 @@
-//! Counts of the simulation.
+//! Report of the consistency check.
 
 use std::fmt;
 
@@ -10,40 +10,40 @@ pub struct Report {
     pub connections: u64,
     /// Connections that a server accepted.
     pub established: u64,
-    /// Connections that ended as they should.
+    /// Connections that ended regularly.
     pub completed: u64,
     pub lost_with_server: u64,
-    /// Connections that gave up: packets were dropped again and again.
+    /// Connections that gave up after repeated drops.
     pub gave_up: u64,
     pub packets: u64,
     pub accepted: u64,
-    /// With timestamps, delivered to a server that does not have the connection and resets it. Must be 0.
+    /// With timestamps: packets that reached a server without the connection, which resets it. Must be 0.
     pub misdelivered: u64,
-    /// With timestamps, accepted by another server than the first one. Must be 0.
+    /// With timestamps: packets that another server than the first one accepted. Must be 0.
     pub accepted_elsewhere: u64,
-    /// SYNs sent again that reached another server than the first one.
+    /// Retransmitted SYNs that reached another server than the first SYN.
     pub syn_elsewhere: u64,
-    /// Resets without timestamps that reached a server without the connection, which they do not affect: the flow table
-    /// still had an earlier connection without timestamps of the same client port.
+    /// Resets without timestamps that reached a server without the connection, and had no effect: the flow table still
+    /// had an earlier connection of the same client port.
     pub misdelivered_resets: u64,
     pub without_timestamps: u64,
-    /// Packets that the bucket's server forwarded to the one before.
+    /// Packets that the bucket's server forwarded to the previous server.
     pub chained: u64,
-    /// Packets that reached a server that does not have them.
+    /// Packets without timestamps that reached a server without the connection.
     pub broken_without_timestamps: u64,
-    /// Packets handed from one load balancer to the owner of the connection's entry.
+    /// Packets that a load balancer forwarded to the owner of the connection's entry.
     pub to_owner: u64,
-    /// By value of `enum lb_counter`: what load balancers did with packets.
+    /// Packets by outcome: indexed by the value of `enum lb_counter`.
     pub outcomes: Vec<u64>,
     pub servers_joined: u64,
-    /// Servers that take no new connections and leave after their last one.
+    /// Servers that drained and left after their last connection.
     pub servers_drained: u64,
     pub servers_failed: u64,
-    /// Load balancers that went away and came back with empty tables.
+    /// Load balancers that stopped and returned with empty tables.
     pub load_balancers_restarted: u64,
     /// Changes of health and of MAC addresses.
     pub other_changes: u64,
-    /// Keys that came into use.
+    /// Activated keys.
     pub key_switches: u64,
     pub tables: u64,
 }
@@ -53,7 +53,7 @@ impl Report {
         Self { outcomes: vec![0; intf::LB_COUNTER_COUNT as usize], ..Self::default() }
     }
 
-    /// Changes of servers and load balancers.
+    /// Returns the number of changes of servers and load balancers.
     pub fn changes(&self) -> u64 {
         self.servers_joined
             + self.servers_drained
@@ -62,7 +62,7 @@ impl Report {
             + self.other_changes
     }
 
-    /// Whether what must hold did.
+    /// Returns whether all guarantees were kept.
     pub fn holds(&self) -> bool {
         self.misdelivered == 0 && self.accepted_elsewhere == 0
     }

@@ -1,4 +1,4 @@
-//! Servers like `bpf/server/server.bpf.c` and the kernel's TCP, as far as a client can observe.
+//! Servers that behave like `bpf/server/server.bpf.c` and the kernel's TCP, as far as clients can observe.
 
 use coreward_intf as intf;
 use coreward_model::cookie::{self, Cookie, FleetKeys};
@@ -22,24 +22,24 @@ pub(super) struct Server {
     pub life: Life,
     pub healthy: bool,
     pub connections: u32,
-    /// Its keys, as received.
+    /// Newest keys that it received.
     pub keys: FleetKeys,
-    /// Its own TSval from which on `keys.current` stamps.
+    /// TSval of its own clock from which on `keys.current` stamps.
     pub switch_ms: u32,
-    /// Its clock at time 0 (ms).
+    /// Value of its clock at time 0 (ms).
     pub uptime: u32,
 }
 
-/// A server's end of a connection.
+/// Server's state of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Socket {
     /// Position in the list of servers.
     pub server: usize,
-    /// Its cookie: the id, or the index that the SYN brought.
+    /// Cookie: the id, or the index from the SYN.
     pub cookie: Cookie,
 }
 
-/// The first bytes distinguish servers from load balancers.
+/// Returns a server's MAC address; its first bytes distinguish it from a load balancer's.
 pub(super) fn mac(server: usize) -> Mac {
     let [high, low] = (server as u16).to_be_bytes();
     [2, 0, 1, 0, high, low]
@@ -50,7 +50,7 @@ pub(super) fn position(mac: &[u8]) -> Option<usize> {
 }
 
 impl Server {
-    /// The socket that a SYN makes. `tsecr`: its TSecr, in which a load balancer may have put an index.
+    /// Returns the socket that a SYN creates. A load balancer may have put an index into `tsecr`.
     pub fn socket(&self, server: usize, tsecr: u32) -> Socket {
         let cookie = if tsecr & intf::SYN_TSECR_HOLDS_COOKIE != 0 {
             Cookie::TableIndex((tsecr & intf::COOKIE_ID_MASK) as u16)
@@ -60,7 +60,7 @@ impl Server {
         Socket { server, cookie }
     }
 
-    /// The newest keys arrive: a new current one counts from a second from now on, as agents have it.
+    /// Updates the keys. As in agents, a new current key stamps from one second later on.
     pub fn set_keys(&mut self, keys: FleetKeys, now_ms: u64) {
         let switch_in = if keys.current == self.keys.current { 0 } else { 1_000 };
         self.switch_ms = self.clock(now_ms).wrapping_add(switch_in);
@@ -71,7 +71,7 @@ impl Server {
         self.uptime.wrapping_add(now_ms as u32)
     }
 
-    /// TSval of a packet to the client at `now_ms`.
+    /// Returns TSval of a packet to the client at `now_ms`.
     pub fn stamp(&self, tuple: &FourTuple, socket: &Socket, now_ms: u64) -> u32 {
         let milliseconds = self.clock(now_ms);
         cookie::stamp(&self.keys.at(milliseconds, self.switch_ms), &TIME_KEY, tuple, socket.cookie, milliseconds)

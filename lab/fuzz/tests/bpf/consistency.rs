@@ -1,5 +1,4 @@
-//! Connections stay with their server while servers, load balancers and keys come and go: fewer than
-//! `make consistency` has.
+//! Consistency checks with fewer connections than `make consistency`.
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::consistency::{Config, MAX_IDLE_MS, Report, run};
@@ -13,7 +12,7 @@ fn check(config: Config) -> Report {
     // Connections whose entry a load balancer lost cannot be broadcast across routers (docs/limits.md).
     let loses_entries = config.consistency == Consistency::Stateful && config.forwarding.encapsulates();
     let expected_pct = if loses_entries { 85 } else { 99 };
-    // It did happen: nearly all get through, and 80 changes a minute were made.
+    // The run must be a real one: nearly all connections complete, with 80 changes a minute.
     assert!(report.completed + report.lost_with_server > u64::from(config.connections) * expected_pct / 100);
     let changes = u64::from(config.minutes * config.changes_per_minute);
     assert!(report.changes() >= changes - 1, "{} of {changes}", report.changes());
@@ -26,7 +25,7 @@ fn connections_stay_with_their_server_through_all_changes() {
     for (seed, consistency) in [(1, Consistency::Stateless), (2, Consistency::Stateful), (3, Consistency::Stateful)] {
         let few = Config { connections: 60_000, minutes: 5, with_program: false, ..Config::default() };
         let report = check(Config { seed, consistency, ..few });
-        // Without timestamps there is no guarantee, but nearly so.
+        // Without timestamps consistency is not guaranteed, but nearly reached.
         assert!(report.broken_without_timestamps * 50 < report.without_timestamps, "{report}");
     }
 }
@@ -46,7 +45,7 @@ fn connections_stay_with_their_server_through_the_bpf_program() {
 
 #[test]
 fn injected_violations_are_found() {
-    // Keys change faster than connections send: cookies are read by another key than they were made with.
+    // Keys rotate faster than connections send, so other keys decode their cookies.
     let config = Config {
         connections: 60_000,
         minutes: 5,

@@ -1,18 +1,18 @@
-//! Targets of TSecr values that were never sent: ten million on the reference model, fewer on the BPF program.
+//! Servers reached by forged TSecr values: ten million on the reference model, fewer on the BPF program.
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::cookies::{Cookies, Flips};
 
-/// Five standard deviations: one seed in a million is further off.
+/// Five standard deviations: exceeded by one seed in a million.
 const FAR: f64 = 5.0;
 
 fn check_flips(flips: &Flips, servers: f64) {
-    // The low 16 bits: each is a guess, whichever server it was and whatever the ids are.
+    // A flip in the low 16 bits gives a random value, whatever the server and its id.
     assert!(flips.same[..16].iter().all(|count| *count <= 3), "{flips:?}");
     let guesses = flips.cookies as f64 * servers / 32_768.0;
     let is_guess = |found: &u64| (*found as f64 - guesses).abs() < FAR * guesses.sqrt() + 1.0;
     assert!(flips.elsewhere[..16].iter().all(is_guess), "{guesses} expected: {flips:?}");
-    // The upper half is the time: the server stays the same.
+    // The upper half is the time: a flip does not change the server.
     assert!(flips.same[16..].iter().all(|count| *count == flips.cookies), "{flips:?}");
 }
 

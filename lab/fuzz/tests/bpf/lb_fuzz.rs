@@ -1,4 +1,4 @@
-//! A short run of the fuzzer, and that it finds what is wrong.
+//! A short run of the fuzzer, and tests that it finds faults.
 
 use std::net::Ipv4Addr;
 
@@ -24,7 +24,7 @@ const UNREACHED: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNAL];
 fn bpf_program_equals_its_reference_model() {
     skip_if!(missing_bpf_rights());
     let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
-    // Each has other services, servers and rules.
+    // Each seed has other services, servers and rules.
     for seed in 0..24 {
         let campaign = Campaign { seed, first_epoch: 0, limit: RunLimit::Packets(10_000), threads: 1 };
         let summary = campaign.run(|_| ()).unwrap();
@@ -40,7 +40,7 @@ fn bpf_program_equals_its_reference_model() {
 #[test]
 fn fuzzer_finds_a_different_reference_model() {
     skip_if!(missing_bpf_rights());
-    // One whose packets have cookies.
+    // An epoch whose packets have cookies.
     let with_cookies = |seed| {
         let (mut epoch, mut established) = (Epoch::new(seed, true).unwrap(), 0);
         let count = |outcome: Outcome| established += usize::from(outcome.counter == intf::LB_COUNTER_ESTABLISHED);

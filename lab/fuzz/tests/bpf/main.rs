@@ -1,4 +1,4 @@
-//! Tests of the BPF program and of its reference model, in one executable; most load the program as root.
+//! Tests of the BPF program and its reference model in one executable; most need root to load the program.
 
 mod consistency;
 mod cookies;

@@ -1,9 +1,8 @@
-//! Connections that stay open, for protocols on TCP.
+//! Persistent connections, for protocols on TCP.
 //!
-//! A request goes to a connection at random where the protocol lets requests follow each other before they are
-//! answered; where it does not, to one that is free, and waits if none is: for that wait the server, or the number of
-//! connections, is to blame, so it is part of the latency. A connection that ends is opened again; what was on its way
-//! there is lost.
+//! A protocol with pipelining sends each request on a random connection. Other protocols use a free connection; a
+//! request waits if none is free. The wait is part of the latency, because the server or the number of connections
+//! causes it. A connection that ends is opened again; its pending requests are lost.
 
 use std::collections::VecDeque;
 use std::io::{self, Write as _};
@@ -22,7 +21,7 @@ use crate::receive::Receiver;
 use crate::workload::Demand;
 
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6103;
-/// A server that does not accept within this time is not there.
+/// Limit for connecting; a server that does not accept within it is unreachable.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// Time after which a failed connection is opened again (ns).
 const RETRY_NS: u64 = 100_000_000;
@@ -40,7 +39,7 @@ pub struct Reply {
     pub closes: bool,
 }
 
-/// Bytes that are no response.
+/// Received bytes that are not a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Malformed;
 
@@ -48,30 +47,30 @@ pub struct Malformed;
 pub trait Protocol {
     /// Cuts the bytes of one connection into replies.
     type Reader: Default + std::fmt::Debug;
-    /// Whether a request may follow another that is not answered yet.
+    /// Whether a request may follow an unanswered one.
     const PIPELINED: bool;
 
     /// Adds a request to the bytes to be sent.
     fn write(&self, demand: &Demand, id: u32, output: &mut Vec<u8>);
 
-    /// Takes in bytes and gives each complete reply to `each`. Fails when they are no response.
+    /// Parses bytes and passes each complete reply to `each`. Fails when the bytes are not a response.
     fn read(reader: &mut Self::Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed>;
 }
 
 #[derive(Debug)]
 struct Connection<R> {
     stream: TcpStream,
-    /// Whether the server has accepted.
+    /// Whether the server has accepted the connection.
     open: bool,
-    /// Bytes that the socket's buffer did not take yet.
+    /// Bytes that the socket's buffer had no room for.
     output: Vec<u8>,
-    /// Requests on their way, the oldest first.
+    /// Unanswered requests, the oldest first.
     pending: VecDeque<u32>,
     reader: R,
     closes: bool,
 }
 
-/// A request for which no connection was free.
+/// Request that waits for a free connection.
 #[derive(Debug)]
 struct Waiting {
     demand: Demand,
@@ -79,7 +78,7 @@ struct Waiting {
     deadline_ns: u64,
 }
 
-/// Connections that speak `P`.
+/// Connections of protocol `P`.
 #[derive(Debug)]
 pub struct Connections<P: Protocol> {
     protocol: P,
@@ -88,10 +87,10 @@ pub struct Connections<P: Protocol> {
     epoll: Epoll,
     /// `None` between attempts to open it.
     connections: Vec<Option<Connection<P::Reader>>>,
-    /// Open connections that have nothing to do; only without pipelining.
+    /// Indices of open connections without a request; only without pipelining.
     free: Vec<usize>,
     waiting: VecDeque<Waiting>,
-    /// Connections to open again, and when.
+    /// Indices of connections to open again, with the time (ns).
     retries: VecDeque<(u64, usize)>,
     rng: Xoshiro256PlusPlus,
     receiver: Receiver,
@@ -101,7 +100,7 @@ pub struct Connections<P: Protocol> {
 }
 
 impl<P: Protocol> Connections<P> {
-    /// Opens a connection per flow. Fails when a source cannot be bound, or without a listener.
+    /// Opens a connection per flow. Fails when a source cannot be bound, or the target has no listener.
     pub fn open(protocol: P, target: SocketAddr, sources: Sources, seed: u64) -> anyhow::Result<Self> {
         let mut all = Self {
             protocol,
@@ -131,7 +130,7 @@ impl<P: Protocol> Connections<P> {
 
     fn bind(&self, index: usize) -> io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(self.target), Type::STREAM, None)?;
-        // The port may be in TIME-WAIT towards another service.
+        // Another connection from the port may be in TIME-WAIT.
         socket.set_reuse_address(true)?;
         socket.bind(&self.sources.source(index as u16, self.target).into())?;
         socket.set_tcp_nodelay(true)?;
@@ -142,7 +141,7 @@ impl<P: Protocol> Connections<P> {
     fn add_connection(&mut self, index: usize, socket: Socket, open: bool) -> io::Result<()> {
         socket.set_nonblocking(true)?;
         let stream = TcpStream::from(socket);
-        // Edge-triggered: one report when it is connected, then one per arrival of data.
+        // Edge-triggered: one event when connected, then one per arrival of data.
         let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.epoll.add(stream.as_fd(), index as u64, flags)?;
         let (output, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
@@ -153,7 +152,7 @@ impl<P: Protocol> Connections<P> {
         Ok(())
     }
 
-    /// Begins to open a connection again.
+    /// Starts to open a connection again.
     fn reopen(&mut self, index: usize) {
         self.connections[index] = None;
         self.free.retain(|free| *free != index);
@@ -172,14 +171,14 @@ impl<P: Protocol> Connections<P> {
         }
     }
 
-    /// An open connection has nothing on its way: it takes what waits.
+    /// Marks an open connection as free, or sends a waiting request on it.
     fn is_free(&mut self, index: usize) {
         if P::PIPELINED {
             return;
         }
         let now_ns = now_ns();
         while let Some(waiting) = self.waiting.pop_front() {
-            // Its deadline has passed: it counts as lost.
+            // A request whose deadline has passed counts as lost.
             if waiting.deadline_ns > now_ns {
                 return self.send_on(index, &waiting.demand, waiting.id);
             }
@@ -199,7 +198,7 @@ impl<P: Protocol> Connections<P> {
         }
     }
 
-    /// A connection ended while requests were on their way, or could not be opened.
+    /// Counts a connection that ended with unanswered requests, or could not be opened.
     fn on_broken(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
         if connection.open {
@@ -231,8 +230,8 @@ impl<P: Protocol> Connections<P> {
         }
     }
 
-    /// Reads everything. A short read means that the socket is empty (epoll(7), question 9), unless the stream's end
-    /// follows the data.
+    /// Reads all available bytes. A short read means that the socket is empty (epoll(7), question 9), unless the end of
+    /// the stream follows the data.
     fn read(&mut self, index: usize, ended: bool, answers: &mut Vec<Answer>) {
         loop {
             let Some(connection) = &mut self.connections[index] else { return };
@@ -243,7 +242,7 @@ impl<P: Protocol> Connections<P> {
             };
             let bytes = &self.buffer[..received.length];
             if bytes.is_empty() {
-                // Between requests a server may close when it likes.
+                // A server may close an idle connection at any time.
                 return if connection.pending.is_empty() { self.reopen(index) } else { self.on_broken(index) };
             }
             let had_work = !connection.pending.is_empty();

@@ -8,14 +8,14 @@ const HEADERS_MAX: usize = 64;
 /// Longest head of a response (bytes).
 const HEAD_MAX: usize = 65_536;
 
-/// Asks for one path.
+/// HTTP client that requests one path.
 #[derive(Debug, Clone)]
 pub struct Http {
     request: Vec<u8>,
 }
 
 impl Http {
-    /// `path` begins with a slash; `host` is the Host field.
+    /// Returns a client; `path` begins with a slash, `host` is the Host field.
     pub fn new(path: &str, host: &str) -> Self {
         let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: coreward\r\n\r\n");
         Self { request: request.into_bytes() }
@@ -53,7 +53,7 @@ enum Expected {
     Trailer,
 }
 
-/// Position of a connection in a response.
+/// State of a connection's parser.
 #[derive(Debug, Default)]
 pub struct Reader {
     unread: Vec<u8>,
@@ -62,7 +62,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Parses the next piece of a response from `at` on and returns its length; `None`: it is incomplete.
+    /// Parses the next piece of a response from `at` and returns its length; `None` when it is incomplete.
     fn step(&mut self, at: usize, each: &mut dyn FnMut(Reply)) -> Result<Option<usize>, Malformed> {
         let rest = &self.unread[at..];
         let consumed = match self.expected {
@@ -112,7 +112,7 @@ impl Reader {
     }
 }
 
-/// Parses a response's head: its length, the expected rest, and the reply.
+/// Parses a response's head. Returns its length, the expected body, and the reply.
 fn parse_head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malformed> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut response = httparse::Response::new(&mut headers);
@@ -132,7 +132,7 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malforme
     } else if has("transfer-encoding", "chunked") {
         Expected::ChunkSize
     } else {
-        // A body that ends with the connection would leave nothing to keep alive.
+        // A body without a length ends with the connection, which could then not be reused.
         Expected::Body(field("content-length").and_then(|length| length.trim().parse().ok()).ok_or(Malformed)?)
     };
     let persists = response.version == Some(1) || has("connection", "keep-alive");
@@ -144,7 +144,7 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malforme
 mod tests {
     use super::*;
 
-    /// The replies to these bytes, however they are cut.
+    /// Returns the replies to these bytes, and checks that they do not depend on the segmentation.
     fn replies(bytes: &[u8]) -> Result<Vec<Reply>, Malformed> {
         let read = |piece: usize| {
             let (mut reader, mut replies) = (Reader::default(), Vec::new());

@@ -18,16 +18,16 @@ use crate::workload::Demand;
 /// Sources of requests.
 #[derive(Debug, Clone)]
 pub struct Sources {
-    /// Addresses of the target's family; flows take them in turn.
+    /// Addresses of the target's family; flows use them in turn.
     pub addresses: Vec<IpAddr>,
     /// Number of flows: source ports.
     pub flows: u16,
-    /// The first one's port, the others follow; `None`: the kernel chooses.
+    /// Port of the first flow, followed by the other flows; `None`: the kernel chooses.
     pub first_port: Option<u16>,
 }
 
 impl Sources {
-    /// Address and port of flow `index` to `target`; port 0 and the unspecified address: the kernel's choice.
+    /// Returns address and port of flow `index` to `target`. Port 0 and the unspecified address let the kernel choose.
     pub fn source(&self, index: u16, target: SocketAddr) -> SocketAddr {
         let any = if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
         let address = self.addresses.get(usize::from(index) % self.addresses.len().max(1)).copied().unwrap_or(any);
@@ -38,45 +38,45 @@ impl Sources {
 /// A response, or a part of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
-    /// The request's.
+    /// Id of the request.
     pub id: u32,
     pub part: (u8, u8),
-    /// Time when the kernel received it (ns).
+    /// Time when the kernel received the response (ns).
     pub arrived_ns: u64,
     /// Worker that answered, if the protocol has it.
     pub worker: Option<Worker>,
 }
 
-/// Worker that answered: server (0 where there is only one) and worker.
+/// Worker that answered: its server (0 if the target is one server) and its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Worker {
     pub server: u8,
     pub worker: u16,
 }
 
-/// Errors on the way.
+/// Counts of transport errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Errors {
-    /// No listener: an ICMP error returned, or a reset.
+    /// Refused requests: ICMP errors and resets, because no listener exists.
     pub refused: u64,
-    /// The kernel did not take a request: its buffers were full.
+    /// Requests that the kernel rejected because its buffers were full.
     pub not_sent: u64,
-    /// Bytes that are no response.
+    /// Received bytes that are not a response.
     pub malformed: u64,
-    /// The server answered that it could not do it: HTTP status 400 and above, a PUT into a full store.
+    /// Error responses: HTTP status 400 and above, or a PUT into a full store.
     pub failed: u64,
-    /// Connections that ended with requests on their way.
+    /// Connections that ended with unanswered requests.
     pub broken_connections: u64,
 }
 
-/// One way of sending requests.
+/// Transport of requests and responses.
 pub trait Transport {
-    /// Sends a request, or queues it until a connection is free, but not beyond `deadline_ns`. What cannot be sent is
-    /// counted and goes unanswered.
+    /// Sends a request, or queues it until a connection is free, at most until `deadline_ns`. A request that cannot be
+    /// sent is counted and stays unanswered.
     fn send(&mut self, demand: &Demand, id: u32, deadline_ns: u64);
 
-    /// Waits for answers until a moment of [`crate::event_loop::now_ns`] at the latest and puts those that came into
-    /// `answers`. Fails when the kernel refuses to wait, or something broke that no later request can repair.
+    /// Waits for responses at most until `until_ns` of [`crate::event_loop::now_ns`] and adds them to `answers`. Fails
+    /// when the wait fails, or the transport fails permanently.
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
 
     fn errors(&self) -> Errors;

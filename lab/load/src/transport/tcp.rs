@@ -1,4 +1,4 @@
-//! The paced server's protocol.
+//! Transport of the paced server's protocol.
 
 use zerocopy::IntoBytes as _;
 
@@ -7,7 +7,7 @@ use super::connections::{Malformed, Protocol, Reply};
 use crate::paced::{Messages, Request, Response};
 use crate::workload::Demand;
 
-/// [`crate::paced`] on TCP: each request has its duration.
+/// [`crate::paced`] on TCP: each request carries its service time.
 #[derive(Debug, Clone, Copy)]
 pub struct Paced;
 

@@ -1,4 +1,4 @@
-//! Requests as datagrams, each from one of many sockets: of the key-value protocol, or DNS queries.
+//! Datagram transport, with one socket per flow: key-value requests or DNS queries.
 
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
@@ -17,7 +17,7 @@ use crate::receive::Receiver;
 use crate::request_type::RequestType;
 use crate::workload::Demand;
 
-/// Most bytes of responses that wait for a generator that is late.
+/// Receive buffer for responses that wait for a late generator (bytes).
 const RECEIVE_BUFFER: usize = 4 << 20;
 const RNG_STREAM_KEYS: u64 = 0x6c6f_6101;
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
@@ -34,7 +34,7 @@ pub struct Keys {
 #[derive(Debug)]
 pub enum Datagrams {
     KeyValue(Keys),
-    /// A query for each class of work.
+    /// One DNS query for each class of work.
     Dns(Vec<Query>),
 }
 
@@ -64,7 +64,7 @@ impl Udp {
             let socket = UdpSocket::bind(source).with_context(|| format!("cannot bind the source {source}"))?;
             socket.connect(target).with_context(|| format!("no way from {source} to {target}"))?;
             socket.set_nonblocking(true)?;
-            // Buffer: net.core.rmem_max limits it.
+            // The kernel limits the buffer to net.core.rmem_max.
             socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER)?;
             Receiver::enable(&socket)?;
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
@@ -109,7 +109,7 @@ impl Udp {
         request.write(&mut self.datagram);
     }
 
-    /// The response; `None` when it is none.
+    /// Returns the response in the buffer; `None` for other datagrams.
     fn read(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
         let datagram = &self.buffer[..length];
         match &self.datagrams {
@@ -122,14 +122,14 @@ impl Udp {
             Datagrams::Dns(_) => {
                 let (id, good) = dns::parse_response(datagram)?;
                 self.errors.failed += u64::from(!good);
-                // Latest sent id with this end.
+                // The newest request whose id has the same low 16 bits.
                 let id = self.last_id.wrapping_sub(u32::from((self.last_id as u16).wrapping_sub(id)));
                 Some(Answer { id, part: (0, 1), arrived_ns, worker: None })
             }
         }
     }
 
-    /// Counts what went wrong; whether a further attempt may do.
+    /// Counts a send error and returns whether a retry may succeed.
     fn failed(&mut self, error: &io::Error) -> bool {
         let refused = error.kind() == io::ErrorKind::ConnectionRefused;
         if refused {
@@ -145,7 +145,7 @@ impl Transport for Udp {
     fn send(&mut self, demand: &Demand, id: u32, _deadline_ns: u64) {
         self.write(demand, id);
         let socket = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
-        // The next call returns an ICMP error of an earlier datagram, whatever the call is (udp(7)).
+        // send() returns the ICMP error of an earlier datagram (udp(7)).
         if let Err(error) = self.sockets[socket].send(&self.datagram)
             && self.failed(&error)
             && let Err(error) = self.sockets[socket].send(&self.datagram)
@@ -157,7 +157,7 @@ impl Transport for Udp {
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
         let ready: Vec<_> = self.epoll.wait(Some(until_ns))?.collect();
         for event in ready {
-            // One each: what else waits there is reported again at once.
+            // One datagram per event: epoll reports a socket with further datagrams again.
             let received = match self.receiver.receive(&self.sockets[event.token as usize], &mut self.buffer) {
                 Ok(received) => received,
                 Err(error) => {
