@@ -1,5 +1,5 @@
-//! Compiles the bench's own BPF programs, and generates their skeletons: those that call the measured ones, or are
-//! compared with them.
+//! Compiles the bench's BPF programs and generates their skeletons. The programs call the measured ones, or are the
+//! baseline.
 
 use std::path::PathBuf;
 

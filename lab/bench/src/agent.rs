@@ -1,5 +1,5 @@
-//! Costs of the agent: the real one, with its programs attached to a virtual device of many queues, reporting to a real
-//! controller in a process of its own; all in a network namespace of this process's, which goes with it.
+//! Cost of the agent: a real agent, with its programs attached to a virtual device of many queues, reports to a real
+//! controller in another process. All run in a network namespace that ends with this process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ impl Default for Args {
     }
 }
 
-/// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when the agent or the
+/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root, or when agent or
 /// controller do not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("agent", args, measure)
@@ -93,7 +93,7 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
     })
 }
 
-/// A directory on bpffs that is removed again.
+/// Directory on bpffs; removed when dropped.
 pub(crate) struct Pins(pub(crate) PathBuf);
 
 impl Pins {
@@ -122,7 +122,7 @@ async fn accepted_reports(controller: &mut Controller) -> anyhow::Result<u64> {
 }
 
 async fn measure_windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<Window>> {
-    // Until the agent has its configuration and reports evenly.
+    // Until the agent has its configuration and reports regularly.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
     for _ in 0..args.windows {
@@ -144,7 +144,7 @@ fn report(args: &Args, windows: &[Window]) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
     let mut row = |what: &str, of: fn(&Window) -> f64, goal: Option<Goal>| {
         let summary = summarize(windows.iter().map(of));
-        // One digit after the point is too little for a percentage that is to stay below 1.
+        // One decimal is not enough for a percentage below 1.
         let values = summary.map(|value| format!("{value:.2}").into());
         table.row([what.into()].into_iter().chain(values).chain(goal_cells(goal, summary[0])));
     };

@@ -1,4 +1,4 @@
-//! Certificates for all parts of what is measured, of an authority that ends with it.
+//! Certificates of all measured parts, signed by a temporary authority.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Identity, Name, Role};
 
-/// An authority, and what it has signed.
+/// Certificate authority in a directory.
 pub struct Certificates {
     directory: PathBuf,
     authority: Authority,
@@ -14,7 +14,7 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// Fails when the directory cannot be written.
+    /// Creates the authority. Fails when the directory cannot be written.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let fleet: Name = "bench".parse().map_err(anyhow::Error::msg)?;
@@ -22,7 +22,7 @@ impl Certificates {
         Ok(Self { directory: directory.to_owned(), authority, fleet })
     }
 
-    /// A new certificate. Fails when it cannot be written.
+    /// Issues a certificate. Fails when it cannot be written.
     pub fn issue(&self, role: Role, name: &str) -> anyhow::Result<CredentialFiles> {
         let identity = Identity { fleet: self.fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
         let bundle = self.directory.join(format!("{role}-{name}"));
@@ -31,7 +31,7 @@ impl Certificates {
         Ok(CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") })
     }
 
-    /// `[tls]` of a daemon's file, with a new certificate. Fails when it cannot be written.
+    /// Returns the table `[tls]` of a daemon's file, with a new certificate. Fails when it cannot be written.
     pub fn table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         let CredentialFiles { ca, certificate, key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))

@@ -132,7 +132,8 @@ impl BenchArgs {
         Ok(())
     }
 
-    /// The page is written at the end only, so that it never mixes two runs. A bench that fails leaves its error there.
+    /// Runs all benches. Writes the page only at the end, so that it never mixes two runs. A failed bench writes its
+    /// error.
     fn run_all(&self, page: Option<&Path>) -> anyhow::Result<()> {
         let (environment, load) = (environment::sentence(), OtherLoad::start()?);
         let (mut parts, mut failed) = (Vec::new(), Vec::new());

@@ -1,5 +1,4 @@
-//! Costs of the agent's count of connections: real sockets in a network namespace of this process's, which goes with
-//! it.
+//! Cost of the agent's count of connections, with real sockets in a network namespace that ends with this process.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Instant;
@@ -30,16 +29,15 @@ impl Default for Args {
     }
 }
 
-/// Connections from one address: the ports for connections, with some left over.
+/// Connections per client address, limited by the number of ports.
 const PER_CLIENT: u32 = 20_000;
 const FIRST_PORT: u16 = 10_000;
 
-/// Connections that are never accepted: each of the server's sockets exists without a descriptor, of which a process
-/// has too few.
+/// Accept backlog: connections are never accepted, because a process has too few descriptors for all of them.
 const BACKLOG: i32 = 1 << 20;
 
-/// Measures, in a thread of its own: the namespace is the thread's. Fails without root, or when sockets are not
-/// available.
+/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root, or when sockets are
+/// not available.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("counting", args, measure)
 }
@@ -76,9 +74,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// A service, and its connections.
+/// Service with its connections.
 struct Server {
-    /// Kept open.
+    /// Open as long as the server.
     _listener: socket2::Socket,
     address: SocketAddr,
     open: u32,
@@ -93,12 +91,12 @@ impl Server {
         Ok(Self { _listener: listener, address, open: 0 })
     }
 
-    /// Opens connections up to this number; each is closed by its client.
+    /// Opens connections up to the number `connections`; the clients close theirs.
     fn open(&mut self, connections: u32) -> anyhow::Result<()> {
         for number in self.open..connections {
             let client = tcp_socket()?;
             let from = Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + number / PER_CLIENT);
-            // A port of its own: the kernel's search for a free one would take most of the time.
+            // Explicit ports: the kernel's search for a free port would take most of the time.
             let port = FIRST_PORT + (number % PER_CLIENT) as u16;
             client.bind(&SocketAddr::from((from, port)).into())?;
             client.connect(&self.address.into()).with_context(|| format!("connection {number}"))?;
@@ -107,7 +105,7 @@ impl Server {
         Ok(())
     }
 
-    /// The time, and the CPU time, of a count (ms).
+    /// Returns elapsed time and CPU time per count (ms).
     fn rounds(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
         let (mut times, mut cpu_times) = (Vec::new(), Vec::new());
         for _ in 0..rounds {

@@ -1,5 +1,5 @@
-//! Costs of the controller: agents that only pretend, each with a TCP connection and a gRPC stream of its own, report
-//! to a real controller in a process of its own.
+//! Cost of the controller: emulated agents, each with its own TCP connection and gRPC stream, report to a real
+//! controller in another process.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -62,19 +62,19 @@ impl Default for Args {
     }
 }
 
-/// Options of the process that is measured.
+/// Options of the measured process.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ProcessArgs {
     #[arg(long)]
     config: std::path::PathBuf,
 }
 
-/// The process that is measured: the controller as `coreward controller` runs it. Fails as the controller does.
+/// Runs the measured process: the controller as `coreward controller` runs it. Fails as the controller does.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_control_server::server::run(&args.config)
 }
 
-/// Measures. Fails when the controller does not start, or an agent cannot connect.
+/// Runs the bench. Fails when the controller does not start, or an agent cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     coreward_control_server::server::raise_file_limit();
     let directory = Scratch::new()?;
@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     Ok(report(args, &measured))
 }
 
-/// A directory that is removed again.
+/// Temporary directory; removed when dropped.
 pub(crate) struct Scratch(pub(crate) std::path::PathBuf);
 
 impl Scratch {
@@ -101,17 +101,17 @@ impl Drop for Scratch {
     }
 }
 
-/// The process that is measured; ends with this value.
+/// Process of the measured controller; killed when dropped.
 pub(crate) struct Controller {
     pub(crate) process: Child,
     pub(crate) address: SocketAddr,
-    /// Address of its HTTP API.
+    /// Address of the controller's HTTP API.
     api: SocketAddr,
-    /// An operator's token.
+    /// Token of an operator.
     token_file: PathBuf,
-    /// Address of its metrics.
+    /// Address of the controller's metrics.
     pub(crate) metrics: SocketAddr,
-    /// Certificates of all parts; `None`: they talk in plain.
+    /// Certificates of all parts; `None`: connections without TLS.
     certificates: Option<Certificates>,
 }
 
@@ -133,7 +133,7 @@ impl Controller {
     }
 
     fn spawn(keys: &str, certificates: Option<Certificates>, directory: &Path) -> anyhow::Result<Self> {
-        // A port that is free now; the controller takes it next.
+        // A free port, which the controller binds shortly afterwards.
         let free = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
         let (address, api, metrics) = (free()?, free()?, free()?);
         let store = directory.join("controller.redb");
@@ -152,7 +152,7 @@ impl Controller {
         Ok(Self { process, address, api, token_file, metrics, certificates })
     }
 
-    /// Returns when it takes connections.
+    /// Waits until the controller accepts connections.
     pub(crate) async fn wait_until_listening(&mut self) -> anyhow::Result<()> {
         for _ in 0..100 {
             if TcpStream::connect(self.address).await.is_ok() {
@@ -165,12 +165,12 @@ impl Controller {
         anyhow::bail!("no connection to the controller at {}", self.address)
     }
 
-    /// `[tls]` in the file of another part; nothing where all talk in plain.
+    /// Returns the table `[tls]` for the file of another part; empty without TLS.
     pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         Ok(self.certificates.as_ref().map(|all| all.table(role, name)).transpose()?.unwrap_or_default())
     }
 
-    /// Connects as this role and name, once the controller listens.
+    /// Connects with this role and name, once the controller listens.
     pub(crate) async fn connect_as(&mut self, role: Role, name: &str) -> anyhow::Result<ControlClient<Channel>> {
         self.wait_until_listening().await?;
         let files = self.certificates.as_ref().map(|all| all.issue(role, name)).transpose()?;
@@ -180,13 +180,13 @@ impl Controller {
         Ok(ControlClient::new(endpoint.connect_with_connector(connector).await?))
     }
 
-    /// An operator, once it answers.
+    /// Returns a client with an operator's token, once the API answers.
     pub(crate) async fn operator_client(&mut self) -> anyhow::Result<Client> {
         self.wait_until_listening().await?;
         Client::new(self.api.into(), &self.token_file)
     }
 
-    /// Everything there is to see.
+    /// Returns the controller's status of everything.
     pub(crate) async fn status(&mut self) -> anyhow::Result<Status> {
         self.operator_client().await?.status(false).await
     }
@@ -206,7 +206,7 @@ impl Controller {
         self.memory_mib("VmRSS:")
     }
 
-    /// A line of proc(5)'s status file.
+    /// Returns the value of a line of proc(5)'s status file (MiB).
     pub(crate) fn memory_mib(&self, name: &str) -> anyhow::Result<u64> {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
         let line = text.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name}"))?;
@@ -214,7 +214,7 @@ impl Controller {
     }
 }
 
-/// The fleet's file: services, each with its part of the servers, on a VIP of its own.
+/// Returns the fleet document: services with one VIP and an equal share of the servers each.
 pub(crate) fn fleet(args: &Args) -> String {
     let mut text = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
     for agent in 0..args.agents {
@@ -247,7 +247,7 @@ pub(crate) struct Window {
 struct Measured {
     windows: Vec<Window>,
     resident_mib: u64,
-    /// Each table's distance from one interval after its predecessor.
+    /// Deviation of each table from one interval after its predecessor.
     table_jitter_ms: Vec<f64>,
     table_bytes: usize,
 }
@@ -259,7 +259,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     }
     let interval = Duration::from_millis(args.report_interval_ms);
     fake_agent::start_all(controller, args.agents, args.cores, interval).await?;
-    // The first reports bring RSS keys and tables.
+    // The first reports carry RSS keys and tables.
     sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
     for _ in 0..args.windows {
@@ -320,14 +320,14 @@ pub(crate) async fn subscribe(
         .load_balancer(ReceiverStream::new(receiver))
         .await?
         .into_inner();
-    // The stream lives as long as a message may still be sent.
+    // The stream ends when no sender is left.
     tokio::spawn(async move {
         sender.closed().await;
     });
     Ok(updates)
 }
 
-/// Times of the tables, and the size of the last, until the controller ends.
+/// Returns the arrival times of the tables, and the size of the last one, once the controller ends.
 pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
     let (mut arrivals, mut size) = (Vec::new(), 0);
     while let Ok(Some(update)) = updates.message().await {

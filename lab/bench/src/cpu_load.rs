@@ -1,5 +1,5 @@
-//! `coreward-lab bench cpu-load`: the load of a core that only receives packets, against the kernel's account, and
-//! the cost of `cpu_load.bpf.c` per event.
+//! `coreward-lab bench cpu-load`: measured load of a core that only receives packets, compared with the kernel's
+//! accounting, and cost of `cpu_load.bpf.c` per event.
 
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
@@ -45,11 +45,11 @@ const SENDER: usize = 0;
 const RECEIVER: usize = 1;
 const FLOODED: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
-/// Path of the packets to their CPU, and their rate.
+/// Way in which packets reach their CPU, and their rate.
 struct Case {
     name: &'static str,
     threaded: bool,
-    /// Datagrams, then a pause.
+    /// Number of datagrams in a burst, and the pause after it.
     burst: (usize, Duration),
 }
 
@@ -61,7 +61,7 @@ const CASES: [Case; 5] = [
     Case { name: "threaded NAPI, bursts of 128", threaded: true, burst: (128, Duration::from_micros(50)) },
 ];
 
-/// Measures, in a thread of its own: the namespace is the thread's. Fails without root, or on one CPU.
+/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root, or on one CPU.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let cpus = std::thread::available_parallelism()?.get();
     ensure!(
@@ -135,7 +135,7 @@ struct Window {
 }
 
 impl Window {
-    /// From the nearest load that the kernel's account allows, in points.
+    /// Returns the distance from the nearest load that the kernel's accounting allows, in percentage points.
     fn difference(&self) -> f64 {
         let KernelLoad { not_idle, stolen, .. } = self.kernel;
         self.load - self.load.clamp(not_idle - stolen, not_idle)
@@ -192,7 +192,8 @@ struct RunTime {
     time_ns: u64,
 }
 
-/// Run times of the measured programs, by id. Programs of an agent on this machine have the same names and count, too.
+/// Returns run times of the measured programs by id. Includes an agent's programs on this machine, which have the same
+/// names.
 fn run_times() -> HashMap<u32, RunTime> {
     const PROGRAMS: [&str; 6] =
         ["task_switch", "interrupt_begin", "interrupt_ends", "softirq_begins", "softirq_ends", "empty_softirq"];
@@ -206,13 +207,13 @@ fn run_times() -> HashMap<u32, RunTime> {
     ProgInfoIter::default().filter_map(program).collect()
 }
 
-/// Lets packets to [`FLOODED`] be received on `cpu`: by its NAPI thread, or by RPS.
+/// Makes `cpu` receive packets to [`FLOODED`]: by a NAPI thread, or by RPS.
 fn receive_on(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
     let VethPair { generator_end, tested_end } = wire;
     ip(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
     ip(&format!("neigh replace {FLOODED} lladdr {OWN_MAC} dev {generator_end}"))?;
     if threaded {
-        // veth polls by NAPI once it has GRO.
+        // veth uses NAPI once GRO is on.
         let status = Command::new("ethtool").args(["-K", tested_end, "gro", "on"]).status().context("ethtool")?;
         ensure!(status.success(), "ethtool -K {tested_end} gro on: {status}");
         return NapiThread::start(tested_end, cpu).map(Some);
@@ -226,7 +227,7 @@ fn flood((burst, pause): (usize, Duration), done: &AtomicBool) -> anyhow::Result
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     while !done.load(Ordering::Relaxed) {
         for _ in 0..burst {
-            // A full queue refuses a datagram; the next one goes out.
+            // A full queue rejects a datagram; the next datagram is sent.
             _ = socket.send_to(&[0; 64], (FLOODED, 9));
         }
         if !pause.is_zero() {
@@ -255,11 +256,11 @@ impl Ticks {
     }
 }
 
-/// In % of one CPU.
+/// Load of the CPU (%).
 struct KernelLoad {
     not_idle: f64,
     stolen: f64,
-    /// All columns, idle included.
+    /// Sum of all columns, including idle.
     sum: f64,
 }
 

@@ -15,8 +15,8 @@ pub fn thread_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
 }
 
-/// Binds a thread, and what it starts from then on, to one CPU. Fails when there is no such CPU, or it may not run
-/// there.
+/// Binds a thread, and the threads that it starts later, to one CPU. Fails when the CPU does not exist or is not
+/// allowed.
 pub fn bind(thread: Pid, cpu: usize) -> anyhow::Result<()> {
     let mut only = CpuSet::new();
     only.set(cpu)?;

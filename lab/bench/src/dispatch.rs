@@ -1,9 +1,9 @@
-//! `coreward-lab bench dispatch`: what `dispatch.bpf.c` costs per request, above a program that leaves the choice to
-//! the kernel.
+//! `coreward-lab bench dispatch`: cost of `dispatch.bpf.c` per request, above a program that leaves the choice to the
+//! kernel.
 //!
-//! Programs of type sk_reuseport cannot be test-run. So real requests go over the loopback of a network namespace to
-//! sockets of this process, and the kernel measures the programs (BPF_ENABLE_STATS): its two clock reads are in every
-//! figure and not in the differences.
+//! Programs of type sk_reuseport have no test run. Real requests therefore go over the loopback of a network namespace
+//! to sockets of this process, and the kernel measures the programs (BPF_ENABLE_STATS). Its two clock reads are part of
+//! every figure, but not of the differences.
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -47,15 +47,15 @@ impl Default for Args {
 
 const WORKERS: [usize; 2] = [16, 64];
 const CLIENTS: usize = 61;
-/// Requests that are outstanding at once.
+/// Number of requests that are outstanding at once.
 const BURST: u32 = 48;
 
-/// For the fastest rounds, ns.
+/// Returns the goal for the fastest round (ns).
 fn goal_of(policy: &str, workers: usize) -> Option<Goal> {
     (policy == Policy::ShortestQueue.name() && workers == WORKERS[0]).then_some(Goal::AtMost(90.0))
 }
 
-/// Measures, in a thread of its own: the namespace is the thread's. Fails without root.
+/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("dispatch", args, measure)
 }
@@ -74,7 +74,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
             services.push(Service::dispatched(workers, policy)?);
             names.push(policy.name());
         }
-        // By service, round by round.
+        // By service, then by round.
         let mut times = vec![Vec::new(); services.len()];
         for _ in 0..args.rounds {
             for (times, service) in times.iter_mut().zip(&services) {
@@ -113,9 +113,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Costs of the program that sees the datagrams of sockets: for a response of the service, and for any other datagram.
+/// Adds the cost of the egress program for a response of the service, and for any other datagram.
 fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::Result<()> {
-    // By `jsq` and by `random`; the latter is asked nothing meanwhile.
+    // The services with `jsq` and `random`; only the first one gets requests.
     let jsq = FLOORS + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
     let (empty, own, other) = (&services[0].egress, &services[jsq].egress, &services[FLOORS].egress);
     let (mut of_service, mut of_others, mut of_empty) = (Vec::new(), Vec::new(), Vec::new());
@@ -129,7 +129,7 @@ fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::
             spent.push(((after.0 - before.0) as f64, (after.1 - before.1) as f64));
         }
         let each: Vec<f64> = spent.iter().map(|(time, runs)| time / runs).collect();
-        // Every request was sent here, too, and is none of the service's; every one was answered.
+        // The sockets sent each request and each response; only the responses belong to the service.
         let responses = f64::from(args.requests);
         ensure!(spent[1].1 > responses * 1.5, "{} datagrams for {responses} requests", spent[1].1);
         of_service.push((spent[1].0 - (spent[1].1 - responses) * each[2]) / responses - each[0]);
@@ -145,29 +145,29 @@ fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::
 /// Baseline program for the dispatch.
 #[derive(Debug, Clone, Copy)]
 enum Floor {
-    /// Leaves the choice to the kernel.
+    /// Program that leaves the choice to the kernel.
     Empty,
-    /// Names one socket.
+    /// Program that selects one socket.
     SelectSocket,
 }
 
-/// Services of the baselines, before those of the policies.
+/// Number of baseline services, which precede those of the policies.
 const FLOORS: usize = 2;
 
-/// A service with as many workers as sockets, all of them here.
+/// Service whose workers are sockets of this process.
 struct Service {
     address: SocketAddr,
     workers: Vec<UdpSocket>,
     clients: Vec<UdpSocket>,
     program: OwnedFd,
-    /// Program that sees the datagrams of sockets.
+    /// Program that processes datagrams sent by the sockets.
     egress: OwnedFd,
     _link: Option<Link>,
-    /// Kept at work.
+    /// Keeps the dispatch attached.
     dispatch: Option<(Dispatch, Pins)>,
 }
 
-/// Removed at the end.
+/// Directory of pins; removed when dropped.
 struct Pins(PathBuf);
 
 impl Drop for Pins {
@@ -236,7 +236,7 @@ impl Service {
         Ok(Self { address, workers: sockets, clients, program, egress, _link: None, dispatch })
     }
 
-    /// Run time of the program per request (ns).
+    /// Returns the program's run time per request (ns).
     fn run_round(&self, requests: u32) -> anyhow::Result<f64> {
         let before = run_time(self.program.as_fd())?;
         for first in (0..requests).step_by(BURST as usize) {
@@ -260,7 +260,7 @@ impl Service {
         let mut buffer = [0; 64];
         for worker in &self.workers {
             while let Ok((length, client)) = worker.recv_from(&mut buffer) {
-                // The client does not read: its full buffer drops the responses.
+                // The client does not read: its full buffer drops responses.
                 _ = worker.send_to(&buffer[..length], client);
             }
         }
@@ -276,7 +276,7 @@ fn clients(service: SocketAddr) -> anyhow::Result<Vec<UdpSocket>> {
     (0..CLIENTS).map(client).collect()
 }
 
-/// One of a group.
+/// Returns a socket of the reuseport group.
 fn socket(address: SocketAddr) -> anyhow::Result<UdpSocket> {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, Some(socket2::Protocol::UDP))?;
     socket.set_reuse_port(true)?;

@@ -1,4 +1,4 @@
-//! Build, machine, kernel and day of a figure, and the use of the machine by others.
+//! Build, machine, kernel and date of a figure, and other load on the machine.
 
 use std::fs;
 use std::process::Command;
@@ -8,7 +8,7 @@ use anyhow::Context as _;
 /// The cargo profile that built this program: "dist" for published figures.
 pub const PROFILE: &str = env!("COREWARD_PROFILE");
 
-/// Describes build, commit, machine, kernel and day in one sentence.
+/// Returns build, commit, machine, kernel and date in one sentence.
 pub fn sentence() -> String {
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
     let cpu_info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -24,7 +24,7 @@ pub fn sentence() -> String {
     )
 }
 
-/// Load of the machine by others, since the start of a run.
+/// Load of the machine by other processes and guests since the start of a run.
 pub struct OtherLoad {
     /// Load average of the last minute before the run.
     load_average: String,
@@ -32,14 +32,14 @@ pub struct OtherLoad {
 }
 
 impl OtherLoad {
-    /// Begins. Fails without /proc.
+    /// Starts the measurement. Fails without /proc.
     pub fn start() -> anyhow::Result<Self> {
         let averages = fs::read_to_string("/proc/loadavg").context("/proc/loadavg")?;
         let load_average = averages.split_whitespace().next().context("/proc/loadavg is empty")?.to_owned();
         Ok(Self { load_average, cpu_times: CpuTimes::read()? })
     }
 
-    /// Describes it in one sentence. Fails without /proc.
+    /// Returns the load in one sentence. Fails without /proc.
     pub fn sentence(&self) -> anyhow::Result<String> {
         let stolen = CpuTimes::read()?.stolen_since(&self.cpu_times);
         let load_average = &self.load_average;

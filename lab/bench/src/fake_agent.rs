@@ -1,4 +1,4 @@
-//! Agents that only pretend: loads by chance, in reports as real ones are.
+//! Emulated agents, which send realistic reports of random loads.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,8 +23,8 @@ pub(crate) fn name(agent: u32) -> String {
     format!("s{agent}")
 }
 
-/// Connects `agents` agents, which report in turn over the interval from now on. Returns the count of their reports.
-/// Fails when one cannot connect.
+/// Connects `agents` agents, whose reports are spread over the interval. Returns the counter of their reports. Fails
+/// when an agent cannot connect.
 pub(crate) async fn start_all(
     controller: &mut Controller,
     agents: u32,
@@ -44,7 +44,7 @@ pub(crate) async fn start_all(
     Ok(sent)
 }
 
-/// One agent, until the controller ends. `sent`: reports of all agents.
+/// Runs an agent until the controller ends. `sent`: counter of all agents' reports.
 async fn fake_agent(
     mut client: ControlClient<Channel>,
     agent: u32,
@@ -66,7 +66,7 @@ async fn fake_agent(
     let mut due = start;
     loop {
         sleep_until(due).await;
-        // One that is late does not send twice.
+        // A late agent skips reports.
         due = (due + interval).max(Instant::now());
         let report = agent_message::Message::Report(server.report());
         if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
@@ -76,10 +76,10 @@ async fn fake_agent(
     }
 }
 
-/// Rate of agents that report ten times a second.
+/// Period of detailed reports for agents that report ten times a second.
 const REPORTS_PER_DETAILS: u64 = 10;
 
-/// Cores with random loads that have been up for weeks: busy times are numbers of eight bytes.
+/// Agent with random loads. Its cores have been up for weeks, so their busy times need eight bytes.
 pub(crate) struct FakeAgent {
     sequence: u64,
     random: Xoshiro256PlusPlus,
@@ -97,7 +97,7 @@ impl FakeAgent {
         Self { sequence: 0, random: seeded_rng(agent.into(), 0), busy_ns, interval, rss }
     }
 
-    /// The next report will begin a stream.
+    /// Makes the next report the first one of a stream.
     pub(crate) fn begin_stream(&mut self) {
         self.sequence = 0;
     }

@@ -1,5 +1,4 @@
-//! `coreward-lab figure cheetah-5-live`: what the packet path costs, by how connections are remembered and how many
-//! there are.
+//! `coreward-lab figure cheetah-5-live`: cost of the packet path, by consistency mode and number of connections.
 
 use coreward_sim::figure::live::{Progress, Sample};
 use coreward_sim::figure::scenario::Scenario;
@@ -7,8 +6,8 @@ use coreward_sim::figure::scenario::Scenario;
 use crate::xdp::{self, Args};
 
 /// Measures every case of the bench that is a point of the figure. A run is a round of the bench: the program in all
-/// modes and the empty one, one after the other, on the same connections. Fails without the right to load BPF programs,
-/// or when a program does not do what is expected of it.
+/// modes and the empty program, one after the other, on the same connections. Fails without the capabilities to load
+/// BPF programs, or when a program misbehaves.
 pub fn cheetah_5(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     let args = Args::for_rounds(*scenario.seeds.get_ref() as u32);
     let panel = scenario.panel[0].title.get_ref();

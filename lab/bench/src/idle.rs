@@ -1,7 +1,7 @@
-//! `coreward-lab bench idle`: cost of server.bpf.c per request while some connections have been idle for so long that
-//! the PAWS clamp applies to them (bpf/server/cookie_time.h), so that others search an entry of their own.
+//! `coreward-lab bench idle`: cost of server.bpf.c per request while some connections are idle. After a long idle time
+//! the PAWS clamp applies (bpf/server/cookie_time.h), and other connections search for an entry too.
 //!
-//! Real connections over the loopback of a network namespace; the kernel counts how long the programs run
+//! Real connections use the loopback of a network namespace; the kernel measures the programs' run time
 //! (BPF_ENABLE_STATS).
 
 use std::io::{Read as _, Write as _};
@@ -44,19 +44,19 @@ impl Default for Args {
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const LOOPBACK_INDEX: u32 = 1;
 const CONNECTIONS_PER_IDLE: usize = 100;
-/// More than MAX_STEP_MS of bpf/include/server.h.
+/// Longer than MAX_STEP_MS of bpf/include/server.h.
 const IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
-/// Connections that are not to be idle are asked so often.
+/// Interval of requests on busy connections.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Open files besides the connections: maps, programs, the listener.
 const OTHER_OPEN_FILES: u64 = 100;
 
-/// A connection: the client's and the server's end.
+/// Both ends of a connection: client, server.
 struct Connection(TcpStream, TcpStream);
 
 impl Connection {
-    /// A request of one byte, and its response.
+    /// Sends a request of one byte and its response.
     fn exchange(&self) -> anyhow::Result<()> {
         let Self(client, server) = self;
         for (mut from, mut to) in [(client, server), (server, client)] {
@@ -67,7 +67,7 @@ impl Connection {
     }
 }
 
-/// The programs at the loopback; they go with this.
+/// Programs attached to the loopback; detached when dropped.
 struct Programs(Option<ServerPrograms>, PathBuf);
 
 impl Programs {
@@ -92,7 +92,7 @@ impl Programs {
         self.server().counter(intf::SERVER_COUNTER_TSVAL_CLAMPED)
     }
 
-    /// Time that each program has run, ns.
+    /// Returns the total run time of each program (ns).
     fn run_times(&self) -> anyhow::Result<[u64; 2]> {
         let [ingress, egress] =
             [Direction::Ingress, Direction::Egress].map(|direction| self.server().program(direction));
@@ -109,13 +109,13 @@ impl Drop for Programs {
     }
 }
 
-/// CLOCK_MONOTONIC, which the kernel's TSvals count in with `tcp_timestamps=2`.
+/// Returns CLOCK_MONOTONIC (ms), the clock of the kernel's TSvals with `tcp_timestamps=2`.
 fn now_ms() -> anyhow::Result<u32> {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
     Ok((now.tv_sec() as u64 * 1_000 + now.tv_nsec() as u64 / 1_000_000) as u32)
 }
 
-/// Measures, in a thread of its own: the namespace is the thread's. Fails without root.
+/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("idle", args, measure)
 }
@@ -184,7 +184,7 @@ fn connect(count: u32) -> anyhow::Result<Vec<Connection>> {
     (0..count).map(connection).collect()
 }
 
-/// Asks connections that were idle: each of them is held.
+/// Sends requests on the idle connections, to each of which the PAWS clamp then applies.
 fn wake_idle(programs: &Programs, idle: &[Connection]) -> anyhow::Result<()> {
     let before = programs.clamped_packets();
     idle.iter().try_for_each(Connection::exchange)?;

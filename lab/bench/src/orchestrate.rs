@@ -1,4 +1,4 @@
-//! Cost of `coreward orchestrate`: decisions, the way through the shared memory, messages, sockets.
+//! Cost of `coreward orchestrate`: decisions, round trips through shared memory, messages, sockets.
 
 mod sockets;
 mod veth;
@@ -51,7 +51,7 @@ const CPUS: [usize; 2] = [0, 1];
 
 /// Measures. Fails with fewer than two CPUs, or when the memory cannot be created.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    // A thread of its own: the caller is not to stay on one CPU.
+    // In a new thread, because the caller must not stay bound to one CPU.
     std::thread::scope(|scope| scope.spawn(|| measure(args)).join().expect("the measuring thread"))
 }
 
@@ -108,7 +108,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// A server of requests over UDP; measures it with so many requests.
+/// UDP server under test; returns its times for a number of requests.
 type UdpServer = fn(u64) -> anyhow::Result<sockets::Times>;
 
 const LOOPBACK_SERVERS: [(&str, UdpServer); 3] = [
@@ -116,7 +116,7 @@ const LOOPBACK_SERVERS: [(&str, UdpServer); 3] = [
     ("loopback: echo in batches", sockets::echo_batches),
     ("loopback: orchestrator", sockets::orchestrate),
 ];
-/// They take root.
+/// Servers over a veth, which need root.
 const VETH_SERVERS: [(&str, UdpServer); 2] = [
     ("veth: orchestrator, UDP socket", sockets::orchestrate_veth),
     ("veth: orchestrator, AF_XDP in copy mode", sockets::orchestrate_af_xdp),
@@ -143,7 +143,8 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Returns the median of rates, and the cells of median, least, most, and ns each: `unit_ns` divided by the median.
+/// Returns the median of rates, and cells of median, minimum, maximum, and ns per operation (`unit_ns` divided by the
+/// median).
 fn rate_cells(rates: &[f64], unit_ns: f64) -> (f64, [Cell; 4]) {
     let [middle, least, most] = summarize(rates.iter().copied());
     (middle, [middle.into(), least.into(), most.into(), (unit_ns / middle).into()])
@@ -153,7 +154,8 @@ fn millions_per_second(operations: u64, started: Instant) -> f64 {
     operations as f64 / 1e6 / started.elapsed().as_secs_f64()
 }
 
-/// Requests of alternating services while each core has two on average; each decision completes the oldest request.
+/// Decides requests of alternating services while each core has two on average; each decision completes the oldest one.
+/// Returns ns per decision.
 fn decide(cores: u16, decisions: u64) -> f64 {
     let ranked: Vec<_> = (0..SERVICES).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
     let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, DEPTH);
@@ -208,12 +210,12 @@ fn engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
     Ok((directory, path, engine))
 }
 
-/// Sends a request of that service.
+/// Submits a request of service `service`.
 fn submit(engine: &mut Engine, now: u64, service: u8) {
     engine.submit(now, service, address(), &PAYLOAD);
 }
 
-/// Workers of all cores, with all services enabled. To be called while the orchestrator polls.
+/// Connects workers of all cores, with all services enabled. The orchestrator must be polling.
 fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
     (0..SERVICES).try_for_each(|service| runtime.register_service(service, address, service))?;
     let mut workers = (0..cores).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
@@ -223,7 +225,7 @@ fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<W
     Ok(workers)
 }
 
-/// Requests through the queues of all cores; the workers complete them without a response.
+/// Sends requests through the queues of all cores; the workers complete them without a response.
 fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
     let (_directory, path, mut engine) = engine(cores)?;
     let runtime = Runtime::connect(&path)?;
@@ -233,14 +235,14 @@ fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
         while engine.core_counters().workers < cores.into() {
             ensure!(!workers.is_finished(), "the workers ended early");
             engine.poll(0, &mut |_, _, _| ());
-            // The workers' thread starts on this CPU.
+            // Lets the workers' thread start, which is on this CPU.
             std::thread::yield_now();
         }
         let completed = |engine: &Engine| engine.service_counters().iter().map(|count| count.completed).sum::<u64>();
         let mut sent = 0;
         let started = Instant::now();
         while completed(&engine) < requests {
-            // The number that a loop of the daemon receives.
+            // Number of requests that one loop of the daemon receives.
             while sent < requests && sent - completed(&engine) < 2 * u64::from(cores) {
                 submit(&mut engine, sent, (sent % u64::from(SERVICES)) as u8);
                 sent += 1;
@@ -254,7 +256,7 @@ fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
     })
 }
 
-/// The workers of all cores in one thread.
+/// Runs the workers of all cores in one thread.
 fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Result<()> {
     bind(THIS_THREAD, CPUS[1])?;
     let mut workers = connect(runtime, cores, address())?;
@@ -277,7 +279,7 @@ impl Handler for Echo {
     }
 }
 
-/// Time from a request to its response, in ns: median and 99th percentile. One is under way at a time.
+/// Returns median and 99th percentile of the time from a request to its response (ns), with one request at a time.
 fn round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     let (_directory, path, mut engine) = engine(1)?;
     let runtime = Runtime::connect(&path)?;
@@ -328,8 +330,8 @@ fn quantiles(mut times: Vec<f64>) -> [f64; 2] {
 #[repr(align(64))]
 struct CacheLine(AtomicU64);
 
-/// Time until another CPU has seen a new value in one line and returned it in another, in ns: median and 99th
-/// percentile.
+/// Returns median and 99th percentile of the time until another CPU has read a new value in one cache line and returned
+/// it in another (ns).
 fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     let [there, back] = [CacheLine::default(), CacheLine::default()];
     let wait = |line: &CacheLine, value: u64| {
@@ -348,7 +350,7 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
             bound
         });
         let mut times = Vec::with_capacity(trips as usize);
-        // The other thread starts on this CPU, which a real-time thread would keep for itself.
+        // Lets the other thread start: a real-time thread would keep this CPU.
         while back.0.load(Acquire) != u64::MAX {
             std::thread::yield_now();
         }
@@ -363,7 +365,7 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     })
 }
 
-/// The memory of one core without an engine.
+/// Creates the shared memory of one core without an engine.
 fn create_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let path = directory.path().join("cores");

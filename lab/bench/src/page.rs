@@ -1,4 +1,4 @@
-//! docs/cost.md: the reports of one run between hand-written explanations.
+//! docs/cost.md: reports of one run between hand-written explanations.
 //!
 //! `<!-- begin NAME -->` and `<!-- end NAME -->` enclose a generated part: `run`, and one for each bench by its name.
 
@@ -11,7 +11,7 @@ use crate::report::wrapped;
 /// Name of the part that describes the run.
 const RUN: &str = "run";
 
-/// A generated part.
+/// Generated part of the page.
 pub struct GeneratedPart {
     pub name: &'static str,
     pub text: String,
@@ -26,7 +26,7 @@ pub fn write(path: &Path, run: &str, mut parts: Vec<GeneratedPart>) -> anyhow::R
     std::fs::write(path, page).with_context(|| path.display().to_string())
 }
 
-/// Puts each part into its place; one without a place goes to the end. Parts of earlier runs do not stay.
+/// Returns the page with new parts; parts without markers go to the end. Parts of earlier runs are removed.
 fn with_parts(page: &str, parts: &[GeneratedPart]) -> anyhow::Result<String> {
     let mut pieces = page.split("<!-- begin ");
     let mut result = pieces.next().unwrap_or_default().to_owned();

@@ -1,5 +1,5 @@
-//! `coreward-lab bench placement`: the policies side by side on four workloads in virtual time, and how much an
-//! assigned connection should count in `crossrss-plus`. The table of docs/policies.md.
+//! `coreward-lab bench placement`: compares the policies on four workloads in virtual time, and weights of an assigned
+//! connection in `crossrss-plus`. Its table is part of docs/policies.md.
 
 use comfy_table::Table;
 use coreward_model::arrivals::Workload;
@@ -30,7 +30,7 @@ fn workloads() -> [(&'static str, Workload); 4] {
     [("demo", demo), ("more mice", mice), ("long-lived", long_lived), ("short requests", short_requests)]
 }
 
-/// A row's name, and the policy for a seed; `None`: the oracle.
+/// Name of a row, and its policy for a seed; `None`: the oracle.
 type Row = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
 
 fn rows() -> Vec<Row> {

@@ -1,4 +1,4 @@
-//! Costs of the controller with rack controllers before it: real summaries of servers that only pretend, over gRPC.
+//! Cost of the controller behind rack controllers: real summaries of emulated servers, over gRPC.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -24,8 +24,8 @@ use crate::report::{Report, Table};
 use crate::scale::{Window, measure_windows, rows};
 use crate::test_env::{self, ScaleArgs};
 
-/// Summaries of different loads that each rack sends in turn: making them is the racks' work, and they would share the
-/// machine with what is measured.
+/// Number of different summaries that each rack sends in turn. They are made in advance, because real racks would make
+/// them on other machines.
 const ROUNDS: usize = 4;
 const DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -45,7 +45,8 @@ pub struct Args {
     scale: ScaleArgs,
 }
 
-/// Fails without root; when the controller or the load balancer does not start, or a rack cannot connect.
+/// Runs the bench. Fails without root; when the controller or the load balancer does not start, or a rack cannot
+/// connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();
@@ -77,19 +78,19 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     Ok(report(args, &windows, costs_us, bytes))
 }
 
-/// One rack and its servers.
+/// Rack with its servers.
 struct Rack {
     messages: mpsc::Sender<v1::RackMessage>,
-    /// By the agent's number.
+    /// By the number of the agent.
     servers: Vec<(u32, FakeAgent)>,
     rounds: Vec<v1::RackMessage>,
-    /// The controller's interval, in ms: longer as more racks connect.
+    /// Interval of detailed reports (ms), set by the controller: it grows with the number of racks.
     detail_interval: Arc<AtomicU32>,
     cost_us: f64,
 }
 
 impl Rack {
-    /// Connects with all its agents, and makes its summaries by the controller's configuration.
+    /// Connects with all agents of the rack, and makes summaries by the controller's configuration.
     async fn connect(
         args: &Args,
         controller: &mut Controller,
@@ -131,7 +132,7 @@ impl Rack {
         let mut servers: Vec<FakeAgent> =
             agents.clone().map(|agent| FakeAgent::new(agent, args.scale.cores, interval)).collect();
         let (mut rounds, mut cost_us) = (Vec::new(), 0.0);
-        // The first reports are no loads yet.
+        // The first reports contain no loads yet.
         for round in 0..=ROUNDS {
             let reports: Vec<v1::Report> = servers.iter_mut().map(FakeAgent::report).collect();
             let wall = wall_clock();
@@ -147,12 +148,13 @@ impl Rack {
                 rounds.push(v1::RackMessage { summaries, ..Default::default() });
             }
         }
-        // Whole reports begin with the RSS.
+        // Detailed reports start with the RSS configuration.
         servers.iter_mut().for_each(FakeAgent::begin_stream);
         Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, detail_interval, cost_us })
     }
 
-    /// A summary at every interval, and each agent's whole report once in a detail interval, until the controller ends.
+    /// Sends a summary per interval, and each agent's detailed report once per detail interval, until the controller
+    /// ends.
     async fn send_summaries(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
         let mut due = start;
         for round in 0.. {
@@ -161,7 +163,7 @@ impl Rack {
             let mut message = self.rounds[round % ROUNDS].clone();
             let requested = Duration::from_millis(self.detail_interval.load(Ordering::Relaxed).into());
             let per_detail = (DETAIL_INTERVAL.max(requested).as_secs_f64() / interval.as_secs_f64()).round() as usize;
-            // The first report of each agent, which brings its RSS, goes up at once.
+            // The first report of each agent has its RSS configuration and is sent immediately.
             let (first, step) = if round == 0 { (0, 1) } else { (round % per_detail, per_detail) };
             for (agent, server) in self.servers.iter_mut().skip(first).step_by(step) {
                 message.agents.push(report_from(*agent, agent_message::Message::Report(server.detailed_report())));

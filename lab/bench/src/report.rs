@@ -1,15 +1,15 @@
-//! Results of a bench: as text, as JSON, and as a section of Markdown.
+//! Report of a bench, as text, JSON or a section of Markdown.
 
 use std::fmt;
 
 use coreward_model::statistics::median;
 use serde_json::json;
 
-/// One number or text of a table.
+/// Cell of a table.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Cell {
     Text(String),
-    /// A measured value; one digit after the point.
+    /// Measured value, shown with one decimal.
     Number(f64),
     Count(u64),
 }
@@ -54,7 +54,7 @@ impl fmt::Display for Cell {
     }
 }
 
-/// Returns median, least and most of values; NaN without values.
+/// Returns median, minimum and maximum of values; NaN without values.
 pub fn summarize(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
@@ -84,19 +84,19 @@ impl fmt::Display for Goal {
             Goal::AtMost(bound) => ("<=", *bound),
             Goal::AtLeast(bound) => (">=", *bound),
         };
-        // A ratio needs two digits.
+        // Ratios are shown with two decimals.
         let digits = if bound < 2.0 { 2 } else { 1 };
         write!(f, "{sign} {bound:.digits$}")
     }
 }
 
-/// Returns two cells: the goal, and whether the value meets it. Empty without a goal.
+/// Returns two cells: the goal, and whether the value meets it. Both are empty without a goal.
 pub fn goal_cells(goal: Option<Goal>, value: f64) -> [Cell; 2] {
     let Some(goal) = goal else { return ["".into(), "".into()] };
     [goal.to_string().into(), if goal.is_met(value) { "met" } else { "missed" }.into()]
 }
 
-/// Rows under the same head.
+/// Table with a header and rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Table {
     head: Vec<String>,
@@ -104,19 +104,19 @@ pub struct Table {
 }
 
 impl Table {
-    /// No rows yet.
+    /// Returns a table without rows.
     pub fn new(head: &[&str]) -> Self {
         Self { head: head.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
     }
 
-    /// Panics when the row is not as long as the head.
+    /// Adds a row. Panics when its length differs from the header's.
     pub fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
         let cells: Vec<Cell> = cells.into_iter().collect();
         assert_eq!(cells.len(), self.head.len(), "a row as long as the head {:?}", self.head);
         self.rows.push(cells);
     }
 
-    /// Adds a row: a name, median, least and most of values, and further cells.
+    /// Adds a row: a name, median, minimum and maximum of values, and further cells.
     pub fn summary(&mut self, name: &str, values: impl IntoIterator<Item = f64>, more: impl IntoIterator<Item = Cell>) {
         self.row([name.into()].into_iter().chain(summarize(values).map(Cell::Number)).chain(more));
     }
@@ -133,7 +133,7 @@ impl Table {
         self.rows.iter().map(row).collect()
     }
 
-    /// Markdown, which reads as text, too. First column left, the others right.
+    /// Returns the table as Markdown, readable as text. The first column is aligned left, the others right.
     fn markdown(&self) -> comfy_table::Table {
         let mut table = comfy_table::Table::new();
         table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header(&self.head);
@@ -147,25 +147,23 @@ impl Table {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
-    /// The sub-command's name.
+    /// Name of the sub-command.
     pub name: &'static str,
-    /// Heading.
     pub title: &'static str,
-    /// Measured values, and the method.
+    /// Description of measured values and method.
     pub about: String,
-    /// The figures.
     pub tables: Vec<Table>,
 }
 
 impl Report {
-    /// For programs.
+    /// Returns the report as JSON.
     pub fn json(&self) -> serde_json::Value {
         let tables: Vec<_> = self.tables.iter().map(Table::json).collect();
         json!({ "bench": self.name, "about": self.about, "tables": tables })
     }
 }
 
-/// A section of Markdown.
+/// Writes a section of Markdown.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "## {}\n\n{}\n", self.title, wrapped(&self.about))?;
@@ -173,7 +171,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Lines of at most 120 characters.
+/// Returns the text in lines of at most 120 characters.
 pub fn wrapped(text: &str) -> String {
     let mut lines: Vec<String> = vec![String::new()];
     for word in text.split_whitespace() {

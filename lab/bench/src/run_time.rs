@@ -1,11 +1,11 @@
-//! Run time of programs at their hooks, by the kernel's own statistics.
+//! Run time of attached programs by the kernel's statistics.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
 use anyhow::ensure;
 use libbpf_rs::libbpf_sys;
 
-/// The kernel counts how long programs run, as long as this is open. Fails without root.
+/// Enables the kernel's run time statistics until the descriptor is closed. Fails without root.
 pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
     // SAFETY: takes no pointers.
     let result = unsafe { libbpf_sys::bpf_enable_stats(libbpf_sys::BPF_STATS_RUN_TIME) };
@@ -14,7 +14,7 @@ pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// Run time (ns) and runs of a program.
+/// Returns run time (ns) and number of runs of a program.
 pub fn run_time(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
     let mut info = libbpf_sys::bpf_prog_info::default();
     let mut length = size_of_val(&info) as u32;

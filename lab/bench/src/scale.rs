@@ -1,6 +1,5 @@
-//! A controller at its limit: agents that only pretend report to a real controller on a CPU of its own, and a real load
-//! balancer, its program attached to a virtual device, puts the tables in force. All in a network namespace of this
-//! process's, which goes with it.
+//! A controller at its limit: emulated agents report to a real controller on one CPU. A real load balancer, attached to
+//! a virtual device, installs the tables. All run in a network namespace that ends with this process.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -25,10 +24,10 @@ pub struct Args {
     scale: ScaleArgs,
 }
 
-/// After a question to the controller.
+/// Pause after a query to the controller.
 const SETTLE_TIME: Duration = Duration::from_millis(200);
 
-/// Fails without root; when something does not start.
+/// Runs the bench. Fails without root, or when a process does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let args = args.clone();
     let (agents, scale) = (args.agents, args.scale.clone());
@@ -39,7 +38,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
     let sent = fake_agent::start_all(controller, args.agents, args.scale.cores, interval).await?;
-    // The first reports bring RSS keys and tables.
+    // The first reports carry RSS keys and tables.
     sleep(Duration::from_secs(3)).await;
     let windows = measure_windows(&args.scale, controller, &sent).await?;
     Ok(report(args, &windows))
@@ -53,15 +52,15 @@ pub struct Window {
     tables_per_second: f64,
     resident_mib: f64,
     max_mib: f64,
-    /// From a report's receipt to the table: share within each class (s).
+    /// Cumulative shares of the time from a report's receipt to its table, by bucket bound (s).
     to_table: Vec<(f64, f64)>,
-    /// To the table in force.
+    /// Cumulative shares of the time from a report's receipt to its table in the kernel.
     to_kernel: Vec<(f64, f64)>,
-    /// Times since the agent sent the report.
+    /// Cumulative shares of the time from a report's sending to its table in the kernel.
     sent_to_kernel: Vec<(f64, f64)>,
 }
 
-/// Observes the controller in all windows. `sent`: reports sent to it so far. Fails when it does not answer.
+/// Measures all windows. `sent`: reports sent to the controller so far. Fails when the controller does not answer.
 pub async fn measure_windows(
     args: &ScaleArgs,
     controller: &mut Controller,
@@ -106,7 +105,7 @@ async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64)
     })
 }
 
-/// The controller's page of metrics.
+/// Returns the controller's metrics page.
 fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address).context("the controller's metrics")?;
     write!(stream, "GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
@@ -115,7 +114,7 @@ fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     Ok(page)
 }
 
-/// Upper bounds of a histogram's classes, and how many values there were up to each.
+/// Returns the upper bounds of a histogram's buckets and their cumulative counts.
 fn classes(page: &str, name: &str) -> Vec<(f64, f64)> {
     let prefix = format!("{name}_bucket{{");
     let class = |line: &str| {
@@ -126,7 +125,7 @@ fn classes(page: &str, name: &str) -> Vec<(f64, f64)> {
     page.lines().filter_map(class).collect()
 }
 
-/// The share of what came between two scrapes up to each bound.
+/// Returns the cumulative shares of the values between two scrapes, by bucket bound.
 fn shares(before: &str, after: &str, name: &str) -> Vec<(f64, f64)> {
     let (before, after) = (classes(before, name), classes(after, name));
     let new: Vec<(f64, f64)> = after.iter().zip(&before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
@@ -148,12 +147,12 @@ fn quantile(shares: &[(f64, f64)], part: f64) -> f64 {
     f64::NAN
 }
 
-/// Part that was within that time.
+/// Returns the share of values of at most `seconds`.
 fn fraction_within(shares: &[(f64, f64)], seconds: f64) -> f64 {
     shares.iter().find(|(bound, _)| *bound >= seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
-/// Adds what the windows showed. `messages`: what `sent` of [`windows`] counted.
+/// Adds rows of the windows' results. `messages`: name of the messages that the windows count.
 pub fn rows(table: &mut Table, messages: &str, windows: &[Window]) {
     let mut row = |what: &str, of: &dyn Fn(&Window) -> f64| table.summary(what, windows.iter().map(of), []);
     row(&format!("{messages} sent per second"), &|window| window.sent_per_second);

@@ -40,7 +40,7 @@ struct Case {
     millions_per_second: Vec<f64>,
 }
 
-/// Measures. Fails when a simulation refuses its configuration.
+/// Runs the bench. Fails when a simulation rejects its configuration.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let mut cases = cases(args.requests)?;
     for _ in 0..args.rounds {
@@ -69,14 +69,14 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Median, least, most, and the goal for the median.
+/// Returns cells of median, minimum, maximum, and the goal for the median.
 fn rates(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
     let [middle, least, most] = summarize(millions_per_second.iter().copied());
     let [goal, verdict] = goal_cells(goal, middle);
     [middle.into(), least.into(), most.into(), goal, verdict]
 }
 
-/// Bytes kept of each packet: enough for every header up to the ports.
+/// Stored bytes of each packet: enough for all headers up to the ports.
 const SNAP_LENGTH: usize = 96;
 
 fn captures(args: &Args) -> anyhow::Result<Table> {
@@ -111,7 +111,7 @@ fn captures(args: &Args) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Writes a capture of campus traffic, which also puts it into the page cache.
+/// Writes a capture of campus traffic; the page cache then holds it.
 fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
     let mut trace = format!("campus:seconds={seconds}").parse::<Source>()?.open(1, ReadOptions::default())?;
     let out = File::create(path).with_context(|| path.display().to_string())?;

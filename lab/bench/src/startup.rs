@@ -1,6 +1,6 @@
-//! How soon a load balancer forwards after its start, with many services and servers, and how soon a change of one
-//! server is in the kernel: the real load balancer at a virtual device, a real controller, all in a network namespace
-//! of this process's, which goes with it.
+//! Time from a load balancer's start to its first forwarded packets, with many services and servers, and time from a
+//! change of one server to its effect in the kernel. A real load balancer at a virtual device and a real controller run
+//! in a network namespace that ends with this process.
 
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
@@ -39,10 +39,11 @@ pub struct Args {
     changes: u32,
 }
 
-/// Nothing here takes longer, unless it never ends.
+/// Limit of each wait, never reached without a fault.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when something does not start.
+/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root, or when a process
+/// does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("start", args, measure)
 }
@@ -75,19 +76,19 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     Ok(report(args, &starts, &changes))
 }
 
-/// Puts the document in force; its generation.
+/// Applies a document of the fleet and returns its generation.
 async fn apply(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
     let document = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
     Ok(controller.operator_client().await?.put_fleet(&document).await?.generation)
 }
 
-/// First forwarded packet of any service, and of the last service.
+/// Times of the first forwarded packet of any service, and of the last service.
 struct StartTimes {
     first: Duration,
     all: Duration,
 }
 
-/// A packet socket at the servers' end of the wire.
+/// Packet socket at the servers' end of the wire.
 struct ServerSocket {
     socket: OwnedFd,
     own_mac: [u8; 6],
@@ -118,7 +119,7 @@ impl ServerSocket {
         Ok(Self { socket, own_mac: mac_of("eth1")?, balancer_mac: mac_of("eth0")? })
     }
 
-    /// A SYN for a service.
+    /// Sends a SYN to a service.
     fn send(&self, vip: Ipv4Addr, port: u16) {
         let mut frame = [0u8; FRAME_BYTES];
         frame[..6].copy_from_slice(&self.balancer_mac);
@@ -131,11 +132,11 @@ impl ServerSocket {
         frame[36..38].copy_from_slice(&80u16.to_be_bytes());
         frame[46] = 5 << 4;
         frame[47] = 2;
-        // The device's queue may be full for a moment.
+        // The device's queue may be full briefly.
         let _ = nix::unistd::write(&self.socket, &frame);
     }
 
-    /// VIPs of packets that the load balancer has forwarded.
+    /// Returns the VIPs of packets that the load balancer has forwarded.
     fn forwarded_vips(&self) -> Vec<Ipv4Addr> {
         let mut vips = Vec::new();
         let mut frame = [0u8; 256];
@@ -155,14 +156,14 @@ fn mac_of(device: &str) -> anyhow::Result<[u8; 6]> {
     macs.next().with_context(|| format!("{device} has no MAC address"))
 }
 
-/// Sends SYNs to every service that has not forwarded one yet, over and over.
+/// Sends SYNs repeatedly to all services that have not forwarded one yet.
 fn wait_for_forwarding(services: u32, began: Instant) -> anyhow::Result<StartTimes> {
     let wire = ServerSocket::open()?;
     let mut waiting: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
     let (mut first, mut port) = (None, 1024);
     while !waiting.is_empty() {
         ensure!(began.elapsed() < TIMEOUT, "{} services forward nothing after {TIMEOUT:?}", waiting.len());
-        // A short queue's length; the others have their turn next.
+        // At most the length of a short queue; the other services follow in the next iteration.
         for vip in waiting.iter().copied().take(64).collect::<Vec<_>>() {
             wire.send(vip, port);
         }

@@ -35,8 +35,8 @@ pub struct ScaleArgs {
     pub plain: bool,
 }
 
-/// Measures there, in a thread of its own: the namespace is the thread's. `what`: the bench's name. The measure takes
-/// the controller and the report interval. Fails without root; when something does not start; the measure's own.
+/// Runs `measure` in a new thread with its own network namespace. `what`: name of the bench. `measure` takes the
+/// controller and the report interval. Fails without root, when a process does not start, or as `measure` does.
 pub fn measure<M>(what: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
 where
     M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report> + Send + 'static,
@@ -56,7 +56,7 @@ where
     make_network()?;
     let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let certificates = tls.then(|| Certificates::new(&scratch.0.join("certificates"))).transpose()?;
-    // A process has the CPU of the thread that starts it.
+    // A process inherits the CPU of the thread that starts it.
     cpus::bind(THIS_THREAD, 0)?;
     let mut controller = Controller::start(fleet, certificates, &scratch.0)?;
     cpus::bind(THIS_THREAD, 1)?;
@@ -76,16 +76,16 @@ pub struct ProcessArgs {
     config: PathBuf,
 }
 
-/// The load balancer as `coreward lb` runs it. Fails as the load balancer does.
+/// Runs the load balancer as `coreward lb` does. Fails as the load balancer does.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_lb::daemon::run(&args.config)
 }
 
-/// A load balancer in a process of its own, which ends with this value.
+/// Process of a load balancer; killed when dropped.
 pub struct Balancer(Child);
 
 impl Balancer {
-    /// At the device `eth0`, with its pins below `pins`. Fails when the process cannot be started.
+    /// Starts it at the device `eth0`, with its pins below `pins`. Fails when the process cannot be started.
     pub fn start(controller: &Controller, scratch: &Scratch, pins: &Pins) -> anyhow::Result<Self> {
         let config = scratch.0.join("lb.toml");
         let text = format!(
@@ -109,7 +109,7 @@ impl Drop for Balancer {
     }
 }
 
-/// Two ends of a wire, `eth0` and `eth1`; at the latter all of 10.2.0.0/16 answers ARP. Fails without root.
+/// Creates a veth pair, `eth0` and `eth1`; `eth1` answers ARP for 10.2.0.0/16. Fails without root.
 pub fn make_network() -> anyhow::Result<()> {
     namespace::enter_new()?;
     for command in [
@@ -124,8 +124,8 @@ pub fn make_network() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives the load balancer precedence over the emulated agents, which in reality run elsewhere. To be called in their
-/// thread.
+/// Gives the load balancer precedence over the emulated agents, which would run on other machines. Call it in the
+/// agents' thread.
 fn lower_priority() -> anyhow::Result<()> {
     let priority = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads `priority`.

@@ -1,4 +1,4 @@
-//! `coreward-lab bench xdp`: what `lb.bpf.c` costs per packet, above an XDP program that does nothing.
+//! `coreward-lab bench xdp`: cost of `lb.bpf.c` per packet, above an XDP program that does nothing.
 
 mod balancer;
 mod established;
@@ -52,18 +52,18 @@ pub struct Args {
 }
 
 impl Args {
-    /// This number of rounds, each as long as by default.
+    /// Returns a length of `rounds` rounds with the default number of packets.
     pub fn for_rounds(rounds: u32) -> Self {
         Self { length: Length { rounds, ..Length::default() }, only: None }
     }
 }
 
-/// Costs of packets of open connections.
+/// Cost of packets of open connections.
 pub struct Cost {
-    /// The mode, or what it is compared with: as cheetah-5-live.toml labels it.
+    /// Mode or baseline program, by its label in cheetah-5-live.toml.
     pub series: String,
     pub connections: usize,
-    /// Above the empty program (ns), round by round.
+    /// Cost above the empty program (ns), by round.
     pub above_empty: Rounds,
 }
 
@@ -81,21 +81,21 @@ pub fn costs_by_connections(args: &Args, progress: &dyn Fn(usize, usize)) -> any
     Ok(costs)
 }
 
-/// One case, measured.
+/// Measurements of one case.
 struct Measured {
     case: Case,
-    /// Median of the empty program, ns.
+    /// Median of the empty program (ns).
     empty: f64,
-    /// lb above the empty program (ns), round by round.
+    /// Cost of the load balancer above the empty program (ns), by round.
     above_empty: Rounds,
-    /// Fastest round of each (ns).
+    /// Cost of the load balancer by the fastest rounds (ns).
     fastest: f64,
-    /// The same of parse and swap MACs.
+    /// Cost of parsing and swapping MACs by the fastest rounds (ns).
     floor: f64,
 }
 
 impl Measured {
-    /// `times` of the empty program, parse and swap MACs, lb.
+    /// `times` of the programs in this order: empty, parse and swap MACs, load balancer.
     fn new(balancer: &Balancer, times: [&Rounds; 3]) -> anyhow::Result<Self> {
         Ok(Self {
             case: balancer.case(),
@@ -107,8 +107,8 @@ impl Measured {
     }
 }
 
-/// Measures every case. Fails without the right to load BPF programs, or when a program does not do what the case
-/// expects.
+/// Measures every case. Fails without the capabilities to load BPF programs, or when a program does not do what the
+/// case expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let established = if args.only.is_some() { Vec::new() } else { established::measure(args, &|_, _| {})? };
     let is_selected = |case: &Case| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));

@@ -1,8 +1,8 @@
-//! Requests to the whole orchestrator over UDP, on loopback and over a veth.
+//! Requests over UDP through the orchestrator's sockets, on loopback and over a veth.
 //!
-//! A burst of requests waits in the socket before the clock starts, and the responses are taken after it stops: the
-//! client shares the orchestrator's CPU and is not measured. Two servers that only return the datagrams are the floor.
-//! The delivery of a burst, from the client's system call into the server's socket, is measured by itself.
+//! A burst of requests waits in the socket before the clock starts, and the responses are received after it stops: the
+//! client shares the orchestrator's CPU and is not measured. Two servers that only return the datagrams are the
+//! baseline. The delivery of a burst, from the client's system call into the server's socket, is measured separately.
 
 use std::net::{SocketAddrV4, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -19,10 +19,10 @@ use coreward_runtime::worker::Runtime;
 use super::{CPUS, PAYLOAD, config, connect, free_address, veth};
 use crate::cpus::{THIS_THREAD, bind};
 
-/// Requests that wait in the socket: they fit the kernel's default receive buffer.
+/// Number of requests that wait in the socket: they fit the kernel's default receive buffer.
 const BURST: u64 = 256;
 pub const CORES: u16 = 16;
-/// A burst takes less than a millisecond.
+/// Generous limit: a burst takes less than a millisecond.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const KSOFTIRQD_TIME: Duration = Duration::from_micros(50);
 
@@ -37,7 +37,7 @@ fn loopback_client() -> anyhow::Result<BatchSocket> {
     Ok(BatchSocket::bind("127.0.0.1:0".parse()?, PAYLOAD.len())?)
 }
 
-/// Receives the responses of a burst. Over a veth ksoftirqd may deliver them, on this CPU.
+/// Receives the responses of a burst. Over a veth ksoftirqd may deliver them on this CPU.
 fn receive_all(client: &mut BatchSocket) -> anyhow::Result<()> {
     let (started, mut answers) = (Instant::now(), 0);
     while answers < BURST {
@@ -75,7 +75,7 @@ fn measure(
     Ok(Times { server: each(busy), delivery: each(delivery) })
 }
 
-/// A server with two system calls for each request.
+/// Measures a server with two system calls per request.
 pub fn echo_each(requests: u64) -> anyhow::Result<Times> {
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     let std::net::SocketAddr::V4(address) = socket.local_addr()? else { unreachable!("bound to an IPv4 address") };
@@ -87,7 +87,7 @@ pub fn echo_each(requests: u64) -> anyhow::Result<Times> {
     })
 }
 
-/// A server with two system calls for each batch of requests.
+/// Measures a server with two system calls per batch of requests.
 pub fn echo_batches(requests: u64) -> anyhow::Result<Times> {
     let mut socket = BatchSocket::bind("127.0.0.1:0".parse()?, PAYLOAD.len())?;
     let address = socket.local_address()?;
@@ -101,22 +101,22 @@ pub fn echo_batches(requests: u64) -> anyhow::Result<Times> {
     })
 }
 
-/// The orchestrator on loopback.
+/// Measures the orchestrator on loopback.
 pub fn orchestrate(requests: u64) -> anyhow::Result<Times> {
     orchestrate_at(free_address()?, None, &mut loopback_client()?, requests)
 }
 
-/// The orchestrator with requests over a veth, by UDP sockets.
+/// Measures the orchestrator over a veth with UDP sockets.
 pub fn orchestrate_veth(requests: u64) -> anyhow::Result<Times> {
     veth::with_client(|client| orchestrate_at(veth::SERVER, None, client, requests))
 }
 
-/// The same by AF_XDP, which copies.
+/// Measures the orchestrator over a veth with AF_XDP in copy mode.
 pub fn orchestrate_af_xdp(requests: u64) -> anyhow::Result<Times> {
     veth::with_client(|client| orchestrate_at(veth::SERVER, Some(veth::INTERFACE), client, requests))
 }
 
-/// The workers of all cores share a thread on the other CPU.
+/// Measures the orchestrator; the workers of all cores share a thread on the other CPU.
 fn orchestrate_at(
     address: SocketAddrV4,
     interface: Option<&str>,
@@ -140,7 +140,7 @@ fn orchestrate_at(
         while daemon.engine().attached_workers() < CORES.into() {
             ensure!(!workers.is_finished(), "the workers ended early");
             daemon.run_once()?;
-            // The workers' thread starts on this CPU.
+            // Lets the workers' thread start, which is on this CPU.
             std::thread::yield_now();
         }
         let completed =

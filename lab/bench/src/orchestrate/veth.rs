@@ -1,4 +1,4 @@
-//! A client and a server in network namespaces of their own, connected by a veth.
+//! A client and a server in two network namespaces, connected by a veth.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -20,7 +20,7 @@ const CLIENT_MAC: &str = "02:00:00:00:09:01";
 const SERVER_MAC: &str = "02:00:00:00:09:02";
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Runs `action` in the server's namespace with a socket of the client, in a thread of its own. Fails without root.
+/// Runs `action` in a new thread in the server's namespace, with a socket of the client. Fails without root.
 pub fn with_client<T: Send>(action: impl FnOnce(&mut BatchSocket) -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -31,7 +31,7 @@ pub fn with_client<T: Send>(action: impl FnOnce(&mut BatchSocket) -> anyhow::Res
     })
 }
 
-/// Leaves the thread in the server's namespace.
+/// Connects the namespaces and leaves the thread in the server's one.
 fn connect() -> anyhow::Result<BatchSocket> {
     enter_new()?;
     let client = own_namespace()?;
@@ -56,7 +56,7 @@ fn own_namespace() -> anyhow::Result<File> {
     File::open("/proc/thread-self/ns/net").context("the thread's network namespace")
 }
 
-/// Sets up an end of the veth, with the other end as its neighbour: no burst waits for an address.
+/// Sets up one end of the veth with a static neighbour entry for the other, so that no burst waits for ARP.
 fn configure(own: Ipv4Addr, other: Ipv4Addr, other_mac: &str) -> anyhow::Result<()> {
     ip("link set lo up")?;
     ip(&format!("address add {own}/24 dev {INTERFACE}"))?;
@@ -64,7 +64,7 @@ fn configure(own: Ipv4Addr, other: Ipv4Addr, other_mac: &str) -> anyhow::Result<
     ip(&format!("neighbour replace {other} lladdr {other_mac} dev {INTERFACE} nud permanent"))
 }
 
-/// Until a kernel thread has noticed the other end, the device drops what it sends.
+/// Waits until the veth has carrier; before, it drops all frames.
 fn wait_until_up() -> anyhow::Result<()> {
     let started = Instant::now();
     loop {

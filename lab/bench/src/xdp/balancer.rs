@@ -1,4 +1,4 @@
-//! A load balancer without a device that knows what to do with the packets.
+//! A configured load balancer without a device.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -26,22 +26,22 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::runner::{Feed, Frame, PACKETS, Packet, Runner};
 use super::workload::{Case, Direction, FIRST_SERVER_MAC, NewConnection, OWN_MAC, VIP, clients, response, syn};
 
-/// A pool like a small fleet's.
+/// Size of a pool like a small fleet's.
 const SERVERS: u64 = 64;
 const CORES: u16 = 16;
-/// Sources of outer headers.
+/// Source addresses of outer headers.
 const OWN_ADDRESSES: OuterSources =
     OuterSources { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 const ETHERNET_MTU: u32 = 1500;
 
-/// Enough entries for all connections: a set of eight has half a connection in the mean, so in 150 runs of 151 none of
+/// Enough entries for all connections: a set of eight has half a connection on average, so in 150 runs of 151 none of
 /// the two million sets is full.
 pub const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 * 16;
 
-/// Enough entries for all connections: 512 of a partition's 1024 are taken in the mean, so none is ever full.
+/// Enough entries for all connections: 512 of a partition's 1024 are used on average, so none is ever full.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
 
-/// The load balancer's service, which is not that of [`Case::NotForAVip`].
+/// Returns the load balancer's service, which for [`Case::NotForAVip`] differs from the packets' destination.
 fn service_of(case: Case) -> SocketAddr {
     if case == Case::OtherDestination { VIP.into() } else { case.destination() }
 }
@@ -56,7 +56,7 @@ pub struct Balancer {
     owner: OwnerNumber,
 }
 
-/// Placement of the service's first packets, and size of the connection table.
+/// Placement of the service's new connections, and size of the connection table.
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
     pub rule: Rule,
@@ -78,7 +78,7 @@ impl Setup {
             }
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
         };
-        // It has only connections that are not stamped: none here.
+        // With LB-side stamping only connections without stamps use the flow table: here none.
         let flow_entries = if case.is_lb_stamped() { intf::DEFAULT_FLOW_TABLE_ENTRIES } else { FLOW_TABLE_ENTRIES };
         Ok(Self { rule, groups, entries: TableSize::try_from(entries)?, flow_entries })
     }
@@ -93,20 +93,20 @@ fn mac_of(n: usize) -> MacAddress {
 
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
-    /// Mean over the packets, ns.
+    /// Mean per packet (ns).
     pub time: f64,
-    /// Packets that were counted as the case's.
+    /// Packets that the case's counter has counted.
     pub counted: u64,
 }
 
 impl Balancer {
-    /// With all connections open that the case's packets are of. Fails without the right to load BPF programs, or when
-    /// a connection is not remembered.
+    /// Returns a load balancer on which all connections of the case's packets are open. Fails without the capabilities
+    /// to load BPF programs, or when a connection has no entry.
     pub fn new(case: Case) -> anyhow::Result<Self> {
         Self::with_setup(case, Setup::for_case(case)?)
     }
 
-    /// A load balancer with another setup.
+    /// Returns a load balancer with another setup.
     pub fn with_setup(case: Case, setup: Setup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
@@ -128,7 +128,7 @@ impl Balancer {
         lb.set_time_key(service, keys.keys[1]);
         let owner = OwnerNumber::try_from(5)?;
         lb.set_owner(Some(owner));
-        // Ids drawn sparsely, as the controller does.
+        // Ids are sparse, as those of the controller.
         let ids = if case.is_lb_stamped() { lb_stamping::SERVER_IDS } else { ServerId::COUNT as u64 };
         let step = ids / SERVERS;
         let servers: Vec<ServerId> = (0..SERVERS)
@@ -148,7 +148,7 @@ impl Balancer {
         Ok(balancer)
     }
 
-    /// Shows each server's clock by an answer, so that TSecr is restored.
+    /// Sends an answer of each server: the load balancer learns the servers' clocks and can restore TSecr.
     fn show_clocks(&self) -> anyhow::Result<()> {
         let Frame { bytes: mut answer, ports_at, .. } = response();
         let ports = &mut answer[ports_at as usize..][..4];
@@ -166,7 +166,7 @@ impl Balancer {
         self.case
     }
 
-    /// Each by its SYN.
+    /// Opens all connections by their SYNs.
     fn open_connections(&self) -> anyhow::Result<()> {
         if !self.case.needs_connection_entry() {
             return Ok(());
@@ -194,8 +194,8 @@ impl Balancer {
         }
     }
 
-    /// As many packets as the case has connections, in random order, each with its server's stamp. Fails when a
-    /// connection has no entry that should.
+    /// Returns one packet per connection, in random order, each with its server's stamp. Fails when a connection lacks
+    /// an entry.
     pub fn packets(&self) -> anyhow::Result<Vec<Packet>> {
         let mut rng = seeded_rng(3, 0);
         let places = self.entries_by_client();
@@ -221,19 +221,19 @@ impl Balancer {
         packets.collect()
     }
 
-    /// TSecr of a packet to a random server.
+    /// Returns TSecr of a packet to a random server.
     fn lb_stamped(&self, client: &SocketAddrV4, rng: &mut Xoshiro256PlusPlus) -> u32 {
         let server = self.servers[uniform_below(rng, self.servers.len() as u32) as usize];
         lb_stamping::stamp(&self.keys, &self.keys.keys[1], &self.case.tuple(client), server, rng.next_u32())
     }
 
-    /// Index of each client's entry in the connection table.
+    /// Returns the index of each client's entry in the connection table.
     pub fn entries_by_client(&self) -> HashMap<SocketAddr, ConnectionIndex> {
         let lb = self.lb.borrow();
         lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()
     }
 
-    /// Attaches the program to a device, in the driver. Fails when the device has no native XDP, or another program.
+    /// Attaches the program in native mode. Fails when the device has no native XDP, or another program.
     pub fn attach(&self, interface: &str) -> anyhow::Result<()> {
         self.lb.borrow_mut().attach(interface, XdpMode::Native).map(drop)
     }
@@ -243,7 +243,7 @@ impl Balancer {
         Ok(self.lb.borrow().program().try_clone_to_owned()?)
     }
 
-    /// All counters of the service (of no service, for a case that has none).
+    /// Returns all counters of the service (of no service for a case without one).
     pub fn counters(&self) -> Counters {
         let lb = self.lb.borrow();
         match self.case {
@@ -252,7 +252,7 @@ impl Balancer {
         }
     }
 
-    /// Runs the program on this number of packets: mean time of one (ns). All taken entries are free again afterwards.
+    /// Runs the program on `packets` packets and returns the mean time (ns). Afterwards all used entries are free.
     /// Fails when the program does not treat each packet as the case expects.
     pub fn run(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
         if !self.case.allocates_entries() {
@@ -265,7 +265,7 @@ impl Balancer {
             // Freeing waits for a grace period, and a CPU that slept has cold caches: the first packets fill them.
             self.run_expecting(runner, feed, batch / 4)?;
             time += self.run_expecting(runner, feed, batch - batch / 4)?;
-            // The low slots come first in memory and are taken first: the others are not read.
+            // Slots are used in the order of memory, so only the lowest ones are read.
             let freed = self.free(|connections| connections.take(batch as usize).collect())?;
             ensure!(freed == batch as usize, "{}: {freed} entries were taken by {batch} packets", self.case);
         }
@@ -282,8 +282,8 @@ impl Balancer {
         Ok(run.time)
     }
 
-    /// Runs the program on this number of packets, whatever their counters. Fails when the last packet's verdict is not
-    /// the case's.
+    /// Runs the program on `packets` packets, whatever their counters. Fails when the last packet's verdict differs
+    /// from the case's.
     pub fn run_and_count(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<Run> {
         let (case, expected) = (self.case, self.case.verdict());
         let before = self.counters().packets[case.counter()];
@@ -292,7 +292,8 @@ impl Balancer {
         Ok(Run { time, counted: self.counters().packets[case.counter()] - before })
     }
 
-    /// Frees entries of the connection table. Returns how many. Fails when the kernel offers no grace period.
+    /// Frees all other entries of the connection table and returns their number. Fails when the kernel offers no grace
+    /// period.
     pub fn free_all_but(&self, kept: &HashSet<ConnectionIndex>) -> anyhow::Result<usize> {
         self.free(|connections| connections.filter(|connection| !kept.contains(&connection.index)).collect())
     }
@@ -306,13 +307,13 @@ impl Balancer {
         lb.free_connections(&connections)
     }
 
-    /// Entries of the connection table that are not free.
+    /// Returns the number of used entries of the connection table.
     pub fn entries_in_use(&self) -> usize {
         self.lb.borrow().connections_in_use()
     }
 }
 
-/// A table of 128 buckets for the pool, of one candidate each as `crossrss` makes it (rule `Table`), or of eight.
+/// Returns a table of 128 buckets for the pool: with one candidate each as of `crossrss` (rule `Table`), or with eight.
 fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
     let buckets = BucketCount::PUBLISHED;
     let core_slots: Vec<Core> =

@@ -1,4 +1,4 @@
-//! Packets of open connections: all modes in turns, by the number of connections; and what one cache miss costs there.
+//! Packets of open connections: all modes interleaved, by the number of connections, and the cost of one cache miss.
 
 use std::os::fd::AsFd as _;
 
@@ -16,15 +16,15 @@ use crate::report::Table;
 /// Numbers of open connections.
 const CONNECTIONS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKETS];
 
-/// Results with that many connections open.
+/// Results for a number of open connections.
 pub struct ByConnections {
     pub connections: usize,
     pub stateless: Measured,
     pub stateful: Measured,
     pub hash_table: Measured,
-    /// Cost of the stateless program above the empty one (ns) with one more line of memory loaded in parallel ...
+    /// Cost of the stateless program above the empty one (ns) with a parallel load of one more cache line.
     pub with_line: Rounds,
-    /// ... and when it must wait for that line.
+    /// The same cost when the program must wait for that line.
     pub after_line: Rounds,
 }
 
@@ -74,7 +74,7 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
     })
 }
 
-/// Cost of one cache miss, and its part in stateful mode.
+/// Returns a table of the cost of one cache miss, and its share in stateful mode.
 pub fn table(measured: &[ByConnections]) -> Table {
     let mut table = Table::new(&[
         "connections",

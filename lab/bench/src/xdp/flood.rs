@@ -1,5 +1,5 @@
-//! `coreward-lab bench flood`: what packets of open connections cost on one CPU while another one runs a SYN flood
-//! through the same program and the same maps.
+//! `coreward-lab bench flood`: cost of packets of open connections on one CPU while another CPU runs a SYN flood
+//! through the same program and maps.
 
 mod flooder;
 mod memory;
@@ -32,15 +32,15 @@ const CONNECTIONS: usize = 1 << 17;
 /// Goal for the cost that a flood adds, in percent.
 const FLOOD_COST_GOAL: Goal = Goal::AtMost(10.0);
 
-/// Program that meets the flood.
+/// Program under flood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Stateless,
-    /// Every SYN finds a free entry in the connection table.
+    /// Stateful mode; every SYN finds a free entry in the connection table.
     StatefulWithRoom,
-    /// No SYN does.
+    /// Stateful mode; no SYN finds a free entry.
     StatefulFull,
-    /// For comparison: every SYN is put into the LRU hash, in the place of another connection once it is full.
+    /// Baseline: every SYN adds an entry to the LRU hash, which replaces another connection's once it is full.
     HashTable,
 }
 
@@ -55,7 +55,7 @@ impl Victim {
         }
     }
 
-    /// Entries of the connection table.
+    /// Returns the number of entries of the connection table.
     fn entries(self) -> u32 {
         match self {
             Victim::StatefulWithRoom => intf::MAX_CONNECTION_TABLE_ENTRIES,
@@ -75,26 +75,26 @@ impl fmt::Display for Victim {
     }
 }
 
-/// Results of one victim.
+/// Results of one program.
 struct Measured {
     victim: Victim,
-    /// Time per packet (ns), round by round: the empty program and the load balancer's ...
+    /// Time per packet without a flood (ns), by round: empty program, load balancer.
     unloaded: [Rounds; 2],
-    /// ... and both during a flood.
+    /// Time per packet during a flood (ns), by round: empty program, load balancer.
     flooded: [Rounds; 2],
-    /// Fraction of the open connections' packets, during a flood, that found their server by the mode's own means.
+    /// Fraction of the open connections' packets that found their server's entry during a flood.
     found_fraction: f64,
     flood: Sent,
     /// SYNs that found no free entry.
     without_entry: u64,
-    /// Before the first SYN of a flood, and after the last.
+    /// Memory before the first SYN of a flood, and after the last.
     memory: [Memory; 2],
-    /// Entries of the connection table: before, and the most after any flood.
+    /// Used entries of the connection table: before any flood, and the maximum after one.
     entries_in_use: [usize; 2],
 }
 
-/// Measures, in a thread of its own, which is bound to a CPU. Fails without root, with fewer than two CPUs, or when a
-/// packet is not treated as it should be.
+/// Measures in a new thread, which is bound to a CPU. Fails without root, with fewer than two CPUs, or when a packet is
+/// not treated as expected.
 pub fn run(length: &Length) -> anyhow::Result<Report> {
     namespace::measure_in_thread("flood", length, measure_all)
 }
@@ -108,7 +108,7 @@ fn measure_all(length: &Length) -> anyhow::Result<Report> {
     Ok(report(&measured, length, cpus))
 }
 
-/// The first two CPUs that this process may use. Fails when there is only one.
+/// Returns the first two CPUs that this process may use. Fails when there is only one.
 pub fn two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).context("which CPUs this process may use")?;
     let mut cpus = (0..nix::sched::CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap_or(false));
@@ -120,7 +120,7 @@ pub fn two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
 
 fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result<Measured> {
     let case = Case::Established(victim.consistency(), CONNECTIONS);
-    // The rule that writes most memory for a first packet.
+    // The rule with the most memory writes for a new connection.
     let entries = TableSize::try_from(u64::from(victim.entries()))?;
     let setup = Setup { rule: Rule::LeastAssigned, groups: 1, entries, flow_entries: FLOW_TABLE_ENTRIES };
     let balancer = Balancer::with_setup(case, setup)?;
@@ -184,7 +184,7 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
     Ok(measured)
 }
 
-/// Packets of open connections: time of one (ns), and how many found their server.
+/// Runs packets of open connections. Returns the time per packet (ns), and how many packets found their server.
 fn established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) -> anyhow::Result<(f64, u64)> {
     if is_lb {
         balancer.run_and_count(runner, Feed::Packet, CONNECTIONS as u32)?;
@@ -196,7 +196,7 @@ fn established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) 
     Ok((time, 0))
 }
 
-/// A flood until no entry is free.
+/// Floods until no entry is free.
 fn fill_table(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow::Result<()> {
     let entries = victim.entries() as usize;
     for _ in 0..100 {
@@ -211,7 +211,7 @@ fn fill_table(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow:
     anyhow::bail!("{} of {entries} entries are in use after a flood of 10 s", balancer.entries_in_use())
 }
 
-/// By how much `rounds` are more than `others`, in percent, round by round.
+/// Returns the excess of `rounds` over `others` in percent, by round.
 fn excess_percent(rounds: &[f64], others: &[f64]) -> Rounds {
     rounds.iter().zip(others).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
 }

@@ -1,4 +1,4 @@
-//! Goals of `coreward-lab bench xdp`, as multiples of a floor: so they hold on any machine.
+//! Goals of `coreward-lab bench xdp`, as multiples of a baseline, so that they hold on any machine.
 
 use coreward_model::consistency::Consistency;
 use coreward_model::forwarding::Forwarding;
@@ -12,19 +12,19 @@ use super::runner::PACKETS;
 use super::workload::{Case, NewConnection};
 use crate::report::Goal;
 
-/// Cost of parsing and swapping MAC addresses above the empty program on the machine of the goals (AMD EPYC), ns.
+/// Cost of parsing and swapping MAC addresses above the empty program on the goals' machine (AMD EPYC), in ns.
 const REFERENCE_FLOOR: f64 = 4.5;
-/// An IPv6 packet costs at most so much of an IPv4 one.
+/// Limit of an IPv6 packet's cost, as a factor of the IPv4 packet's.
 const IPV6_FACTOR: f64 = 1.3;
 
-/// Greatest cost above the empty program.
+/// Limit of a cost above the empty program.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum CostLimit {
-    /// ns on the machine of the goals.
+    /// Time on the goals' machine (ns).
     Reference(f64),
-    /// The same, and one cache miss of this machine.
+    /// Time on the goals' machine (ns), plus one cache miss of this machine.
     MissAndReference(f64),
-    /// IPV6_FACTOR times the cost of this case.
+    /// IPV6_FACTOR times the cost of another case.
     Ipv6Of(Case),
 }
 
@@ -46,7 +46,7 @@ fn limit(case: Case) -> Option<CostLimit> {
     }
 }
 
-/// ns on the machine of the goals.
+/// Returns the limit for a new connection on the goals' machine (ns).
 fn new_connection_limit(first: NewConnection) -> Option<f64> {
     match (first.consistency, first.rule, first.groups) {
         (Consistency::Stateful, ..) => Some(160.0),
@@ -61,7 +61,7 @@ fn new_connection_limit(first: NewConnection) -> Option<f64> {
 pub struct Goals<'a> {
     /// Cost of parsing and swapping MAC addresses above the empty program, ns.
     pub floor: f64,
-    /// Cost of one cache miss that the packet waits for, ns, if it was measured.
+    /// Cost of one cache miss that the packet waits for (ns), if measured.
     miss: Option<f64>,
     measured: Vec<&'a Measured>,
 }

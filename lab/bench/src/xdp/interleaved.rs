@@ -1,4 +1,4 @@
-//! Programs that run in turns, so that what changes on the machine meanwhile touches all of them alike.
+//! Interleaved runs of programs, so that changes of the machine affect all of them alike.
 
 use std::os::fd::BorrowedFd;
 
@@ -12,13 +12,13 @@ use super::workload;
 /// Measured program.
 #[derive(Clone, Copy)]
 pub enum Program<'a> {
-    /// One that only returns `XDP_TX`.
+    /// Program that only returns `XDP_TX`.
     Floor(BorrowedFd<'a>),
-    /// The load balancer's.
+    /// Program of the load balancer.
     Balancer(&'a Balancer),
 }
 
-/// Part of each round.
+/// One program of each round.
 #[derive(Clone, Copy)]
 pub struct Turn<'a> {
     pub runner: &'a Runner,
@@ -27,7 +27,7 @@ pub struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    /// On fresh packets, with nothing besides.
+    /// Returns a turn with fresh packets only.
     pub fn new(runner: &'a Runner, program: Program<'a>) -> Self {
         Self { runner, feed: Feed::Packet, program }
     }
@@ -43,21 +43,22 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Before it is measured each program sees all connections once: other programs have used the caches meanwhile.
+    /// Runs all connections through the program before its measurement, because other programs have replaced its cache
+    /// lines.
     fn warm_up(&self) -> anyhow::Result<()> {
         match self.program {
-            // A first packet occurs once.
+            // A new connection cannot be repeated.
             Program::Balancer(balancer) if balancer.case().allocates_entries() => Ok(()),
             _ => self.measure(self.runner.connections() as u32).map(drop),
         }
     }
 }
 
-/// Time per packet (ns), round by round.
+/// Time per packet (ns), by round.
 pub type Rounds = Vec<f64>;
 
-/// Measures programs one after the other in each round. Returns what each took in each round. Fails when a program does
-/// not do what is expected of it.
+/// Measures programs one after the other in each round. Returns the times of each program by round. Fails when a
+/// program misbehaves.
 pub fn run_interleaved(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<Rounds>> {
     interleave(turns.len(), rounds, |position| {
         turns[position].warm_up()?;
@@ -86,12 +87,12 @@ pub fn interleave<T>(
     Ok(results)
 }
 
-/// Difference of `rounds` from `others`, round by round.
+/// Returns the difference of `rounds` from `others`, by round.
 pub fn difference(rounds: &[f64], others: &[f64]) -> Rounds {
     rounds.iter().zip(others).map(|(time, other)| time - other).collect()
 }
 
-/// Median of at least one round.
+/// Returns the median of at least one round.
 pub fn median_of(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
@@ -103,18 +104,18 @@ pub fn fastest_difference(rounds: &[f64], others: &[f64]) -> f64 {
     least(rounds) - least(others)
 }
 
-/// Lower and upper quartile.
+/// Returns lower and upper quartile.
 pub fn quartiles(rounds: &[f64]) -> String {
     quartiles_with(rounds, 1)
 }
 
-/// [`quartiles`] with this number of decimals.
+/// Returns [`quartiles`] with this number of decimals.
 pub fn quartiles_with(rounds: &[f64], digits: usize) -> String {
     let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
     format!("{low:.digits$} to {high:.digits$}")
 }
 
-/// The value below which `part` of the values lie (the nearest one).
+/// Returns the quantile `part` of the values (nearest value).
 fn quantile(values: &[f64], part: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

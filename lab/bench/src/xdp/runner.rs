@@ -21,52 +21,52 @@ use skeleton::FreshPacketsSkelBuilder;
 /// Packets in the memory that `fresh_packet` reads.
 pub const PACKETS: usize = 1 << 20;
 
-/// Differences between packets: `struct variation` of `bpf/feed.h`.
+/// Variable fields of a packet: `struct variation` of `bpf/feed.h`.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 pub struct Packet {
-    /// In network byte order, as the next two.
+    /// In network byte order, as the next two fields.
     pub client_address: u32,
     pub ports: u32,
     /// TSecr.
     pub tsecr: u32,
-    /// In the host's order: which line of memory [`Feed::AndLine`] and [`Feed::AfterLine`] load.
+    /// In host byte order: cache line that [`Feed::AndLine`] and [`Feed::AfterLine`] load.
     pub line: u32,
 }
 
-/// A frame, the offsets of the fields that vary, and the port that it is sent to.
+/// Frame, offsets of its variable fields, and its destination port.
 #[derive(Debug, Clone)]
 pub struct Frame {
     pub bytes: Vec<u8>,
-    /// Offset of the client's address; of IPv6 its last four bytes.
+    /// Offset of the client's address; for IPv6 of its last four bytes.
     pub client_at: u32,
     pub ports_at: u32,
-    /// Offset of TSecr, or of a reply's TSval.
+    /// Offset of TSecr, or of a response's TSval.
     pub tsecr_at: u32,
     pub destination_port: u16,
 }
 
-/// Caller of the measured program.
+/// BPF program that calls the measured one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Feed {
     Packet,
-    /// Loads also a line of memory that nothing waits for.
+    /// Also loads a cache line that the packet does not need.
     AndLine,
-    /// Also loads a line of memory; the packet needs it.
+    /// Also loads a cache line that the packet needs.
     AfterLine,
-    /// Packets of clients that were never seen before.
+    /// Packets of new clients.
     FreshSource,
-    /// Removes the outer header that the last run has added.
+    /// Removes the outer header that the previous run has added.
     Shortened,
 }
 
-/// The programs of fresh_packets.bpf.c, for one frame and its variations.
+/// Programs of fresh_packets.bpf.c, for one frame and its variations.
 pub struct Runner {
     frame: Vec<u8>,
     feeds: [OwnedFd; 5],
-    /// The floor: does nothing.
+    /// Baseline that does nothing.
     pub empty: OwnedFd,
-    /// The other floor.
+    /// Baseline that parses and swaps MACs.
     pub parse_and_swap_macs: OwnedFd,
     measured: MapHandle,
     connections: usize,
@@ -74,8 +74,8 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// `frame` with each of `packets` (a power of two) in turn. Their `line`s are below `lines`. Clients that were
-    /// never seen before send to the same port as the frame.
+    /// Creates a runner that varies `frame` by each of `packets` (a power of two) in turn. Their `line`s are below
+    /// `lines`. New clients send to the same port as the frame.
     pub fn new(frame: &Frame, packets: &[Packet], lines: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
         let mut storage = MaybeUninit::uninit();
@@ -115,24 +115,24 @@ impl Runner {
         Self { queue: Some(queue), ..self }
     }
 
-    /// Number of packets until the first repeats.
+    /// Returns the number of packets until the first one repeats.
     pub fn connections(&self) -> usize {
         self.connections
     }
 
-    /// Mean time of one run, and the last one's verdict. CPU time of this thread, so that what else runs on the machine
-    /// counts as little as possible.
+    /// Returns the mean time of one run (ns) and the last verdict. Uses CPU time of this thread, so that other
+    /// processes have little influence.
     pub fn run(&self, feed: Feed, program: BorrowedFd<'_>, repeat: u32) -> anyhow::Result<(f64, i32)> {
         self.choose(program)?;
         self.run_chosen(feed, repeat)
     }
 
-    /// Selects the measured program. Disturbs other CPUs: the kernel patches the tail call.
+    /// Selects the measured program. Interrupts other CPUs, because the kernel patches the tail call.
     pub fn choose(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
         choose(&self.measured, program)
     }
 
-    /// [`run`](Self::run) of the program that was chosen last.
+    /// Like [`run`](Self::run), for the selected program.
     pub fn run_chosen(&self, feed: Feed, repeat: u32) -> anyhow::Result<(f64, i32)> {
         run_feed(self.feeds[feed as usize].as_fd(), &self.frame, repeat, self.queue)
     }
@@ -144,7 +144,7 @@ pub fn choose(measured: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<(
     Ok(measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?)
 }
 
-/// Mean CPU time of this thread for one run of a feed (ns), and the last one's verdict.
+/// Returns the mean CPU time of this thread for one run of a feed (ns), and the last verdict.
 pub fn run_feed(
     feed: BorrowedFd<'_>,
     frame: &[u8],

@@ -41,7 +41,7 @@ const TC_ACT_UNSPEC: i32 = -1;
 struct Case {
     direction: Direction,
     is_ipv6: bool,
-    /// Whether they are of a service: their timestamps change, which is counted.
+    /// Whether the packets belong to a service: their timestamps then change, which is counted.
     has_service: bool,
 }
 
@@ -49,7 +49,7 @@ impl Case {
     const INGRESS: Case = Case { direction: Direction::Ingress, is_ipv6: false, has_service: true };
     const EGRESS: Case = Case { direction: Direction::Egress, ..Self::INGRESS };
 
-    /// In the order of the report.
+    /// Returns all cases in the order of the report.
     fn all() -> impl Iterator<Item = Case> {
         [Self::INGRESS, Self::EGRESS]
             .into_iter()
@@ -99,7 +99,7 @@ impl fmt::Display for Case {
     }
 }
 
-/// The server's programs, with one service.
+/// Programs of the server with one service.
 struct Server {
     programs: ServerPrograms,
     keys: FleetKeys,
@@ -107,13 +107,13 @@ struct Server {
 }
 
 impl Server {
-    /// With the service of the packets, or another one.
+    /// Loads the programs with the service of the packets, or another one.
     fn new(case: Case) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
         let mut programs = ServerPrograms::load_only(false)?;
-        // The first key stamps since before the first packet.
+        // The first key stamps from a time before the first packet.
         programs.set_keys(&keys, now_ms()? - 1000);
         let id = ServerId::try_from(4711)?;
         let mut socket = case.vip();
@@ -149,7 +149,7 @@ impl Server {
     }
 }
 
-/// The programs of fresh_segments.bpf.c, for one frame and its variations.
+/// Programs of fresh_segments.bpf.c, for one frame and its variations.
 struct Runner {
     frame: Vec<u8>,
     feed: OwnedFd,
@@ -163,7 +163,7 @@ impl Runner {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
         let frame = case.frame();
         let mut bytes = frame.bytes;
-        // The loopback device's address: the test run takes the packet as one for this host.
+        // MAC address of the loopback device, so that the test run treats the packet as addressed to this host.
         bytes[..6].fill(0);
         let mut storage = MaybeUninit::uninit();
         let mut open =
@@ -189,7 +189,7 @@ impl Runner {
         })
     }
 
-    /// Mean time of one run of `program` (ns).
+    /// Returns the mean time of one run of `program` (ns).
     fn run(&self, program: BorrowedFd<'_>, packets: u32) -> anyhow::Result<f64> {
         choose(&self.measured, program)?;
         let (time, verdict) = run_feed(self.feed.as_fd(), &self.frame, packets, None)?;
@@ -230,8 +230,8 @@ fn measure(case: Case, length: &Length) -> anyhow::Result<Measured> {
     Ok(Measured { case, empty, swap, server: measured })
 }
 
-/// Measures every case. Fails without the right to load BPF programs, or when a program does not do what the case
-/// expects.
+/// Measures every case. Fails without the capabilities to load BPF programs, or when a program does not do what the
+/// case expects.
 pub fn run(length: &Length) -> anyhow::Result<Report> {
     let mut table = Table::new(&[
         "packet",

@@ -47,11 +47,11 @@ struct Lane {
     name: &'static str,
     consistency: Consistency,
     rule: Rule,
-    /// SYNs of new connections among 16 packets; the others are of open ones.
+    /// Number of SYNs of new connections among 16 packets; the others belong to open connections.
     new_of_16: usize,
-    /// For the ratio to the first floor by CPU time.
+    /// Goal for the ratio to the first baseline by CPU time.
     goal: Option<Goal>,
-    /// No load balancer is measured, but this.
+    /// Baseline to measure instead of a load balancer.
     floor: Option<Floor>,
 }
 
@@ -65,7 +65,7 @@ impl Lane {
         floor: Some(Floor::SwapMacs),
     };
 
-    /// The floor first.
+    /// Returns all lanes, baselines first.
     fn all() -> Vec<Lane> {
         let goal = |ratio| Some(Goal::AtLeast(ratio));
         let established = Lane { goal: goal(0.97), consistency: Consistency::Stateless, floor: None, ..Self::FLOOR };
@@ -91,7 +91,7 @@ impl Lane {
         ]
     }
 
-    /// Case of the open connections, which exist whatever is sent.
+    /// Returns the case of the lane's open connections.
     fn case(&self) -> Case {
         Case::Established(self.consistency, LIVE_PACKETS)
     }
@@ -108,18 +108,18 @@ impl Lane {
         Ok(Setup { rule: self.rule, groups: 1, entries: TableSize::try_from(entries)?, flow_entries })
     }
 
-    /// Whether the `number`th packet is a SYN.
+    /// Returns whether packet `number` is a SYN.
     fn is_new(&self, number: usize) -> bool {
         // Odd steps through the numbers below 16: each once, and no pattern that repeats within a batch.
         (number * 7 + number / 16 * 5) % 16 < self.new_of_16
     }
 }
 
-/// A load balancer, or the floor, behind a pair of devices of its own.
+/// Load balancer or baseline behind its own pair of devices.
 struct TestEnv {
     lane: Lane,
     balancer: Option<Balancer>,
-    /// Entries of the connection table that are in use from the start.
+    /// Entries of the connection table that are used from the start.
     open: HashSet<ConnectionIndex>,
     generator: Generator,
     tested_thread: NapiThread,
@@ -130,19 +130,19 @@ struct TestEnv {
 struct Turn {
     /// CPU time per frame at the tested end, ns.
     time: f64,
-    /// Millions of frames per second by the clock.
+    /// Million frames per second by the clock.
     rate: f64,
-    /// The part of the time that the tested end's thread was running.
+    /// Fraction of the time in which the tested end's thread ran.
     busy_fraction: f64,
-    /// The part of the frames that came back.
+    /// Fraction of the frames that returned.
     returned_fraction: f64,
 }
 
 impl TestEnv {
-    /// `cpus`: the generator's, and that of the tested end.
+    /// `cpus`: CPU of the generator, CPU of the tested end.
     fn new(lane: Lane, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let wire = VethPair::new(number)?;
-        // The floors get the frames of open connections.
+        // The baselines get frames of open connections.
         let source = Balancer::with_setup(lane.case(), lane.setup()?)?;
         let balancer = lane.floor.is_none().then_some(source);
         Self::set_up(wire, lane, balancer, cpus)
@@ -196,7 +196,7 @@ impl TestEnv {
         })
     }
 
-    /// Each frame must have been forwarded, by the means of the lane's mode.
+    /// Checks that each frame was forwarded by the means of the lane's mode.
     fn check(&self, work: &NapiUsage, before: &Counters, after: &Counters) -> anyhow::Result<()> {
         let packets = |counter: usize| after.packets[counter] - before.packets[counter];
         let (first, open) = (packets(intf::LB_COUNTER_NEW_CONNECTION as usize), packets(self.lane.case().counter()));
@@ -213,8 +213,8 @@ impl TestEnv {
     }
 }
 
-/// Measures, in a thread with a network namespace of its own. Fails without root, with fewer than two CPUs, or when a
-/// frame is not treated as it should be.
+/// Measures in a thread with its own network namespace. Fails without root, with fewer than two CPUs, or when a frame
+/// is not treated as expected.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("throughput", args, measure)
 }

@@ -1,4 +1,4 @@
-//! Unit costs: what one operation of `lb.bpf.c` takes, for accounts of its ns.
+//! Unit costs: times of single operations of `lb.bpf.c` (ns), which explain its total.
 
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd as _;

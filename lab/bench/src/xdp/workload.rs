@@ -1,4 +1,4 @@
-//! The packets that are measured.
+//! Measured packets.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
@@ -40,21 +40,21 @@ const ACK: u8 = 0x10;
 /// Kind of packets that a case measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Case {
-    /// Packets of that many open connections, in random order, each with a valid cookie.
+    /// Packets of a number of open connections, in random order, each with a valid cookie.
     Established(Consistency, usize),
-    /// Packets of many open connections, with an outer header afterwards.
+    /// Packets of many open connections that get an outer header.
     Encapsulated(Forwarding),
-    /// The same by IPv6 in IPv6.
+    /// Packets of many open connections that get an outer header, with IPv6 inside and outside.
     EncapsulatedIpv6(Forwarding),
     /// SYNs of different connections.
     NewConnection(NewConnection),
-    /// Packets of that many open connections of IPv6, with cookies.
+    /// Packets of a number of open IPv6 connections, with cookies.
     EstablishedIpv6(usize),
     /// SYNs of different connections of IPv6.
     NewConnectionIpv6,
     /// Packets of open connections that the load balancer stamps (`timestamps = "lb"`).
     LbStamped(Direction),
-    /// TCP to a port that is no service.
+    /// TCP packets to a port without a service.
     OtherDestination,
 }
 
@@ -74,21 +74,21 @@ pub struct NewConnection {
     pub consistency: Consistency,
     pub rule: Rule,
     pub groups: usize,
-    /// Number of connections; then they restart, with their entries free again.
+    /// Number of connections before they repeat, with their entries free again.
     pub connections: usize,
 }
 
 impl NewConnection {
-    /// As policy `crossrss` places them.
+    /// New connections as policy `crossrss` places them.
     pub const STATELESS: NewConnection =
         NewConnection { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKETS };
 }
 
-/// Entries of the connection table that a CPU's cache holds, and its free places.
+/// Number of connection-table entries that fit a CPU's cache together with the free list.
 const CACHED_ENTRIES: usize = 1 << 14;
 
 impl Case {
-    /// All that are measured by themselves, in the order of the report.
+    /// Returns the cases that are measured separately, in the order of the report.
     pub fn measured_alone() -> impl Iterator<Item = Case> {
         let usual = NewConnection::STATELESS;
         let stateful = NewConnection { consistency: Consistency::Stateful, ..usual };
@@ -153,17 +153,16 @@ impl Case {
         }
     }
 
-    /// Feed of the packets.
     pub fn feed(self) -> Feed {
         match self {
             Case::Encapsulated(_) | Case::EncapsulatedIpv6(_) => Feed::Shortened,
-            // A client that returns may find the word of its last, freed entry among the recent SYNs.
+            // A repeated client might find its last, freed entry among the recent SYNs.
             Case::NewConnection(_) | Case::NewConnectionIpv6 => Feed::FreshSource,
             _ => Feed::Packet,
         }
     }
 
-    /// XDP action for the packets.
+    /// Returns the expected XDP action.
     pub fn verdict(self) -> i32 {
         match self {
             Case::LbStamped(Direction::ToClient) | Case::OtherDestination => XDP_PASS,
@@ -192,17 +191,17 @@ impl Case {
         counter as usize
     }
 
-    /// Whether each packet takes an entry of the connection table.
+    /// Returns whether each packet allocates an entry of the connection table.
     pub fn allocates_entries(self) -> bool {
         matches!(self, Case::NewConnection(NewConnection { consistency: Consistency::Stateful, .. }))
     }
 
-    /// Whether the packets are of connections that the load balancer must have seen begin.
+    /// Returns whether the load balancer must have processed the SYNs of the packets' connections.
     pub fn needs_connection_entry(self) -> bool {
         matches!(self, Case::Established(Consistency::Stateful | Consistency::HashTable, _))
     }
 
-    /// Destination of the packets.
+    /// Returns the destination of the packets.
     pub fn destination(self) -> SocketAddr {
         match self {
             Case::OtherDestination => (VIP.0, OTHER_PORT).into(),
@@ -220,12 +219,12 @@ impl Case {
         FourTuple::new(client, self.destination()).expect("of one family")
     }
 
-    /// Whether the load balancer stamps the connections.
+    /// Returns whether the connections have LB-side stamping.
     pub fn is_lb_stamped(self) -> bool {
         matches!(self, Case::LbStamped(_))
     }
 
-    /// The frame that packets vary: a bare ACK, or a SYN.
+    /// Returns the frame that packets vary: a bare ACK, or a SYN.
     pub fn frame(self) -> Frame {
         match self {
             Case::NewConnection(_) => syn(),
@@ -267,12 +266,12 @@ impl fmt::Display for Case {
     }
 }
 
-/// A SYN as Linux sends it.
+/// Returns a SYN as Linux sends it.
 pub fn syn() -> Frame {
     frame(VIP, SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
 }
 
-/// A client's ACK to the VIP.
+/// Returns a client's ACK to the VIP.
 pub fn request() -> Frame {
     established(VIP)
 }
@@ -281,7 +280,7 @@ fn established(destination: (Ipv4Addr, u16)) -> Frame {
     frame(destination, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
 }
 
-/// TSecr is `tsecr` bytes into the options.
+/// Returns a frame whose TSecr is `tsecr` bytes into the options.
 fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) -> Frame {
     let (vip, port) = destination;
     let tcp_header = 20 + options.len();
@@ -296,7 +295,7 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) ->
     Frame { bytes, client_at: CLIENT_AT, ports_at: TCP_AT as u32, tsecr_at, destination_port: port }
 }
 
-/// The segment of a frame between a client and [`VIP`], in one between a client and [`VIP_IPV6`].
+/// Converts a frame between a client and [`VIP`] to one between a client and [`VIP_IPV6`].
 fn in_ipv6(ipv4: &Frame) -> Frame {
     let segment = &ipv4.bytes[TCP_AT..];
     let mut bytes = [&ipv4.bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, segment.len() as u8, 6, 64]].concat();
@@ -314,22 +313,22 @@ fn in_ipv6(ipv4: &Frame) -> Frame {
     Frame { bytes, client_at, ports_at: ports_at as u32, tsecr_at, ..*ipv4 }
 }
 
-/// A client's ACK to the IPv6 service.
+/// Returns a client's ACK to the IPv6 service.
 pub fn request_ipv6() -> Frame {
     in_ipv6(&request())
 }
 
-/// A server's ACK of IPv6.
+/// Returns a server's ACK from the IPv6 service.
 pub fn response_ipv6() -> Frame {
     in_ipv6(&response())
 }
 
-/// A client of IPv6, by one of IPv4.
+/// Returns the IPv6 client for an IPv4 one.
 pub fn client_ipv6(client: Ipv4Addr) -> Ipv6Addr {
     Ipv6Addr::from(0x2001_0db8_0001 << 80 | u128::from(client.to_bits()))
 }
 
-/// A server's ACK. TSval is the first of the two timestamps.
+/// Returns a server's ACK. TSval is the first of the two timestamps.
 pub fn response() -> Frame {
     let to_server = frame(VIP, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
     let mut bytes = to_server.bytes;

@@ -1,4 +1,4 @@
-//! A second CPU that sends SYNs through a program as fast as it can.
+//! Thread on a second CPU that sends SYNs through a program as fast as possible.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use crate::namespace;
 use crate::xdp::runner::{Feed, Packet, Runner};
 use crate::xdp::workload::{XDP_TX, syn};
 
-/// Between two looks whether to stop: about 1 ms.
+/// Number of SYNs between checks of the stop flag, about 1 ms.
 const BATCH_SIZE: u32 = 1 << 13;
 
 /// Task of the other CPU.
 pub enum Order {
-    /// It sends SYNs through the empty program: as busy, and nothing to do with the load balancer.
+    /// Send SYNs through the empty program: the same work without the load balancer.
     Idle,
-    /// It sends SYNs through this one.
+    /// Send SYNs through this program.
     Flood(OwnedFd),
 }
 
-/// Its work so far.
+/// Results of a flood.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Sent {
     pub syns: u64,
@@ -39,7 +39,7 @@ struct Shared {
     syns: AtomicU64,
 }
 
-/// The thread on the second CPU. It ends when this is dropped.
+/// Handle of the thread on the second CPU, which ends when this is dropped.
 pub struct Flooder {
     orders: Option<Sender<Order>>,
     outcomes: Receiver<anyhow::Result<Sent>>,
@@ -48,7 +48,8 @@ pub struct Flooder {
 }
 
 impl Flooder {
-    /// Fails without the right to load BPF programs or to make a network namespace; when there is no such CPU.
+    /// Starts the thread. Fails without the capabilities to load BPF programs or to create a network namespace, or
+    /// without the CPU.
     pub fn start(cpu: usize) -> anyhow::Result<Self> {
         let (orders, received) = channel();
         let (outcome, outcomes) = channel();
@@ -75,7 +76,7 @@ impl Flooder {
         self.outcomes.recv().context("the flooding thread has ended")?
     }
 
-    /// Does `work` while the other CPU executes the order, and returns the results of both.
+    /// Runs `work` while the other CPU executes the order, and returns the results of both.
     pub fn run_during<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
         self.shared.stop.store(false, Ordering::SeqCst);
         self.shared.syns.store(0, Ordering::SeqCst);

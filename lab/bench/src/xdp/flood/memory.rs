@@ -6,12 +6,12 @@ use anyhow::Context as _;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
-/// Sum over all maps of a program.
+/// Memory of all maps of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
-    /// Maps whose entries are all there from the start: arrays.
+    /// Bytes of maps with preallocated entries: arrays.
     pub arrays: u64,
-    /// Maps that entries are added to.
+    /// Bytes of maps that grow by entries.
     pub hashes: u64,
     pub hash_entries: u64,
     /// Kernel memory in bytes (`memlock` of /proc/PID/fdinfo).
@@ -19,7 +19,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Fails when the kernel does not report it.
+    /// Reads the memory of a program. Fails when the kernel does not report it.
     pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let mut programs = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));

@@ -30,18 +30,18 @@ struct LivePacket {
     client_address: u32,
     ports: u32,
     tsecr: u32,
-    /// 0: of an open connection; 1: a SYN of a client that was never seen before.
+    /// 0: packet of an open connection; 1: SYN of a new client.
     form: u32,
 }
 
-/// The programs of live_frames.bpf.c at one pair of devices.
+/// Programs of live_frames.bpf.c at one pair of devices.
 pub struct Generator {
     generate: OwnedFd,
     _sink: Link,
     _floor: Option<Link>,
 }
 
-/// A program at the tested end that is no load balancer.
+/// Baseline program at the tested end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Floor {
     /// swap_macs()
@@ -51,17 +51,17 @@ pub enum Floor {
 }
 
 pub struct Traffic<'a> {
-    /// A packet of an open connection, and a SYN.
+    /// Frames: a packet of an open connection, and a SYN.
     pub frames: [&'a Frame; 2],
-    /// Packets of open connections, [`LIVE_PACKETS`] of them.
+    /// Packets of open connections ([`LIVE_PACKETS`]).
     pub packets: &'a [Packet],
-    /// Whether a packet is a SYN instead.
+    /// Whether the packet with an index is a SYN instead.
     pub is_new: &'a dyn Fn(usize) -> bool,
 }
 
 impl Generator {
-    /// Sends `traffic` into the wire, and receives the returned frames. `floor`: the program at the tested end. Fails
-    /// without the right to load BPF programs.
+    /// Creates a generator that sends `traffic` into the wire and receives the returned frames. `floor`: program at the
+    /// tested end. Fails without the capabilities to load BPF programs.
     pub fn new(wire: &VethPair, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKETS, "{} packets", traffic.packets.len());
         let mut storage = MaybeUninit::uninit();
@@ -94,8 +94,7 @@ impl Generator {
         })
     }
 
-    /// Sends this number of frames as fast as this CPU can. Fails when the kernel does not offer live frames (before
-    /// 5.18).
+    /// Sends `frames` frames as fast as this CPU can. Fails when the kernel does not support live frames (before 5.18).
     pub fn send(&self, frames: u32) -> anyhow::Result<()> {
         test_run::run_live(self.generate.as_fd(), &[0; FRAME_BYTES], frames).context("sending live frames")
     }

@@ -11,9 +11,9 @@ use crate::cpus;
 use crate::namespace;
 pub use crate::xdp::workload::OWN_MAC;
 
-/// The pair. It goes with the network namespace.
+/// veth pair; removed with its network namespace.
 pub struct VethPair {
-    /// Device at which frames are redirected, and return.
+    /// Device that frames are redirected to and return on.
     pub generator_end: String,
     /// Device of the program under test.
     pub tested_end: String,
@@ -29,23 +29,23 @@ pub struct NapiUsage {
 }
 
 impl NapiUsage {
-    /// Since `before`.
+    /// Returns the difference from `before`.
     pub fn since(self, before: Self) -> Self {
         Self { frames: self.frames - before.frames, time: self.time - before.time }
     }
 }
 
 impl VethPair {
-    /// The `number`th pair in the calling thread's network namespace. The tested end has the MAC address that frames
-    /// are sent to. Fails without root.
+    /// Creates pair `number` in the calling thread's network namespace. The tested end has the destination MAC address
+    /// of the frames. Fails without root.
     pub fn new(number: usize) -> anyhow::Result<Self> {
-        // NAPI threads of all namespaces are found by the device's name.
+        // Device names are unique per process, because NAPI threads of all namespaces are found by the device's name.
         let name = |end| format!("b{}{end}{number}", std::process::id());
         let wire = Self { generator_end: name('g'), tested_end: name('t') };
         let Self { generator_end, tested_end } = &wire;
         namespace::ip(&format!("link add {generator_end} type veth peer name {tested_end} address {OWN_MAC}"))?;
         for end in [generator_end, tested_end] {
-            // Without IPv6 the kernel sends nothing of its own there.
+            // Without IPv6 the kernel sends no packets by itself.
             namespace::ip(&format!("link set {end} addrgenmode none"))?;
             namespace::ip(&format!("link set {end} up"))?;
         }
@@ -61,15 +61,15 @@ impl VethPair {
     }
 }
 
-/// The thread that polls a device with an XDP program.
+/// NAPI thread of a device with an XDP program.
 pub struct NapiThread {
     device: String,
     process: Pid,
 }
 
 impl NapiThread {
-    /// Gives the device a NAPI thread, on that CPU only. veth polls by NAPI once it has an XDP program. Fails when the
-    /// kernel has no threaded NAPI for the device, or the CPU does not exist.
+    /// Enables threaded NAPI for the device and binds the thread to a CPU. veth uses NAPI once it has an XDP program.
+    /// Fails when the kernel has no threaded NAPI for the device, or the CPU does not exist.
     pub fn start(device: &str, cpu: usize) -> anyhow::Result<Self> {
         namespace::with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
             .with_context(|| format!("threaded NAPI for {device}"))?;
@@ -79,8 +79,8 @@ impl NapiThread {
         Ok(Self { device: device.to_owned(), process })
     }
 
-    /// Waits until the thread sleeps, so that it has received all frames. Then what it has done. Fails when the thread
-    /// or the device is gone.
+    /// Waits until the thread sleeps and has received all frames, and returns its usage. Fails when the thread or the
+    /// device is gone.
     pub fn usage_when_idle(&self) -> anyhow::Result<NapiUsage> {
         while self.state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));
@@ -102,7 +102,7 @@ impl NapiThread {
     }
 }
 
-/// Gives a thread most of its CPU, whatever else runs on the machine.
+/// Raises a thread's priority, so that it gets most of its CPU.
 pub fn raise_priority(thread: Pid) -> anyhow::Result<()> {
     let status = Command::new("renice").args(["-n", "-20", "-p", &thread.to_string()]).stdout(Stdio::null()).status();
     let status = status.context("renice(1)")?;
@@ -121,11 +121,11 @@ fn process_named(prefix: &str) -> anyhow::Result<Pid> {
     anyhow::bail!("no thread named {prefix}...")
 }
 
-/// Frames that a device of the calling thread's network namespace has received.
+/// Returns the number of frames that a device of the calling thread's network namespace has received.
 fn received_frames(device: &str) -> anyhow::Result<u64> {
     let text = fs::read_to_string("/proc/thread-self/net/dev").context("/proc/thread-self/net/dev")?;
     let numbers = text.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
-    // Bytes, then packets.
+    // Received bytes, then received packets.
     let packets = numbers.and_then(|numbers| numbers.split_whitespace().nth(1)?.parse().ok());
     packets.with_context(|| format!("/proc/thread-self/net/dev: no packets of {device}"))
 }
