@@ -1,5 +1,5 @@
-//! Compiles the testbed's own BPF programs and generates their skeletons, and the library by which tests do to a
-//! process what cannot be done from outside.
+//! Compiles the testbed's BPF programs, generates their skeletons, and compiles the library that injects faults into
+//! daemons.
 
 use std::path::PathBuf;
 use std::process::Command;

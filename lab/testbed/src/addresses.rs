@@ -2,15 +2,15 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV4};
 
-/// The device of every host.
+/// Name of every host's device.
 pub const DEVICE: &str = "eth0";
-/// The first VIP; the others follow.
+/// First VIP, followed by the other VIPs.
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
-/// The service that the demo balances.
+/// Service that the demo balances.
 pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
 /// All IPv6 VIPs.
 pub(crate) const VIPS_IPV6: &str = "2001:db8:c8::/64";
-/// The first IPv6 VIP; the others follow.
+/// First IPv6 VIP, followed by the other IPv6 VIPs.
 pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 /// Least MTU of an IPv4 link (RFC 791).
@@ -19,7 +19,7 @@ pub(crate) const MTU_MIN: u16 = 68;
 pub(crate) const IPV6_MTU_MIN: u16 = 1280;
 /// Length of the IPv4 prefix of the segment.
 pub(crate) const SEGMENT: u8 = 16;
-/// MTU of Ethernet, and of all devices here.
+/// MTU of Ethernet, and of all devices of the testbed.
 pub(crate) const MTU_MAX: u16 = 1500;
 pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
 
@@ -30,13 +30,13 @@ pub enum Family {
     #[default]
     #[value(name = "4")]
     Ipv4,
-    /// VIPs from 2001:db8:c8::1 on; hosts have an address in 2001:db8::/64, too, as they have with routed servers.
+    /// VIPs from 2001:db8:c8::1 on. Hosts also have an address in 2001:db8::/64, as with routed servers.
     #[value(name = "6")]
     Ipv6,
 }
 
 impl Family {
-    /// The address of this family of the host with this IPv4 address.
+    /// Returns the address of this family for the host with an IPv4 address.
     pub fn address(self, host: Ipv4Addr) -> IpAddr {
         match self {
             Family::Ipv4 => host.into(),
@@ -44,7 +44,7 @@ impl Family {
         }
     }
 
-    /// The VIP `index`, counted from 0.
+    /// Returns VIP `index`, counted from 0.
     pub fn vip(self, index: u8) -> IpAddr {
         match self {
             Family::Ipv4 => Ipv4Addr::from_bits(VIP.to_bits() + u32::from(index)).into(),
@@ -53,33 +53,33 @@ impl Family {
     }
 }
 
-/// The IPv6 address of the host with this IPv4 address: 2001:db8:: with the IPv4 address in its last bytes.
+/// Returns the IPv6 address of the host with an IPv4 address: 2001:db8:: with the IPv4 address in its last bytes.
 pub fn ipv6_address(host: Ipv4Addr) -> Ipv6Addr {
     let network = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0);
     Ipv6Addr::from_bits(network.to_bits() | u128::from(host.to_bits()))
 }
 
-/// The address of server `number`, counted from 1.
+/// Returns the address of server `number`, counted from 1.
 pub fn server_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 1, number as u8)
 }
 
-/// The address of load balancer `number`, counted from 1.
+/// Returns the address of load balancer `number`, counted from 1.
 pub fn load_balancer_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 2, number as u8)
 }
 
-/// The name of load balancer `number`: of its namespace's role, its port, its daemon.
+/// Returns the name of load balancer `number`: the role of its namespace, its port, its daemon.
 pub fn load_balancer_name(number: u16) -> String {
     format!("lb{number}")
 }
 
-/// The address of the host of rack controller `number`, counted from 1.
+/// Returns the address of rack controller `number`, counted from 1.
 pub fn rack_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 3, number as u8)
 }
 
-/// The name of rack controller `number`: of its namespace's role, its port, its daemon.
+/// Returns the name of rack controller `number`: the role of its namespace, its port, its daemon.
 pub fn rack_name(number: u16) -> String {
     format!("rack{number}")
 }
@@ -87,12 +87,12 @@ pub fn rack_name(number: u16) -> String {
 /// An IPv4 prefix; [`ipv6_prefix`] is its counterpart.
 pub(crate) type Prefix = (Ipv4Addr, u8);
 
-/// Every address.
+/// Prefix of all addresses.
 pub(crate) const DEFAULT: Prefix = (Ipv4Addr::UNSPECIFIED, 0);
-/// The clients behind a router.
+/// Prefix of the clients behind a router.
 pub(crate) const ROUTED_CLIENTS: Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
 
-/// The IPv6 prefix of the hosts in an IPv4 prefix, in words for `ip`.
+/// Returns the IPv6 prefix of the hosts in an IPv4 prefix, as an argument of `ip`.
 pub(crate) fn ipv6_prefix((network, length): Prefix) -> String {
     match length {
         0 => "::/0".to_owned(),

@@ -1,5 +1,5 @@
-//! A load balancer that is not ours, in front of the testbed's servers: what a service is adopted from and given back
-//! to.
+//! Load balancers other than coreward in front of the testbed's servers, for tests that migrate a service to coreward
+//! and back.
 //!
 //! * [`Kind::Director`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use it). Elsewhere
 //!   nftables does the same to packets: a SYN picks a server and an entry of a table, later packets follow the entry to
@@ -21,19 +21,19 @@ use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process, TIMEOUT};
 use crate::topology::{Testbed, make_namespaces};
 
-/// Its IPv4 address, in the servers' segment.
+/// IPv4 address of the load balancer, in the servers' segment.
 pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// At layer 2, answers pass it by.
+    /// Forwarding at layer 2; answers bypass the load balancer.
     Director,
-    /// It ends both of two connections.
+    /// Proxy with one connection to the client and one to the server.
     Proxy,
 }
 
-/// The load balancer; all of it ends with this value.
+/// Running baseline load balancer; its processes and namespace end with this value.
 #[derive(Debug)]
 pub struct BaselineBalancer {
     namespace: Namespace,
@@ -41,13 +41,13 @@ pub struct BaselineBalancer {
 }
 
 impl Testbed {
-    /// Starts it; packets go there after [`Testbed::announce_baseline`]. Fails when a program is missing or rejects
-    /// something.
+    /// Starts a baseline load balancer; it gets packets after [`Testbed::announce_baseline`]. Fails when a program is
+    /// missing or a command fails.
     pub fn start_baseline_balancer(&self, kind: Kind) -> anyhow::Result<BaselineBalancer> {
         let namespace = self.instance_namespace("director");
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, "director", 1, 1)?;
-        // It holds the VIP without answering ARP for it: the router's route leads here, or not.
+        // The host has the VIP without answering ARP for it; only the router's route directs packets to the host.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         let prefix = if self.options().family == Family::Ipv4 { "32" } else { "128 nodad" };
         let vip = format!("address add {}/{prefix} dev lo\n", self.service().ip());
@@ -66,7 +66,7 @@ impl Testbed {
         Ok(BaselineBalancer { namespace, _proxy: proxy })
     }
 
-    /// From now on the VIPs are routed to it. Fails when the kernel refuses the route.
+    /// Routes the VIPs to the baseline load balancer. Fails when the kernel rejects the route.
     pub fn announce_baseline(&self) -> anyhow::Result<()> {
         self.announce_by(&[ADDRESS])
     }
@@ -91,7 +91,8 @@ impl Testbed {
         let count = servers.len();
         let own = mac_address(namespace)?;
         let service = self.service();
-        // nft runs out of registers for an IPv6 address, a port and a MAC address: the client has one address.
+        // nft has too few registers for an IPv6 address, a port and a MAC address, so the key omits the client's
+        // address.
         let (ip, flow, key) = match service.is_ipv4() {
             true => ("ip", "ip saddr . tcp sport", "ipv4_addr . inet_service"),
             false => ("ip6", "tcp sport", "inet_service"),
@@ -152,7 +153,7 @@ impl Testbed {
 }
 
 impl BaselineBalancer {
-    /// Its host.
+    /// Returns the load balancer's host.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
@@ -160,7 +161,7 @@ impl BaselineBalancer {
 
 impl Drop for BaselineBalancer {
     fn drop(&mut self) {
-        // A namespace's devices outlive it by some milliseconds, and with them the name of the switch's port.
+        // A namespace's devices exist for some milliseconds after it, and occupy the name of the switch's port.
         let link = ip_batch(Some(&self.namespace), &format!("link delete {DEVICE}\n"));
         if let Err(error) = link.and(self.namespace.remove()) {
             tracing::warn!(

@@ -1,8 +1,8 @@
-//! Stock clients and servers through the load balancer while tables and pool change: no connection may break, no packet
-//! be dropped for its timestamp, nor more be retransmitted than without coreward.
+//! Stock clients and servers through the load balancer while tables and pool change. No connection may break, no packet
+//! may be dropped for its timestamp, and retransmissions must be as few as without coreward.
 //!
-//! The tables change with the cores' loads: a thread rewrites the servers' core load files at random, ten times a
-//! second. The pool changes because servers drain and return, in turn.
+//! Tables change with the cores' loads: a thread writes random core load files ten times a second. The pool changes
+//! because servers drain and return in turn.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -24,7 +24,7 @@ use crate::namespace::Namespace;
 use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WORKER_PATH};
 use crate::topology::{Testbed, TestbedOptions};
 
-/// Length of each part.
+/// Durations of the parts of the test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]
 pub struct Options {
     /// Duration of wrk with keep-alive (s)
@@ -44,54 +44,54 @@ pub struct Options {
     pub family: Family,
 }
 
-/// Observations.
+/// Results of the test.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Outcome {
     /// Requests that wrk saw answered.
     pub wrk_requests: u64,
-    /// wrk's errors: connect, read, write, time-out, and answers that were no 200.
+    /// Errors of wrk: connect, read, write, time-out, and responses other than 200.
     pub wrk_errors: u64,
-    /// Downloads that came whole.
+    /// Complete downloads.
     pub downloads: u64,
     /// Failed downloads, with curl's errors for the first few.
     pub failed_downloads: Vec<String>,
-    /// After its silence the idle connection was answered within (ms); `Err`: it broke, and how.
+    /// Response time of the connection that was idle (ms); `Err`: the reason why it broke.
     pub idle: Result<u64, String>,
-    /// Bytes that the busy connection received; `Err`: it broke or stalled, and how.
+    /// Bytes that the busy connection received; `Err`: the reason why it broke or stalled.
     pub busy: Result<u64, String>,
     /// Tables that were in force during the run.
     pub tables: u64,
-    /// Times that a server drained or came back.
+    /// Number of drains and undrains.
     pub pool_changes: u64,
-    /// The load balancer's counters above 0.
+    /// Counters of the load balancer above 0.
     pub load_balancer: BTreeMap<String, u64>,
-    /// TCP's counters.
+    /// TCP counters with coreward.
     pub tcp: Tcp,
-    /// TCP's counters with the same load, routed by the load balancer's kernel instead.
+    /// TCP counters under the same load when the load balancer's kernel only routes.
     pub tcp_without: Tcp,
 }
 
-/// TCP's counters, client and servers together.
+/// TCP counters of client and servers together.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Tcp {
     /// Segments sent.
     pub sent: u64,
-    /// Segments sent again.
+    /// Retransmitted segments.
     pub retransmitted: u64,
     /// Retransmitted segments per million.
     pub retransmitted_ppm: f64,
-    /// Retransmitted segments that the receiver had already (DSACK, RFC 2883): nothing was lost, only late.
+    /// Retransmitted segments that the receiver already had (DSACK, RFC 2883): delayed, not lost.
     pub retransmitted_needlessly: u64,
-    /// Segments dropped by servers for their timestamps, by counter (those above 0).
+    /// Segments that servers dropped for their timestamps, by counter (above 0).
     pub timestamp_drops_at_servers: BTreeMap<String, u64>,
-    /// Drops by PAWS at the client.
+    /// Segments that PAWS dropped at the client, by counter.
     pub timestamp_drops_at_client: BTreeMap<String, u64>,
-    /// Pure acknowledgements that a newer segment overtook.
+    /// Pure acknowledgements that arrived after a newer segment.
     pub overtaken_acks: u64,
 }
 
 impl Outcome {
-    /// Whether nothing broke; the retransmissions are for the reader to compare.
+    /// Returns whether nothing broke. Retransmissions are not judged; they are reported with and without coreward.
     pub fn is_clean(&self) -> bool {
         self.wrk_errors == 0
             && self.failed_downloads.is_empty()
@@ -102,16 +102,16 @@ impl Outcome {
 }
 
 impl Tcp {
-    /// Servers see what their own kernels stamped, clients what we did: Linux forgives a TSval that went back by one
-    /// tick, of which ours have 65,536 in a millisecond. So a segment that another overtook is dropped once in a while
-    /// (docs/limits.md), and sent again. A wrong stamp is never one in a million.
+    /// Servers receive TSvals of their own kernels, clients those of coreward. Linux accepts a TSval that is one tick
+    /// too old, but coreward has 65,536 ticks per millisecond. A reordered segment is therefore sometimes dropped and
+    /// retransmitted (docs/limits.md). A wrong stamp would affect far more than one segment in a million.
     fn has_right_timestamps(&self) -> bool {
         let at_client = |(name, count): (&String, &u64)| name == OVERTAKEN_DATA && *count <= 1 + self.sent / 1_000_000;
         self.timestamp_drops_at_servers.is_empty() && self.timestamp_drops_at_client.iter().all(at_client)
     }
 }
 
-/// Runs everything and prints the outcome as JSON. Fails when something cannot be set up, or something broke.
+/// Runs all parts and prints the outcome as JSON. Fails when the setup fails or a connection breaks.
 pub fn main(options: Options) -> anyhow::Result<()> {
     let outcome = run(&instance::unique_name("conformance")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
@@ -119,15 +119,15 @@ pub fn main(options: Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A busy connection may pause this long between two pieces (at 4 kB/s a piece is a second).
+/// Longest pause of the busy connection between two pieces (at 4 kB/s a piece takes a second).
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 const SERVERS: u16 = 4;
 const DOWNLOADERS: u32 = 4;
 /// Interval at which a server drains or returns.
 const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
-/// Runs everything in a testbed of its own; `instance` is its name. Fails when something cannot be set up; what breaks
-/// is in the outcome.
+/// Runs all parts in a new testbed; `instance` is its name. Fails when the setup fails; broken connections are part of
+/// the outcome.
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
@@ -145,8 +145,8 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     with_coreward(&testbed, options, without)
 }
 
-/// The same load by the same hosts, with the load balancer's kernel routing each connection to one of the servers by a
-/// hash (ECMP): losses and retransmissions of the machine itself.
+/// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). Its
+/// counters show the losses and retransmissions of the machine itself.
 fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> {
     let forwarding = |on: &str| match options.family {
         Family::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
@@ -174,7 +174,7 @@ fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> 
     Ok(seen)
 }
 
-/// The load balancer's route to the VIP.
+/// Changes the load balancer's route to the VIP.
 fn route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
     command.args(["route", verb, &testbed.service().ip().to_string()]).args(hops);
@@ -228,7 +228,7 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Tcp) -> anyhow::R
     })
 }
 
-/// Ends the other threads also when one part fails.
+/// Sets a flag when dropped, which ends the other threads even when one part fails.
 pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -261,7 +261,7 @@ fn hosts(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
     std::iter::once(Ok(testbed.client())).chain(servers.into_iter().map(|number| testbed.server(number))).collect()
 }
 
-/// The client's are the first.
+/// Returns the counters of the client, followed by those of the servers.
 fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<Counters>> {
     hosts(testbed)?.into_iter().map(counters::read).collect()
 }
@@ -289,12 +289,12 @@ fn timestamp_drops(before: &[Counters], after: &[Counters]) -> BTreeMap<String, 
 /// Writes the cores' busy times (ns) into a paced server's file. Fails when it cannot be written.
 pub fn write_busy(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
     let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
-    // In place and whole: readers have the file open.
+    // Written in place as one block, because readers have the file open.
     let mut file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
     file.write_all(&bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Ten times a second every core has been busy for a random part of the time.
+/// Writes a random load of every core ten times a second.
 pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
     const INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().seed, 5);
@@ -313,7 +313,7 @@ pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Resu
     Ok(())
 }
 
-/// Drains one server at a time, and undrains it.
+/// Drains and undrains one server at a time.
 fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes: &AtomicU64) -> anyhow::Result<()> {
     let numbers = testbed.server_numbers();
     for turn in 0.. {
@@ -330,13 +330,13 @@ fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes:
     Ok(())
 }
 
-/// In ms: how long the answer took after the silence.
+/// Returns the response time after an idle time (ms).
 fn idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> {
     let mut connection = Connection::open_to(service, None)?;
     let before = connection.query_worker().context("before the silence")?;
     std::thread::sleep(quiet);
     let start = Instant::now();
-    // Several requests: the PAWS clamp sends one value, then the rest of the way.
+    // Several requests, because the PAWS clamp limits the first steps of TSval.
     for _ in 0..5 {
         let after = connection.query_worker().with_context(|| format!("after {quiet:?} of silence"))?;
         ensure!(before == after, "answered by {before:?} before the silence, by {after:?} after it");
@@ -344,7 +344,7 @@ fn idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> 
     Ok(start.elapsed().as_millis() as u64)
 }
 
-/// Bytes received.
+/// Returns the number of bytes that the busy connection received.
 fn busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
     let mut stream = Connection::open_to(service, None)?.get(SLOW_FILE)?;
     stream.set_read_timeout(Some(MAX_PAUSE))?;
@@ -360,7 +360,7 @@ fn busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u6
     Ok(received)
 }
 
-/// Requests and errors.
+/// Returns wrk's numbers of requests and errors.
 fn wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
@@ -369,7 +369,7 @@ fn wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     parse_wrk(&String::from_utf8(output.stdout)?)
 }
 
-/// wrk prints errors only where there are some.
+/// Parses wrk's output, which contains a line of errors only if errors occurred.
 pub(crate) fn parse_wrk(text: &str) -> anyhow::Result<(u64, u64)> {
     let requests = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
     let numbers = |line: &str| -> u64 {
@@ -403,7 +403,7 @@ fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)>
     Ok((whole.into_inner(), failed))
 }
 
-/// Downloads by one curl with more `options`; `Err`: the download is incomplete.
+/// Downloads once with curl and further `options`. Fails when the download is incomplete.
 pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new("curl");
     command.args(options);

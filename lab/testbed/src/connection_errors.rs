@@ -1,4 +1,4 @@
-//! Failures of connections, as their clients see them.
+//! Connection failures as clients observe them.
 
 use std::io;
 use std::ops::AddAssign;
@@ -7,27 +7,27 @@ use serde::{Deserialize, Serialize};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Broken {
-    /// No such socket at the server that got the SYN.
+    /// Connections refused: the server of the SYN has no such socket.
     pub refused: u64,
-    /// RST on an established connection: among others, what a packet to the wrong server earns.
+    /// RST on an established connection: for example after a packet to a wrong server.
     pub reset: u64,
-    /// Nothing came for seconds when something was due, or TCP gave up.
+    /// No data for seconds when data was due, or TCP gave up.
     pub timed_out: u64,
-    /// FIN before the last answer.
+    /// FIN before the last response.
     pub closed_early: u64,
-    /// An answer to another request, or from another server or core than the answers before.
+    /// Response to another request, or from another server or core than earlier responses.
     pub wrong_answer: u64,
-    /// Anything else, e.g. no route.
+    /// Other errors, such as a missing route.
     pub other: u64,
 }
 
 impl Broken {
-    /// All kinds together.
+    /// Returns the sum of all kinds.
     pub fn total(&self) -> u64 {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
-    /// Counts one; `index` identifies the connection where the kind does not.
+    /// Counts a failure; `index` identifies the connection in the log of unexpected kinds.
     pub(crate) fn count(&mut self, failure: &Failure, index: usize) {
         let count = match failure {
             Failure::ClosedEarly => &mut self.closed_early,

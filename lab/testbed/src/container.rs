@@ -1,4 +1,4 @@
-//! nginx in a network namespace of its own behind a bridge and nftables' DNAT, as Docker and kube-proxy make them.
+//! nginx in its own network namespace behind a bridge and nftables' DNAT, like containers of Docker and Kubernetes.
 
 use std::net::Ipv4Addr;
 use std::process::{Command, Stdio};
@@ -14,10 +14,10 @@ use crate::topology::Testbed;
 
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
 const PORT: u16 = 8080;
-/// Answer to every request.
+/// Body of every response.
 pub const ANSWER: &str = "contained";
 
-/// A container that serves the testbed's service at one server. Its network namespace ends with it.
+/// Container that serves the testbed's service on one server. Its network namespace ends with it.
 #[derive(Debug)]
 pub struct Container {
     server: u16,
@@ -65,7 +65,7 @@ impl Container {
         Ok(())
     }
 
-    /// Returns the commands that connect it to the server's bridge.
+    /// Returns the commands that connect the container to the server's bridge.
     fn connect(&self) -> String {
         let (pid, vip, port) = (self.nginx.pid(), SERVICE.ip(), SERVICE.port());
         format!(
@@ -84,7 +84,7 @@ impl Container {
         )
     }
 
-    /// Sets a sysctl of its network namespace. Fails when the command does.
+    /// Sets a sysctl of the container's network namespace. Fails when the command fails.
     pub fn set_sysctl(&self, testbed: &Testbed, name: &str, value: u32) -> anyhow::Result<()> {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net=/proc/{}/ns/net", self.nginx.pid()));

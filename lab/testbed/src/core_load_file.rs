@@ -1,4 +1,4 @@
-//! Emulated cores: how busy one is by the clock, and the file in which servers publish it, or other numbers of their
+//! Emulated cores: their busy time in virtual time, and the file in which servers publish it or other counts of
 //! workers.
 
 use std::fs::{self, File};
@@ -11,9 +11,9 @@ use anyhow::{Context as _, bail};
 /// A core's queue in virtual time.
 #[derive(Debug, Default)]
 pub(crate) struct VirtualCore {
-    /// Service time of all requests taken so far (ns).
+    /// Service time of all accepted requests (ns).
     accepted_ns: u64,
-    /// End of the last of them.
+    /// End of the last accepted request (ns).
     busy_until_ns: u64,
 }
 
@@ -30,14 +30,14 @@ impl VirtualCore {
         self.busy_until_ns > now_ns
     }
 
-    /// Time served up to now (ns): all it took on, but for what lies ahead. Without gaps in between, for a core that
-    /// has work is never idle.
+    /// Returns the time served up to now (ns): the accepted time less the time until the last request ends. A core with
+    /// work is never idle in between.
     pub(crate) fn busy_ns(&self, now_ns: u64) -> u64 {
         self.accepted_ns - self.busy_until_ns.saturating_sub(now_ns)
     }
 }
 
-/// A file of numbers, mapped into all workers: of a paced server one per core, its busy time.
+/// File of numbers, mapped by all workers: for a paced server the busy time of each core (ns).
 pub(crate) struct BusyFile {
     numbers: &'static [AtomicU64],
     temporary: PathBuf,
@@ -59,12 +59,12 @@ impl BusyFile {
         self.numbers
     }
 
-    /// Unlinks the file: only the workers read it.
+    /// Unlinks the file: only the workers use it.
     pub(crate) fn forget(&self) -> anyhow::Result<()> {
         fs::remove_file(&self.temporary).with_context(|| format!("cannot remove {}", self.temporary.display()))
     }
 
-    /// Puts it where readers look: who finds it knows that the sockets listen.
+    /// Moves the file to its final path, where its existence shows that the sockets listen.
     pub(crate) fn publish(&self, path: &Path) -> anyhow::Result<()> {
         fs::rename(&self.temporary, path).with_context(|| format!("cannot make the core load file {}", path.display()))
     }

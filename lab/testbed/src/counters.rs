@@ -1,4 +1,4 @@
-//! The kernel's own counters of a namespace, as `nstat` shows them.
+//! Kernel counters of a namespace, as `nstat` prints them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,18 +7,19 @@ use anyhow::{Context as _, ensure};
 
 use crate::namespace::Namespace;
 
-/// Counters by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...); absolute.
+/// Absolute counters by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...).
 pub type Counters = BTreeMap<String, u64>;
 
-/// Segments dropped for their timestamps: what a wrong cookie layout shows up as.
+/// Counters of segments dropped for their timestamps; a wrong cookie layout increases them.
 pub const TIMESTAMP_DROPS: [&str; 4] =
     ["TcpExtPAWSActive", OVERTAKEN_DATA, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
 
-/// Those with data of an established connection: also data that a newer segment overtook by more than a tick.
+/// Dropped data segments of established connections. Includes data that is older than a newer segment by more than a
+/// tick.
 pub const OVERTAKEN_DATA: &str = "TcpExtPAWSEstab";
 
-/// Pure acknowledgements that a newer segment overtook on its way. The kernel counts them apart since 6.14, as they are
-/// no failure of PAWS (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.
+/// Pure acknowledgements that arrived after a newer segment. The kernel counts them separately since 6.14, because PAWS
+/// has not failed (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.
 pub const OVERTAKEN_ACKS: &str = "TcpExtPAWSOldAck";
 
 /// Reads the counters of a namespace. Fails when it cannot be entered, or the kernel's files are not as expected.
@@ -34,12 +35,12 @@ pub fn read(namespace: &Namespace) -> anyhow::Result<Counters> {
     })
 }
 
-/// Sum of a counter over several namespaces; a counter that a kernel does not have is 0.
+/// Returns the sum of a counter over several namespaces; a counter that the kernel lacks is 0.
 pub fn total(all: &[Counters], name: &str) -> u64 {
     all.iter().filter_map(|counters| counters.get(name)).sum()
 }
 
-/// Lines in pairs: `Tcp: Name Name ...`, `Tcp: 1 2 ...`.
+/// Parses pairs of lines: `Tcp: Name Name ...`, `Tcp: 1 2 ...`.
 fn parse(text: &str, counters: &mut Counters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
     for pair in lines.chunks(2) {
@@ -48,7 +49,7 @@ fn parse(text: &str, counters: &mut Counters) -> anyhow::Result<()> {
         let (same, values) = pair[1].split_once(": ").context("a line without a prefix")?;
         ensure!(prefix == same, "values of {same} after names of {prefix}");
         for (name, value) in names.split_whitespace().zip(values.split_whitespace()) {
-            // Some values are signed (Tcp MaxConn is -1); none that counts.
+            // Some values are signed (Tcp MaxConn is -1), but no counter is.
             counters.insert(format!("{prefix}{name}"), value.parse().unwrap_or(0));
         }
     }

@@ -1,5 +1,5 @@
-//! Documents whose commands are run as written. A block of shell names its machines after the language (` ```sh lb1 lb2
-//! `); each is a namespace of the testbed with an `/etc`, `/var` and `/sys/fs/bpf` of its own, and stand-ins for
+//! Runs the commands of documents as written. A shell block lists its machines after the language (` ```sh lb1 lb2 `).
+//! Each machine is a namespace of the testbed with its own `/etc`, `/var` and `/sys/fs/bpf`, and with substitutes for
 //! systemd and for copying over ssh.
 
 use std::fs;
@@ -14,26 +14,26 @@ use crate::namespace::Namespace;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
-/// A block takes no longer.
+/// Longest run time of a block (s).
 const BLOCK_LIMIT: &str = "90";
-/// A machine's path of the testbed's directory, when `/run` is its own.
+/// Path of the testbed's directory on a machine, whose `/run` is its own.
 const MACHINES: &str = "/mnt";
-/// Id of the user `coreward`, made by packages.
+/// Id of the user `coreward`, which the packages create.
 const USER_ID: u32 = 64_007;
 const HOLD_SECONDS: &str = "600";
 
-/// A block of shell, and where in the document it begins.
+/// Shell block and its position in the document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
-    /// Counted from 1.
+    /// Line number, counted from 1.
     pub line: usize,
-    /// Machines on which it is run, one after the other.
+    /// Machines on which the block runs, one after the other.
     pub machines: Vec<String>,
-    /// Typed commands.
+    /// Commands of the block.
     pub commands: String,
 }
 
-/// The blocks of a Markdown document that name a machine. Fails when a block has no end.
+/// Returns the blocks of a Markdown document that name a machine. Fails when a block has no end.
 pub fn blocks(document: &str) -> anyhow::Result<Vec<Block>> {
     let mut blocks = Vec::new();
     let mut lines = (1..).zip(document.lines());
@@ -49,7 +49,7 @@ pub fn blocks(document: &str) -> anyhow::Result<Vec<Block>> {
     Ok(blocks)
 }
 
-/// A machine: a namespace of the testbed and, held by a process that sleeps, file systems of its own.
+/// Machine: a namespace of the testbed, and its own mounts, which a sleeping process holds.
 #[derive(Debug)]
 pub struct Host {
     name: String,
@@ -57,7 +57,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// Fails when the kernel has no overlay file system, or refuses a mount.
+    /// Starts a machine. Fails when the kernel has no overlay file system, or rejects a mount.
     pub fn start(testbed: &Testbed, name: &str, namespace: &Namespace) -> anyhow::Result<Self> {
         let folder = testbed.directory().join(format!("machine-{name}"));
         let pins = testbed.pin_directory().join(format!("machine-{name}"));
@@ -111,13 +111,13 @@ impl Host {
         Ok(Self { name: name.to_owned(), holder })
     }
 
-    /// Types a block's commands; what they printed. Fails when one fails; with what was printed.
+    /// Runs a block's commands and returns their output. Fails when a command fails; the error contains the output.
     pub fn run(&self, block: &Block, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([BLOCK_LIMIT, "nsenter", "--target", &self.holder.pid().to_string(), "--mount", "--net", "--uts"]);
         // A login shell, with the settings of /etc/profile.d.
         command.args(["sh", "-l", "-c", &format!("set -eu\n{}", block.commands)]);
-        // To a file: what a block leaves in the background would keep a pipe open.
+        // Output to a file: a background process of the block would keep a pipe open.
         let file = fs::File::create(log)?;
         command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
         let status = command.status().context("timeout (Debian package coreutils)")?;

@@ -1,8 +1,8 @@
-//! Common parts of servers with emulated cores: an event loop that serves by the clock, and worker processes.
+//! Common parts of servers with emulated cores: worker processes, and an event loop that emulates service times.
 //!
 //! A core's queue is a virtual clock: a request that arrives at t completes at max(t, busy until) + its service time,
-//! until which the core is busy. The response is sent at that time. A late wake-up (some 50 us) delays responses but
-//! takes nothing away from the core's capacity.
+//! and the core is busy until then. The response is sent at that time. A late wake-up (some 50 us) delays responses but
+//! does not reduce the core's capacity.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -21,10 +21,10 @@ use socket2::{Domain, Socket, Type};
 
 use crate::core_load_file::VirtualCore;
 
-/// A burst of connections to one core must not overflow its accept queue (cut by net.core.somaxconn, 4096).
+/// Length of accept queues, large enough for a burst of connections to one core (limited by net.core.somaxconn, 4096).
 const BACKLOG: i32 = 4096;
 
-/// Returns a listening socket; with `reuse_port` others may listen on the same address.
+/// Returns a listening socket; with `reuse_port` other sockets may listen on the same address.
 pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<TcpListener> {
     let open = || -> io::Result<TcpListener> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
@@ -42,21 +42,21 @@ pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<Tc
 pub(crate) trait Protocol {
     /// State of a connection.
     type State: Default;
-    /// Whether the end of the client's side or of the response ends the connection.
+    /// Whether the connection ends when the client stops sending or the response is complete.
     const ONE_REQUEST: bool;
     /// Service time of an accepted connection (ns).
     const ACCEPT_NS: u64;
-    /// Oldest published busy time of a busy core (ns). Each publication costs a wake-up.
+    /// Largest age of a busy core's published busy time (ns). Each publication costs a wake-up.
     const PUBLISH_NS: u64;
 
-    /// Takes in bytes and queues packets of the response. Returns whether the bytes are a request or a part of one.
+    /// Parses bytes and queues packets of the response. Returns whether the bytes are a request or a part of one.
     fn receive(&self, state: &mut Self::State, bytes: &[u8], queue: &mut Queue<'_>) -> bool;
 
     /// Appends packet `id` to `packet`.
     fn write(&self, state: &Self::State, id: u32, packet: &mut Vec<u8>, queue: &mut Queue<'_>);
 }
 
-/// A packet to be sent. The derived order is that of sending.
+/// Packet to send, ordered by due time.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Packet {
     due_ns: u64,
@@ -66,7 +66,7 @@ struct Packet {
     id: u32,
 }
 
-/// Queues of a connection: its core's, and that of packets to be sent.
+/// Queue of a connection's core, and of its packets to send.
 pub(crate) struct Queue<'a> {
     pub(crate) now_ns: u64,
     clock: &'a mut VirtualCore,
@@ -77,7 +77,7 @@ pub(crate) struct Queue<'a> {
 }
 
 impl Queue<'_> {
-    /// Queues work for the core and returns when it will be done.
+    /// Queues work for the core and returns its end (ns).
     pub(crate) fn work(&mut self, service_ns: u64) -> u64 {
         self.clock.accept(self.now_ns, service_ns)
     }
@@ -90,11 +90,11 @@ impl Queue<'_> {
     }
 }
 
-/// An emulated core with its listening socket.
+/// Emulated core with its listening socket.
 pub(crate) struct Core<'a> {
     listener: &'a TcpListener,
     clock: VirtualCore,
-    /// Published busy time (ns).
+    /// Busy time that is published (ns).
     busy_ns: &'a AtomicU64,
 }
 
@@ -108,18 +108,18 @@ struct Connection<S> {
     core: usize,
     stream: TcpStream,
     state: S,
-    /// Queued packets.
+    /// Number of queued packets.
     pending: u32,
-    /// The client sends no further bytes.
+    /// Whether the client has finished sending.
     ended: bool,
 }
 
-/// Event loop of some cores.
+/// Event loop of several cores.
 pub(crate) struct EventLoop<'a, P: Protocol> {
     protocol: P,
     cores: Vec<Core<'a>>,
     epoll: Epoll,
-    /// By number; numbers are never used again, so that a late packet cannot go out on another's connection.
+    /// By number. Numbers are never reused, so a late packet cannot be sent on another connection.
     connections: HashMap<u64, Connection<P::State>>,
     next_connection: u64,
     packets: BinaryHeap<Reverse<Packet>>,
@@ -127,7 +127,7 @@ pub(crate) struct EventLoop<'a, P: Protocol> {
 }
 
 impl<'a, P: Protocol> EventLoop<'a, P> {
-    /// The first tokens are the listeners'.
+    /// Creates the loop. The first tokens belong to the listeners.
     pub(crate) fn new(protocol: P, cores: Vec<Core<'a>>) -> io::Result<Self> {
         let (epoll, next_connection) = (Epoll::new()?, cores.len() as u64);
         for (token, core) in (0..).zip(&cores) {
@@ -137,7 +137,7 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         Ok(Self { protocol, cores, epoll, connections, next_connection, packets, sequence: 0 })
     }
 
-    /// Serves; returns only when something broke.
+    /// Serves; returns only after an error.
     pub(crate) fn run(mut self) -> anyhow::Result<Infallible> {
         loop {
             self.process_due_events()?;
@@ -148,7 +148,7 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
     fn process_due_events(&mut self) -> anyhow::Result<()> {
         let before_ns = now_ns();
         let packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);
-        // Readers of the busy time see it grow in the midst of a request, as that of a real core.
+        // A busy core publishes its busy time during a request, as a real core does.
         let is_busy = self.cores.iter().any(|core| core.clock.is_busy(before_ns));
         let publish_ns = is_busy.then_some(before_ns + P::PUBLISH_NS);
         let events: Vec<_> = self.epoll.wait([packet_ns, publish_ns].into_iter().flatten().min())?.collect();
@@ -200,7 +200,7 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         if !is_valid || (connection.ended && (P::ONE_REQUEST || connection.pending == 0)) {
             self.connections.remove(&number);
         } else if connection.ended {
-            // Level-triggered: an end that stays unread would wake us until the last response is out.
+            // Level-triggered: an unread end of stream would wake the loop until the last packet is sent.
             self.epoll.remove(connection.stream.as_fd())?;
         }
         Ok(())
@@ -216,7 +216,7 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         let mut bytes = Vec::new();
         self.protocol.write(&connection.state, packet.id, &mut bytes, &mut queue);
         let is_written = matches!(connection.stream.write(&bytes), Ok(length) if length == bytes.len());
-        // A client that leaves a full buffer unread is given up.
+        // Closes the connection of a client that does not read a full buffer.
         if !is_written || (connection.pending == 0 && (P::ONE_REQUEST || connection.ended)) {
             self.connections.remove(&number);
         }

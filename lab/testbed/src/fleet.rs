@@ -1,7 +1,7 @@
-//! coreward's own processes in a testbed: a controller, load balancers, an agent per server, each the real daemon with
-//! a configuration file of its own, in the namespace where it belongs.
+//! Processes of coreward in a testbed: a controller, load balancers, and an agent per server. Each is the real daemon
+//! with its own configuration file, in the namespace of its host.
 //!
-//! Daemons are called `controller`, `rack1` ..., `lb1`, `lb2` ..., `agent-s1`, `agent-s2` ...
+//! Names of daemons: `controller`, `rack1` ..., `lb1`, `lb2` ..., `agent-s1`, `agent-s2` ...
 
 mod daemons;
 mod files;
@@ -38,7 +38,7 @@ use files::{
 };
 use names::DaemonName;
 
-/// The running daemons; all end with this value.
+/// Running daemons; all end with this value.
 #[derive(Debug)]
 pub struct Fleet {
     options: FleetOptions,
@@ -47,14 +47,14 @@ pub struct Fleet {
     racks: BTreeMap<u16, Process>,
     load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
-    /// By daemon: another command than [`coreward_command`].
+    /// Other commands than [`coreward_command`], by daemon.
     commands: BTreeMap<String, PathBuf>,
 }
 
 impl Fleet {
-    /// Starts controller, racks, load balancers and, if there are to be any, an agent for each server of the testbed,
-    /// all of them in the pool, and waits until every agent reports and a table is in force. Fails when a daemon cannot
-    /// be started or is not ready in time; the error holds its log's last lines.
+    /// Starts the controller, racks, load balancers and, if enabled, an agent for each server of the testbed. All
+    /// servers are in the pool. Waits until every agent reports and a table is in force. Fails when a daemon cannot be
+    /// started or is not ready in time; the error contains the last lines of its log.
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
@@ -85,7 +85,7 @@ impl Fleet {
             fleet.start_load_balancer(testbed, number)?;
         }
         if fleet.options.agents {
-            // An agent that finds its first rack without a controller goes to the next.
+            // An agent whose first rack has no controller connects to its next rack.
             fleet.wait_until(testbed, || fleet.check_racks(testbed))?;
             for number in testbed.server_numbers() {
                 fleet.start_agent(testbed, number)?;
@@ -95,8 +95,8 @@ impl Fleet {
         Ok(fleet)
     }
 
-    /// Starts the daemon of a load balancer (again, if it was killed). Fails when there is no such load balancer or the
-    /// daemon cannot be started.
+    /// Starts the daemon of a load balancer, or restarts a killed one. Fails when the load balancer does not exist or
+    /// the daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.issue_certificate(testbed, Role::Lb, &load_balancer_name(number))?;
         write_load_balancer_file(testbed, &self.options, number)?;
@@ -105,8 +105,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Adds a load balancer to the testbed, and announces it when it has a table. Returns its number. Fails when it
-    /// cannot be made or started, or is not ready in time.
+    /// Adds a load balancer to the testbed, announces it once it has a table, and returns its number. Fails when it
+    /// cannot be created or started, or is not ready in time.
     pub fn add_load_balancer(&mut self, testbed: &mut Testbed) -> anyhow::Result<u16> {
         let number = testbed.add_load_balancer()?;
         self.start_load_balancer(testbed, number)?;
@@ -115,8 +115,8 @@ impl Fleet {
         Ok(number)
     }
 
-    /// The power of a load balancer fails: daemon, data plane and everything pinned are gone. The routers notice after
-    /// `noticed`; until then what they send there is lost. Fails when there is no such load balancer.
+    /// Simulates a power failure of a load balancer: removes its daemon, data plane and pins. The routers notice after
+    /// `noticed`; until then its packets are lost. Fails when the load balancer does not exist.
     pub fn kill_load_balancer(&mut self, testbed: &mut Testbed, number: u16, noticed: Duration) -> anyhow::Result<()> {
         testbed.remove_load_balancer(number)?;
         self.load_balancers.remove(&number);
@@ -124,8 +124,8 @@ impl Fleet {
         testbed.announce(&testbed.load_balancer_numbers())
     }
 
-    /// Restarts a load balancer without any state, as after a crash of its kernel; packets to it are lost until it has
-    /// its tables again. Fails when there is no such load balancer, or it is not ready in time.
+    /// Restarts a load balancer without any state, as after a kernel crash; its packets are lost until it has tables
+    /// again. Fails when the load balancer does not exist, or is not ready in time.
     pub fn reboot_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.kill(&load_balancer_name(number))?;
         testbed.forget_load_balancer(number)?;
@@ -133,16 +133,16 @@ impl Fleet {
         self.wait_until_ready(testbed)
     }
 
-    /// A daemon ends in order, and a new process takes over what it left, as when another version is installed. Fails
-    /// when there is none of that name, or it does not end or start.
+    /// Stops a daemon regularly and starts a new process on its state, as an upgrade does. Fails when the daemon does
+    /// not exist, stop or start.
     pub fn upgrade(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         let status = self.daemon(name)?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "{name} ended with {status}");
         self.restart(testbed, name)
     }
 
-    /// Starts the agent of a server (again, if it was killed). Fails when there is no such server or the daemon cannot
-    /// be started.
+    /// Starts the agent of a server, or restarts a killed one. Fails when the server does not exist or the daemon
+    /// cannot be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.issue_certificate(testbed, Role::Agent, &format!("s{number}"))?;
         write_agent_file(testbed, &self.options, number)?;
@@ -151,7 +151,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// A certificate for a daemon that has none.
+    /// Issues a certificate for a daemon without one.
     fn issue_certificate(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
         if self.options.tls && !bundle(testbed, role, name).exists() {
             issue(testbed, role, name, &fleet_name()?, Validity::from_now(DAY))?;
@@ -159,22 +159,22 @@ impl Fleet {
         Ok(())
     }
 
-    /// Writes the controller's file with this pool and lets it read it again. Fails when the file cannot be written or
-    /// the controller has ended.
+    /// Writes the controller's file with a new pool and reloads it. Fails when the file cannot be written or the
+    /// controller has ended.
     pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, AdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
         self.pool = pool;
         self.daemon(&controller_name(1))?.signal(Signal::SIGHUP)
     }
 
-    /// Restarts a daemon with another binary of coreward, which it has from then on; `None`: with this one. Fails when
-    /// there is none of that name, or it does not end or start.
+    /// Restarts a daemon with another binary of coreward, which it keeps; `None`: the default binary. Fails when the
+    /// daemon does not exist, stop or start.
     pub fn replace_binary(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
         self.set_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
         self.upgrade(testbed, name)
     }
 
-    /// From its next start on, the daemon of that name runs this command: another version.
+    /// Sets the command (another version) that the daemon `name` runs from its next start.
     pub fn set_command(&mut self, name: &str, command: PathBuf) {
         self.commands.insert(name.to_owned(), command);
     }
@@ -195,7 +195,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Puts a document in force as soon as a controller leads.
+    /// Applies a document as soon as a controller leads.
     fn apply(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
         let end = Instant::now() + *TIMEOUT;
         loop {
@@ -207,7 +207,7 @@ impl Fleet {
         }
     }
 
-    /// Output of `coreward ARGUMENTS`, of the controller that leads.
+    /// Returns the output of `coreward ARGUMENTS` from the leading controller.
     fn query_controller(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
         let command = operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
         Ok(testbed.run(testbed.controller(), command)?.stdout)
@@ -224,7 +224,7 @@ impl Fleet {
         start_daemon(testbed, namespace, daemon, name, &self.options, &command)
     }
 
-    /// The names of all daemons: controllers', then racks', load balancers', agents'.
+    /// Returns the names of all daemons: controllers, racks, load balancers, agents.
     pub fn daemons(&self) -> Vec<String> {
         let load_balancers = self.load_balancers.keys().map(|number| load_balancer_name(*number));
         let agents = self.agents.keys().map(|number| agent_name(*number));
@@ -237,25 +237,25 @@ impl Fleet {
         &self.options
     }
 
-    /// Writes the controller's file with these options, and reloads it. Fails when the file cannot be written or the
+    /// Writes the controller's file with other options and reloads it. Fails when the file cannot be written or the
     /// controller has ended.
     pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_pool(testbed, self.pool.clone())
     }
 
-    /// Writes the fleet's file with this in the place of [`FleetOptions::more`] and lets the controller read it again.
-    /// Fails when the file cannot be written or the controller has ended.
+    /// Replaces [`FleetOptions::fleet_text`] in the fleet's file and lets the controller reload it. Fails when the file
+    /// cannot be written or the controller has ended.
     pub fn set_fleet_text(&mut self, testbed: &Testbed, more: &str) -> anyhow::Result<()> {
         self.set_options(testbed, FleetOptions { fleet_text: more.to_owned(), ..self.options.clone() })
     }
 
-    /// The pool as the controller's file has it.
+    /// Returns the pool in the controller's file.
     pub fn pool(&self) -> &BTreeMap<u16, AdminState> {
         &self.pool
     }
 
-    /// The daemon of that name. Fails when there is none.
+    /// Returns a daemon by name. Fails when it does not exist.
     pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
         let daemon = match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.controllers.get_mut(&number),
@@ -266,14 +266,14 @@ impl Fleet {
         daemon.with_context(|| format!("there is no daemon {name}"))
     }
 
-    /// Kills a daemon with SIGKILL. Fails when there is none of that name.
+    /// Kills a daemon with SIGKILL. Fails when it does not exist.
     pub fn kill(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon(name)?;
         daemon.signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
     }
 
-    /// Starts a killed daemon again. Fails when there is none of that name, or it cannot be started.
+    /// Restarts a killed daemon. Fails when it does not exist or cannot be started.
     pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.start_controller(testbed, number),
@@ -283,14 +283,14 @@ impl Fleet {
         }
     }
 
-    /// `coreward status --format json`. Fails when the controller does not answer.
+    /// Returns the output of `coreward status --format json`. Fails when the controller does not answer.
     pub fn status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
         Ok(serde_json::from_slice(&self.query_controller(testbed, &["status", "--format", "json"])?)?)
     }
 
-    /// Waits until every active server of the pool reports, if it has an agent, and the load balancers' tables have all
-    /// servers that take new connections. Fails when that takes longer than [`TIMEOUT`]; the error holds the last lines
-    /// of the daemons' logs.
+    /// Waits until every active server of the pool with an agent reports, and the load balancers' tables have all
+    /// servers that take new connections. Fails after [`TIMEOUT`]; the error contains the last lines of the daemons'
+    /// logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         self.wait_until(testbed, || self.check_ready(testbed))
     }

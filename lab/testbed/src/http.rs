@@ -1,4 +1,4 @@
-//! A client of the testbed's nginx that keeps its connection and asks who serves it.
+//! HTTP client of the testbed's nginx, with a persistent connection; it queries which worker answers.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, SocketAddrV4, TcpStream};
@@ -9,30 +9,30 @@ use anyhow::{Context as _, ensure};
 use crate::addresses::SERVICE;
 use crate::nginx::WORKER_PATH;
 
-/// A connection is opened, and a request answered, within this time.
+/// Limit for opening a connection, and for a response.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answerer {
     pub server: u16,
-    /// The worker's process id.
+    /// Process id of the worker.
     pub worker: u32,
 }
 
-/// A connection to the service, with keep-alive.
+/// Connection to the service, with keep-alive.
 #[derive(Debug)]
 pub struct Connection {
     stream: BufReader<TcpStream>,
 }
 
 impl Connection {
-    /// Opens a connection, from `source` if given; call it inside the client's namespace. Fails when it is not accepted
-    /// in time.
+    /// Opens a connection, from `source` if given; call it inside the client's namespace. Fails when the connection is
+    /// not accepted in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         Self::open_to(SERVICE.into(), source.map(Into::into))
     }
 
-    /// Opens a connection to another address. Fails when it is not accepted in time.
+    /// Opens a connection to another address. Fails when the connection is not accepted in time.
     pub fn open_to(address: SocketAddr, source: Option<SocketAddr>) -> anyhow::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::for_address(address), socket2::Type::STREAM, None)?;
         if let Some(source) = source {
@@ -47,7 +47,7 @@ impl Connection {
         Ok(Self { stream: BufReader::new(socket.into()) })
     }
 
-    /// Asks who answers. Fails when the connection broke, or there is no answer in time.
+    /// Returns the server and worker that answer. Fails when the connection broke, or no response arrives in time.
     pub fn query_worker(&mut self) -> anyhow::Result<Answerer> {
         self.request(WORKER_PATH)?;
         let (mut line, mut length) = (String::new(), 0);
@@ -69,8 +69,8 @@ impl Connection {
         Ok(Answerer { server: server.parse()?, worker: worker.parse()? })
     }
 
-    /// Returns whether its packets carry TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS of
-    /// linux/tcp.h). Fails when the kernel does not report it.
+    /// Returns whether the connection's packets have TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS
+    /// of linux/tcp.h). Fails when the kernel does not report it.
     pub fn has_timestamps(&self) -> anyhow::Result<bool> {
         use std::os::fd::AsRawFd as _;
         const TCPI_OPT_TIMESTAMPS: u8 = 1;
@@ -87,14 +87,14 @@ impl Connection {
         Ok(information.tcpi_options & TCPI_OPT_TIMESTAMPS != 0)
     }
 
-    /// Asks for a file and leaves reading the answer to the caller. Fails when the connection broke.
+    /// Requests a file; the caller reads the response. Fails when the connection broke.
     pub fn get(mut self, path: &str) -> anyhow::Result<TcpStream> {
         self.request(path)?;
         Ok(self.stream.into_inner())
     }
 
     fn request(&mut self, path: &str) -> anyhow::Result<()> {
-        // In one piece: small pieces would wait for each other's acknowledgements (RFC 896).
+        // One write: small segments would wait for acknowledgements (RFC 896).
         let request = format!("GET {path} HTTP/1.1\r\nHost: coreward\r\n\r\n");
         Ok(self.stream.get_mut().write_all(request.as_bytes())?)
     }

@@ -1,4 +1,4 @@
-//! One named testbed among several on a machine: who owns it, its directories, and the removal of all it left.
+//! Instances: named testbeds of a machine, with owner, directories, and removal of their remains.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,24 +13,23 @@ use crate::namespace::{self, Namespace};
 const RUN_DIRECTORY: &str = "/run/coreward-testbed";
 const BPF_FILESYSTEM: &str = "/sys/fs/bpf";
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
-/// In the testbed's directory: the owner holds a lock on it, and it has the owner's process id.
+/// File in the testbed's directory that the owner locks; it contains the owner's process id.
 const OWNER_FILE: &str = "owner";
-/// Keeps names of namespaces readable, and paths of sockets below their limit of 107 bytes.
+/// Limit that keeps names of namespaces readable and paths of sockets below their limit of 107 bytes.
 const NAME_MAX: usize = 40;
-/// In the environment: the beginning of all names, so that two checkouts can test on one machine at once.
+/// Environment variable with a prefix of all names, so that two checkouts can run tests on one machine.
 const PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 
-/// The right to be the testbed of one name. Held by a lock on its owner file, which the kernel lets go when we die,
-/// however we die.
+/// Ownership of a testbed's name: a lock on its owner file, which the kernel releases when the process ends.
 #[derive(Debug)]
 pub(crate) struct Instance {
-    /// With the prefix.
+    /// Name with the prefix.
     name: String,
     _lock: File,
 }
 
 impl Instance {
-    /// Takes the name, and removes what an earlier testbed of this name left when it was killed.
+    /// Acquires the name, and removes the remains of a killed testbed of this name.
     pub(crate) fn take(name: &str) -> anyhow::Result<Self> {
         if name.is_empty() {
             bail!("testbed instance \"\": expected a name");
@@ -56,12 +55,12 @@ impl Instance {
         &self.name
     }
 
-    /// For configurations, logs and results of this testbed.
+    /// Returns the directory for configurations, logs and results of this testbed.
     pub(crate) fn directory(&self) -> PathBuf {
         directory(&self.name)
     }
 
-    /// For pinned BPF objects of this testbed.
+    /// Returns the directory for pinned BPF objects of this testbed.
     pub(crate) fn pin_directory(&self) -> PathBuf {
         pin_directory(&self.name)
     }
@@ -82,7 +81,7 @@ impl Instance {
                 continue;
             }
             let path = entry.path();
-            // A file system that a killed testbed has mounted; for all else this fails.
+            // Unmounts a file system that a killed testbed has mounted; fails for all other paths.
             let _ = nix::mount::umount2(&path, nix::mount::MntFlags::MNT_DETACH);
             let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
             outcome = outcome.and(ignore_not_found(removed));
@@ -101,14 +100,14 @@ impl Drop for Instance {
                 "cannot remove a testbed"
             );
         }
-        // The parents stay: another testbed may be about to make its directory in them.
+        // The parent directories stay: another testbed may be creating its directory in them.
         let _ = fs::remove_file(self.directory().join(OWNER_FILE));
         let _ = fs::remove_dir(self.directory());
     }
 }
 
-/// A name for a testbed of this process, from the command that makes it, so that the command can run twice at once.
-/// Removes what killed processes of the same command left. Fails when something cannot be removed.
+/// Returns a testbed name that is unique to this process, so that the command `command` can run twice at a time.
+/// Removes the remains of killed processes of the same command. Fails when something cannot be removed.
 pub fn unique_name(command: &str) -> anyhow::Result<String> {
     let own = |name: &String| {
         let pid = name.strip_prefix(&prefixed(command)).unwrap_or_default();
@@ -118,8 +117,8 @@ pub fn unique_name(command: &str) -> anyhow::Result<String> {
     Ok(format!("{command}{}", std::process::id()))
 }
 
-/// Removes what killed testbeds left, of these names or, without names, of all; those in use stay. Returns the names,
-/// with the prefix, of those removed. Fails when something cannot be removed.
+/// Removes the remains of killed testbeds with these names, or of all testbeds without names. Testbeds in use stay.
+/// Returns the removed names, with the prefix. Fails when something cannot be removed.
 pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
     if names.is_empty() {
         return remove_unowned(all());
@@ -128,7 +127,7 @@ pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
     remove_unowned(all().filter(|name| named.contains(name)))
 }
 
-/// The directories and namespaces that a testbed has, or left when it was killed.
+/// Returns the directories and namespaces of a testbed, running or killed.
 pub fn find_remains(name: &str) -> Vec<PathBuf> {
     let name = prefixed(name);
     let directories = [directory(&name), pin_directory(&name)].into_iter().filter(|path| path.exists());
@@ -144,7 +143,7 @@ fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<Str
         }
         match Instance::lock_name(&name) {
             Ok(instance) => drop(instance),
-            // Another process has taken it since.
+            // Another process has acquired the name meanwhile.
             Err(_) if owner(&name).is_some() => continue,
             Err(error) => return Err(error),
         }
@@ -153,7 +152,7 @@ fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<Str
     Ok(removed)
 }
 
-/// The names, with the prefix, of all testbeds whose names begin with it, living or killed.
+/// Returns the names, with the prefix, of all testbeds whose names start with the prefix, running or killed.
 fn all() -> impl Iterator<Item = String> {
     let entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
     let prefix = prefixed("");
@@ -172,19 +171,19 @@ fn pin_directory(name: &str) -> PathBuf {
     Path::new(PIN_DIRECTORY).join(name)
 }
 
-/// Names of instances have no dash, so that no instance's prefix is the beginning of another's.
+/// Returns the prefix of the instance's namespaces. Names have no dash, so that no instance's prefix starts another's.
 fn namespace_prefix(name: &str) -> String {
     format!("cw{name}-")
 }
 
-/// The process that owns the living testbed `name`; `None` without one. Does not lock the file, so
-/// that a process that takes the name meanwhile can.
+/// Returns the process that owns the running testbed `name`; `None` without an owner. Does not lock the file, so that
+/// another process can acquire the name.
 fn owner(name: &str) -> Option<String> {
     let path = directory(name).join(OWNER_FILE);
     let file = File::open(&path).ok()?;
     let mut lock = exclusive_lock();
     let asked = fcntl(&file, FcntlArg::F_OFD_GETLK(&mut lock));
-    // Without a process id, its owner is about to lock it.
+    // A file without a process id belongs to an owner that is about to lock it.
     let locked = asked.is_err() || lock.l_type != libc::F_UNLCK as libc::c_short;
     (locked || owner_pid(name).is_none()).then(|| owner_pid(name).unwrap_or_else(|| "unknown".to_owned()))
 }
@@ -201,7 +200,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
         fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
         let file = match File::options().read(true).write(true).create(true).truncate(false).open(&path) {
             Ok(file) => file,
-            // Its former owner has just removed the directory.
+            // The former owner has just removed the directory.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
         };
@@ -209,7 +208,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
             let pid = owner_pid(name).unwrap_or_else(|| "unknown".to_owned());
             bail!("testbed {name} is in use by process {pid}");
         }
-        // Its former owner may have removed the file between our opening and our locking it.
+        // The former owner may have removed the file after it was opened here and before it was locked.
         let same = |there: fs::Metadata| file.metadata().is_ok_and(|here| here.ino() == there.ino());
         if fs::metadata(&path).is_ok_and(same) {
             return Ok(file);
@@ -217,7 +216,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
     }
 }
 
-/// An exclusive lock. It belongs to the open file, and not to the process: a process cannot take a name twice.
+/// Returns an exclusive lock. It belongs to the open file, not to the process: a process cannot acquire a name twice.
 fn exclusive_lock() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
@@ -235,7 +234,7 @@ fn ignore_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
     }
 }
 
-/// Debian mounts it at boot; a container's or a rescue system's init may not.
+/// Mounts bpffs, as Debian does at boot; containers and rescue systems may not.
 fn mount_bpf_filesystem() -> anyhow::Result<()> {
     let kind = nix::sys::statfs::statfs(BPF_FILESYSTEM).map(|status| status.filesystem_type());
     if kind == Ok(nix::sys::statfs::BPF_FS_MAGIC) {
@@ -273,7 +272,7 @@ mod tests {
         drop(instance);
         assert_eq!(find_remains(&short), Vec::<PathBuf>::new());
 
-        // A killed one has left these.
+        // Remains of a killed testbed.
         fs::create_dir_all(directory(&name)).unwrap();
         fs::write(directory(&name).join(OWNER_FILE), "1\n").unwrap();
         fs::write(directory(&name).join("log"), "").unwrap();

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM: noted, so that a testbed is taken down in order before the process ends.
+//! SIGINT and SIGTERM set a flag, so that a testbed is removed before the process ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -14,12 +14,12 @@ extern "C" fn record_signal(_signal: i32) {
     request();
 }
 
-/// Acts like a signal.
+/// Sets the flag, as a signal does.
 pub fn request() {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// From now on SIGINT and SIGTERM only make [`check`] fail.
+/// Makes SIGINT and SIGTERM set the flag for [`check`].
 pub fn catch() -> anyhow::Result<()> {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         set_handler(signal, SigHandler::Handler(record_signal))?;
@@ -27,7 +27,7 @@ pub fn catch() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// For a child of a process that catches signals: a Ctrl-C at the terminal is its parent's affair, a SIGTERM ends it.
+/// For a child of a process that catches signals: ignores SIGINT, which the parent handles; SIGTERM ends the child.
 pub fn leave_to_parent() -> anyhow::Result<()> {
     set_handler(Signal::SIGINT, SigHandler::SigIgn)?;
     set_handler(Signal::SIGTERM, SigHandler::SigDfl)
@@ -56,7 +56,7 @@ pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
         if left.is_zero() {
             return Ok(());
         }
-        // In pieces: a signal between check and sleep would otherwise wait for long.
+        // Short sleeps: a signal between check and sleep would otherwise not be noticed for long.
         std::thread::sleep(left.min(Duration::from_millis(200)));
     }
 }

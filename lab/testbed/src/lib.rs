@@ -1,25 +1,25 @@
-//! A datacentre in network namespaces: for the demo and for every end-to-end test.
+//! A datacentre in network namespaces, for the demo and all end-to-end tests.
 //!
-//! Two parts are emulated, and marked so in all output: RSS (virtual Ethernet has none) and cores (one machine with two
-//! CPUs carries sixteen). Packets, TCP, the load balancer, the agents and the controller are real.
+//! Two parts are emulated, which all output states: RSS, because virtual Ethernet has none, and cores, because two CPUs
+//! run sixteen. Packets, TCP, the load balancer, the agents and the controller are real.
 //!
 //! * [`addresses`]: addresses and names of the hosts
 //! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it; [`vlans`]
-//! * [`rss_emulation`]: a server's NIC
+//! * [`rss_emulation`]: emulated NIC of a server
 //! * [`nginx`]: stock nginx on a server
 //! * [`baseline_lb`]: IPVS or HAProxy in front of the servers
 //! * [`fleet`]: controller, load balancer and agents, started and killed
-//! * [`conformance`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
-//! * [`paced_server`]: a server with emulated cores; [`key_value`]: one that stores, and takes requests as datagrams
+//! * [`conformance`]: stock clients and servers while tables and pool change; [`counters`]: kernel counters
+//! * [`paced_server`]: a server with emulated cores; [`key_value`]: a key-value server over UDP
 //! * [`emulated_server`]: event loop and worker processes of such servers
-//! * [`load`]: replays an arrival log; [`connection_errors`]: how connections break
-//! * [`knot_benchmark`]: Knot DNS as it is, with `coreward dispatch` and without
-//! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
+//! * [`load`]: replays an arrival log; [`connection_errors`]: kinds of broken connections
+//! * [`knot_benchmark`]: unmodified Knot DNS with and without `coreward dispatch`
+//! * [`stream`]: servers and clients of long connections; [`pcc`]: counts broken ones
 //! * [`chaos`]: faults while clients connect; [`preload`]: a wall clock and a disk for each daemon
-//! * [`dispatch_soak`]: `coreward dispatch` while everything goes wrong
-//! * [`dispatch_figure`]: `coreward dispatch` and real servers, as figures
-//! * [`doc_runner`]: documents whose commands are run as they are written
-//! * [`process`], [`namespace`]: what runs where
+//! * [`dispatch_soak`]: `coreward dispatch` under faults
+//! * [`dispatch_figure`]: figures of `coreward dispatch` with real servers
+//! * [`doc_runner`]: runs the commands of documents
+//! * [`process`], [`namespace`]: processes and network namespaces
 //! * [`demo`]: `coreward-lab demo`; [`cli`]: `coreward-lab testbed`
 
 pub mod addresses;

@@ -1,8 +1,8 @@
-//! The load generator: replays an arrival log against a VIP, open loop, from the client's host.
+//! Load generator: replays an arrival log to a VIP, open loop, from the client's host.
 //!
-//! Every request has a due time, independent of those before it, and its latency counts from then: a stalled server
-//! cannot hide behind requests that were not sent ("coordinated omission"). Source addresses and ports are those of the
-//! log, so that every policy gets the same 4-tuples.
+//! Every request has a due time, independent of earlier requests, and its latency starts then: a stalled server cannot
+//! hide requests that were not sent ("coordinated omission"). Source addresses and ports come from the log, so that
+//! every policy gets the same 4-tuples.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -22,9 +22,9 @@ use crate::connection_errors::{Broken, Failure};
 use coreward_load::event_loop::{Epoll, Event, now_ns};
 use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response};
 
-/// A request unanswered for so long makes its connection a broken one (ns).
+/// Time after which an unanswered request counts its connection as broken (ns).
 const TIMEOUT_NS: u64 = 10_000_000_000;
-/// Interval of that search (ns).
+/// Interval of the search for broken connections (ns).
 const SWEEP_INTERVAL_NS: u64 = 500_000_000;
 /// Time between start and the log's time 0, when none is given (ns).
 const START_DELAY_NS: u64 = 50_000_000;
@@ -49,24 +49,24 @@ pub struct LoadArgs {
 /// Result of a replay; printed as JSON.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// Connections begun.
+    /// Opened connections.
     pub opened: u64,
-    /// Connections of which every request was answered.
+    /// Connections with a response to every request.
     pub completed: u64,
-    /// The others.
+    /// Broken connections by kind.
     pub broken: Broken,
-    /// Requests answered.
+    /// Answered requests.
     pub answered: u64,
-    /// From when a request was due to its answer.
+    /// Time from the due time to the response.
     pub latency_us: Latency,
-    /// Time from a request's due time to its sending, on open connections: lateness of the load generator. With more
-    /// than a millisecond the machine is too busy to measure on.
+    /// Time from a request's due time to its send time, on open connections: lateness of the load generator. Above a
+    /// millisecond the machine is too busy for a measurement.
     pub lateness_us: Latency,
-    /// Connections by (server, core) that answered them.
+    /// Connections by the server and core that answered.
     pub placed: Vec<Placed>,
 }
 
-/// A distribution of times (us).
+/// Distribution of times (us).
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Latency {
     /// Median.
@@ -85,12 +85,12 @@ impl From<&Histogram<u64>> for Latency {
     }
 }
 
-/// Connections that one core answered.
+/// Number of connections that one core answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placed {
     /// Number of the server.
     pub server: u8,
-    /// Its core.
+    /// Number of the core.
     pub core: u8,
     pub connections: u64,
 }
@@ -133,7 +133,7 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
     Ok(client.into_report())
 }
 
-/// Returns the address that is `index` above `first`.
+/// Returns the address `index` addresses after `first`.
 pub(crate) fn nth_address(first: IpAddr, index: u16) -> IpAddr {
     match first {
         IpAddr::V4(first) => Ipv4Addr::from_bits(first.to_bits() + u32::from(index)).into(),
@@ -141,7 +141,7 @@ pub(crate) fn nth_address(first: IpAddr, index: u16) -> IpAddr {
     }
 }
 
-/// Three significant digits, from 1 us to a minute; what is longer counts as a minute.
+/// Returns a histogram with three significant digits from 1 us to a minute; longer times count as a minute.
 pub(crate) fn new_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(60_000_000, 3)?)
 }
@@ -151,11 +151,11 @@ struct Connection {
     stream: TcpStream,
     connected: bool,
     messages: Messages,
-    /// Requests that were due, sent, and answered: each at most the one before.
+    /// Requests that were due, sent and answered (`answered` <= `sent` <= `due`).
     due: u32,
     sent: u32,
     answered: u32,
-    /// Server and core of the first answer.
+    /// Server and core of the first response.
     placed: Option<(u8, u8)>,
 }
 
@@ -167,7 +167,7 @@ struct Client<'a> {
     epoll: Epoll,
     /// By position in the log.
     connections: HashMap<usize, Connection>,
-    /// (when, connection) of the next request of each open connection.
+    /// Next request of each open connection, by due time: (due time, connection).
     due: BinaryHeap<Reverse<(u64, usize)>>,
     next_arrival: usize,
     next_sweep_ns: u64,
@@ -186,7 +186,7 @@ impl Client<'_> {
         self.start_ns + self.arrival(index).due_us(request) * 1_000
     }
 
-    /// Waits for the next thing to do and does all that is due; false when nothing is left.
+    /// Waits for the next event and processes all that are due. Returns false at the end.
     fn step(&mut self) -> anyhow::Result<bool> {
         let next_arrival_ns = (self.next_arrival < self.log.arrivals.len()).then(|| self.due_ns(self.next_arrival, 0));
         if next_arrival_ns.is_none() && self.connections.is_empty() {
@@ -217,12 +217,12 @@ impl Client<'_> {
         Ok(true)
     }
 
-    /// Begins a connection from the log's source address and port.
+    /// Opens a connection from the log's source address and port.
     fn open(&mut self, index: usize) -> anyhow::Result<()> {
         let arrival = *self.arrival(index);
         let source = SocketAddr::new(nth_address(self.first_address, arrival.source_address), arrival.source_port);
         let socket = Socket::new(Domain::for_address(source), Type::STREAM, None)?;
-        // The port may be in TIME-WAIT towards another service.
+        // Another connection from the port may be in TIME-WAIT.
         socket.set_reuse_address(true)?;
         socket.set_nonblocking(true)?;
         socket.set_tcp_nodelay(true)?;
@@ -247,7 +247,7 @@ impl Client<'_> {
             Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => self.fail(index, error.into()),
             _ => {
                 let stream = &self.connections[&index].stream;
-                // Edge-triggered: one report when it is connected, then one per arrival of data.
+                // Edge-triggered: one event when connected, then one per arrival of data.
                 let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
                 self.epoll.add(stream.as_fd(), index as u64, flags)?;
                 self.due.push(Reverse((self.due_ns(index, 0), index)));
@@ -301,8 +301,8 @@ impl Client<'_> {
         if event.has_flags(libc::EPOLLIN) { self.receive(index, event.has_flags(libc::EPOLLRDHUP)) } else { Ok(()) }
     }
 
-    /// Reads everything. A short read means that the socket is empty (epoll(7), question 9), unless the stream's end
-    /// follows the data.
+    /// Reads all available bytes. A short read means that the socket is empty (epoll(7), question 9), unless the end of
+    /// the stream follows the data.
     fn receive(&mut self, index: usize, ended: bool) -> Result<(), Failure> {
         let now_ns = now_ns();
         let (start_ns, arrival) = (self.start_ns, self.log.arrivals[index]);
@@ -352,7 +352,7 @@ impl Client<'_> {
         self.finish(&connection);
     }
 
-    /// Gives up connections whose oldest unanswered request has waited too long.
+    /// Counts connections as broken whose oldest unanswered request has timed out.
     fn sweep(&mut self, now_ns: u64) {
         let late = |(index, connection): (&usize, &Connection)| {
             let waits = connection.answered < connection.due;

@@ -1,4 +1,4 @@
-//! Network namespaces: names, entering them, the processes inside, and getting rid of them.
+//! Network namespaces: names, execution inside, their processes, and removal.
 
 use std::fs::File;
 use std::io;
@@ -23,18 +23,18 @@ impl Namespace {
         Self { name }
     }
 
-    /// Its name, as `ip netns` shows it.
+    /// Returns the name, as `ip netns` shows it.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The file that holds it: for `nsenter --net=PATH`, which, other than `ip netns exec`, keeps bpffs mounted.
+    /// Returns the path for `nsenter --net=PATH`, which keeps bpffs mounted, unlike `ip netns exec`.
     pub fn path(&self) -> PathBuf {
         Path::new(NETNS_DIRECTORY).join(&self.name)
     }
 
-    /// Runs `action` inside the namespace, in a thread of its own, so that the caller's thread stays where it is. Fails
-    /// when the namespace does not exist or cannot be entered, or as `action` fails.
+    /// Runs `action` inside the namespace in a new thread; the caller's thread stays in its namespace. Fails when the
+    /// namespace does not exist or cannot be entered, or as `action` fails.
     pub fn within<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
         let file = self.open()?;
         std::thread::scope(|scope| {
@@ -73,13 +73,13 @@ impl Namespace {
         File::open(self.path()).with_context(|| format!("cannot open network namespace {}", self.name))
     }
 
-    /// Kills all processes inside, then removes the namespace (and with it every device in it).
+    /// Kills all processes inside, then removes the namespace with all its devices.
     pub(crate) fn remove(&self) -> anyhow::Result<()> {
         self.kill_processes()?;
         ip_batch(None, &format!("netns delete {}\n", self.name))
     }
 
-    /// Kills every process whose network namespace is this one, found by comparing namespaces, not names or pids.
+    /// Kills every process in this network namespace, found by comparing namespaces, not names or pids.
     fn kill_processes(&self) -> anyhow::Result<()> {
         use std::os::unix::fs::MetadataExt as _;
         let Ok(namespace) = self.open()?.metadata() else { return Ok(()) };
@@ -87,7 +87,7 @@ impl Namespace {
             std::fs::metadata(format!("/proc/{pid}/ns/net"))
                 .is_ok_and(|of_process| (of_process.dev(), of_process.ino()) == (namespace.dev(), namespace.ino()))
         };
-        // A process may fork between two looks; a few rounds catch its children.
+        // A process may fork during the search; further iterations find its children.
         for _ in 0..10 {
             let mut found = false;
             for entry in std::fs::read_dir("/proc")?.flatten() {
@@ -113,7 +113,7 @@ fn is_zombie(pid: i32) -> bool {
     status.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// SIGKILL by pidfd: between opening it and `still` the pid cannot be reused.
+/// Sends SIGKILL by pidfd: the pid cannot be reused between opening the pidfd and `still`.
 fn kill_if(pid: i32, still: impl Fn() -> bool) {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let descriptor = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
@@ -130,14 +130,14 @@ fn kill_if(pid: i32, still: impl Fn() -> bool) {
     }
 }
 
-/// The namespaces whose names start with `prefix`.
+/// Returns the namespaces whose names start with `prefix`.
 pub(crate) fn with_prefix(prefix: &str) -> Vec<Namespace> {
     let entries = std::fs::read_dir(NETNS_DIRECTORY).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
     names.filter(|name| name.starts_with(prefix)).map(Namespace::new).collect()
 }
 
-/// Runs one batch of `ip` commands, in `namespace` or in our own.
+/// Runs a batch of `ip` commands in `namespace`, or in this process's namespace.
 pub(crate) fn ip_batch(namespace: Option<&Namespace>, commands: &str) -> anyhow::Result<()> {
     use io::Write as _;
     let mut ip = Command::new("ip");

@@ -1,4 +1,4 @@
-//! Stock nginx on a server: the application that coreward must not notice it serves.
+//! Stock nginx on a server: an application that must not notice coreward.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -16,12 +16,12 @@ use crate::{Process, TIMEOUT};
 /// Size of the file at [`LARGE_FILE`].
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
 pub const LARGE_FILE: &str = "/large";
-/// [`LARGE_FILE`] at 4 kB/s: a connection that stays busy for minutes.
+/// Path of [`LARGE_FILE`] at 4 kB/s: keeps a connection busy for minutes.
 pub const SLOW_FILE: &str = "/slow";
-/// Answers with the server's number and the worker's process id.
+/// Path whose response has the server's number and the worker's process id.
 pub const WORKER_PATH: &str = "/who";
 
-/// An nginx on a server; ends with this value.
+/// nginx on a server; ends with this value.
 #[derive(Debug)]
 pub struct Nginx {
     master: Process,
@@ -35,7 +35,7 @@ impl Testbed {
         let namespace = self.server(number)?;
         let directory = self.directory().join(format!("nginx-s{number}"));
         fs::create_dir_all(directory.join("www"))?;
-        // Other bytes at each place, so that a mixed-up answer shows.
+        // Content that differs at every offset, so that misplaced bytes are detected.
         let large: Vec<u8> = (0..LARGE_FILE_BYTES as u32).map(|i| (i.wrapping_mul(0x9e37_79b1) >> 24) as u8).collect();
         fs::write(directory.join("www").join(LARGE_FILE.trim_start_matches('/')), large)?;
         let mut nginx = Nginx { master: self.launch(namespace, number, &directory)?, directory };
@@ -91,20 +91,19 @@ http {{
 }
 
 impl Nginx {
-    /// Process id of the master.
+    /// Returns the process id of the master.
     pub fn pid(&self) -> u32 {
         self.master.pid()
     }
 
-    /// Process ids of the workers.
+    /// Returns the process ids of the workers.
     pub fn workers(&self) -> Vec<u32> {
         let children = format!("/proc/{0}/task/{0}/children", self.pid());
         let children = fs::read_to_string(children).unwrap_or_default();
         children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Reloads, perhaps with another number of workers. Fails when the configuration cannot be written or the master
-    /// has ended.
+    /// Reloads nginx with `workers` workers. Fails when the configuration cannot be written or the master has ended.
     pub fn reload(&self, testbed: &Testbed, number: u16, workers: u16) -> anyhow::Result<()> {
         let configuration = testbed.nginx_configuration(number, &self.directory, workers);
         fs::write(self.directory.join("nginx.conf"), configuration)?;

@@ -1,8 +1,8 @@
 //! `coreward-lab testbed orchestrated-server`: a key-value server on the cores of `coreward orchestrate`.
 //!
-//! It answers GET, PUT and SCAN as [`crate::key_value`] does, with one store for all its cores. A request with a
-//! service time of its own first computes (paced: sleeps) for so long and yields to requests of higher priority
-//! meanwhile. The thread of a core connects again when the orchestrator ends.
+//! It answers GET, PUT and SCAN like [`crate::key_value`], with one store for all cores. A request with a service time
+//! first computes (paced: sleeps) for that time, and yields to requests of higher priority. When the orchestrator ends,
+//! the threads of the cores reconnect.
 
 mod batch;
 mod core_clock;
@@ -26,7 +26,7 @@ use crate::key_value::store::{MORE_PAIRS, Store};
 use core_clock::CoreClock;
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
-/// A call of `yield_point` that takes longer has served another request.
+/// Duration of a `yield_point` call above which it has served another request.
 const YIELD_TIME: Duration = Duration::from_micros(1);
 
 /// Options of `coreward-lab testbed orchestrated-server`.
@@ -81,7 +81,7 @@ impl OrchestratedServerArgs {
         if !self.paced {
             return options;
         }
-        // The clock of the core ends a slice. The worker may wake a little before the runtime's quantum ends.
+        // The core's clock ends a slice. The worker may wake slightly before the runtime's quantum ends.
         ServeOptions { quantum: quantum / 2, spin: Duration::ZERO, ..options }
     }
 
@@ -96,9 +96,9 @@ struct KeyValue {
     store: Store,
     /// `None`: every service runs on every core.
     allocator: Option<CoreAllocator>,
-    /// Workers that have connected.
+    /// Number of workers that have connected.
     connected: AtomicUsize,
-    /// Service time by service.
+    /// Time on the cores, by service.
     busy: Option<BusyFile>,
 }
 
@@ -106,15 +106,15 @@ impl KeyValue {
     fn add_busy(&self, service: u8, time: Duration) {
         let Some(busy) = &self.busy else { return };
         let more = |number| Some((u64::from_le(number) + time.as_nanos() as u64).to_le());
-        // Readers need no order with other memory.
+        // Readers need no ordering with other memory.
         let _ = busy.numbers()[usize::from(service)].fetch_update(Relaxed, Relaxed, more);
     }
 }
 
-/// The server at one core.
+/// Server on one core.
 struct CoreServer<'s> {
     shared: &'s KeyValue,
-    /// `None`: the core computes.
+    /// Clock of a paced core; `None`: the core computes.
     clock: Option<CoreClock>,
 }
 
@@ -144,7 +144,7 @@ impl Handler for CoreServer<'_> {
     }
 }
 
-/// Computes for so long, without the time of the requests that preempt it.
+/// Computes for `time`, not counting requests that preempt it.
 fn compute(time: Duration, context: &mut serve::Context<'_>) {
     let mut end = Instant::now() + time;
     loop {
@@ -191,7 +191,7 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits for a signal. Publishes the core load file when all cores are connected.
+/// Waits for a signal. Publishes the core load file once all cores are connected.
 fn wait(args: &OrchestratedServerArgs, server: &KeyValue) -> anyhow::Result<()> {
     let mut unpublished = server.busy.as_ref().zip(args.busy_file.as_ref());
     while interrupt::check().is_ok() {
@@ -205,10 +205,10 @@ fn wait(args: &OrchestratedServerArgs, server: &KeyValue) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Serves a core and connects again after each error. Returns the number of served requests.
+/// Serves a core and reconnects after each error. Returns the number of served requests.
 fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &KeyValue, stop: &AtomicBool) -> u64 {
     if args.paced {
-        // The default of 50 us delays each wake-up. Where it stays, the core is late, and works all the same.
+        // The default of 50 us delays each wake-up. An error is ignored, because the core then only wakes later.
         let _ = nix::sys::prctl::set_timerslack(1);
     }
     let server = CoreServer { shared, clock: args.core_clock() };
@@ -235,7 +235,7 @@ fn connect_and_serve(
     let services = runtime.services();
     for (service, entry) in (0..).zip(&services) {
         match runtime.register_service(service, entry.address, entry.priority) {
-            // The thread of another core has registered it.
+            // Another core's thread has already registered the service.
             Ok(()) | Err(RuntimeError::RegisteredTwice(_)) => (),
             Err(error) => return Err(error),
         }

@@ -1,8 +1,8 @@
-//! A server whose cores are emulated: each worker serves one request at a time, by the clock instead of by work, so
-//! that two CPUs carry sixteen cores.
+//! Server with emulated cores: each worker serves one request at a time and emulates its service time, so that two CPUs
+//! run sixteen cores.
 //!
-//! Built like nginx with `reuseport`, as far as the agent can see: one listening socket per worker, opened by the
-//! master and inherited by all; each worker is a process and waits only for its own. Worker K is called `coreK`.
+//! For the agent it looks like nginx with `reuseport`: one listening socket per worker, which the master opens and all
+//! inherit. Each worker is a process and waits only on its own socket. Worker K is named `coreK`.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -47,12 +47,12 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
         fork_worker("paced server", number, work)?;
     }
     busy.publish(&args.busy_file)?;
-    // Workers never end by themselves; whichever does takes the others with it (PR_SET_PDEATHSIG).
+    // Workers only end after an error; the others then end with the master (PR_SET_PDEATHSIG).
     let ended = wait()?;
     bail!("a worker of the paced server ended: {ended:?}");
 }
 
-/// The protocol at one core.
+/// Protocol of a paced server at one core.
 struct Paced {
     server: u8,
     core: u8,
@@ -62,7 +62,7 @@ impl Protocol for Paced {
     type State = Messages;
     const ONE_REQUEST: bool = false;
     const ACCEPT_NS: u64 = 0;
-    /// 4 % of reports of 100 ms. The demo's requests of 7.5 ms need one wake-up each.
+    /// 4 % of a report interval of 100 ms. A request of the demo (7.5 ms) then needs one wake-up.
     const PUBLISH_NS: u64 = 4_000_000;
 
     fn receive(&self, messages: &mut Messages, bytes: &[u8], queue: &mut Queue<'_>) -> bool {
@@ -82,7 +82,7 @@ impl Protocol for Paced {
     }
 }
 
-/// A paced server on a testbed's server; killed when dropped.
+/// Paced server on a server of the testbed; killed when dropped.
 #[derive(Debug)]
 pub struct PacedServer {
     process: Process,
@@ -90,12 +90,12 @@ pub struct PacedServer {
 }
 
 impl PacedServer {
-    /// Process id of the master.
+    /// Returns the process id of the master.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// Busy time of each core (ns). Fails when the core load file cannot be read.
+    /// Returns the busy time of each core (ns). Fails when the core load file cannot be read.
     pub fn busy_ns(&self) -> anyhow::Result<Vec<u64>> {
         read_busy_file(&self.busy_file)
     }

@@ -1,5 +1,5 @@
-//! Faults that need code inside one daemon: a wrong wall clock (CLOCK_REALTIME is not namespaced), and rejected writes.
-//! A library (`fault_shim.c`), loaded only into the daemons of a test, reads its orders from a file.
+//! Faults that need code inside one daemon: a wrong wall clock (CLOCK_REALTIME has no namespace), and rejected writes.
+//! A library (`fault_shim.c`), loaded only into the daemons of a test, reads the faults from a file.
 
 use std::fs::{self, File};
 use std::io;
@@ -9,21 +9,21 @@ use std::process::Command;
 
 use anyhow::Context as _;
 
-/// Built by build.rs.
+/// Library that build.rs compiles.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
-/// `struct faults` of fault_shim.c: two numbers of 64 bits.
+/// `struct faults` of fault_shim.c: two 64-bit numbers.
 const CLOCK_OFFSET: u64 = 0;
 const DISK_FULL: u64 = 8;
 const BYTES: u64 = 16;
 
-/// Settings of a testbed's daemons, by name.
+/// Faults of a testbed's daemons, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Preload {
     directory: PathBuf,
 }
 
 impl Preload {
-    /// In a directory that exists. Fails when it cannot be written to.
+    /// Creates the library in an existing directory. Fails when it cannot be written.
     pub fn create(directory: &Path) -> anyhow::Result<Self> {
         let preload = Self { directory: directory.to_owned() };
         let library = preload.library();
@@ -31,19 +31,19 @@ impl Preload {
         Ok(preload)
     }
 
-    /// Sets the difference of the daemon's wall clock from the machine's (ns); a change shows at once, and outlives the
-    /// daemon. Fails when it was never started.
+    /// Sets the offset of the daemon's wall clock from the machine's (ns). It takes effect immediately and remains
+    /// after the daemon's end. Fails when the daemon was never started.
     pub fn set_clock(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
         self.set(daemon, CLOCK_OFFSET, offset_ns)
     }
 
-    /// Whether everything that the daemon writes into a file at a position is refused, as by a disk that is full. Fails
-    /// when it was never started.
+    /// Sets whether writes of the daemon at a file position fail, as on a full disk. Fails when the daemon was never
+    /// started.
     pub fn set_disk_full(&self, daemon: &str, full: bool) -> anyhow::Result<()> {
         self.set(daemon, DISK_FULL, full.into())
     }
 
-    /// Applies the daemon's faults to the process of the command.
+    /// Loads the library with the daemon's faults into the process of `command`.
     pub(crate) fn apply_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let path = self.faults(daemon);
         let build = || -> io::Result<()> {
@@ -73,7 +73,7 @@ impl Preload {
 mod tests {
     use super::*;
 
-    /// Time of `date` with the clock, in seconds.
+    /// Returns the time of `date` with the faults of a daemon (s).
     fn read_date(preload: &Preload) -> i64 {
         let mut command = Command::new("date");
         preload.apply_faults("d", command.arg("+%s")).unwrap();

@@ -1,4 +1,4 @@
-//! Processes inside a namespace that end with the testbed.
+//! Processes inside a namespace, which end with the testbed.
 
 use std::os::fd::AsRawFd as _;
 use std::os::unix::process::CommandExt as _;
@@ -14,8 +14,8 @@ use serde::de::DeserializeOwned;
 
 use crate::namespace::Namespace;
 
-/// Timeout of every wait for something that takes a moment unless it is broken: 60 s, or the environment's
-/// `COREWARD_TEST_TIMEOUT` (s). A wait ends as soon as its condition holds, so that a long timeout costs nothing.
+/// Timeout of every wait for a condition that holds soon unless something is broken: 60 s, or the environment's
+/// `COREWARD_TEST_TIMEOUT` (s). A wait ends as soon as its condition holds, so a long timeout costs no time.
 pub static TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
     let seconds = std::env::var("COREWARD_TEST_TIMEOUT").ok();
     let seconds = seconds.map(|text| text.parse().expect("COREWARD_TEST_TIMEOUT: expected a whole number of seconds"));
@@ -30,9 +30,9 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in `namespace`. The kernel kills it when the *thread* that called this ends (PR_SET_PDEATHSIG),
-    /// so that nothing outlives a killed testbed: call it from a thread that lives as long as the process should. Fails
-    /// when the namespace cannot be opened or the program cannot be started.
+    /// Starts `command` in `namespace`. The kernel kills it when the *thread* of the caller ends (PR_SET_PDEATHSIG), so
+    /// that no process remains after a killed testbed: call it from a thread that lives as long as the process should.
+    /// Fails when the namespace cannot be opened or the program cannot be started.
     pub fn spawn(namespace: &Namespace, mut command: Command) -> anyhow::Result<Self> {
         enter_namespace(namespace, &mut command)?;
         let name = command.get_program().to_string_lossy().into_owned();
@@ -45,7 +45,7 @@ impl Process {
         self.child.id()
     }
 
-    /// The process as the standard library knows it, for its pipes.
+    /// Returns the process with its pipes.
     pub fn child(&mut self) -> &mut Child {
         &mut self.child
     }
@@ -56,12 +56,12 @@ impl Process {
             .with_context(|| format!("cannot send {signal} to {} (pid {})", self.name, self.child.id()))
     }
 
-    /// Exit status; `None` while it runs. Fails when the kernel does not know the process.
+    /// Returns the exit status; `None` while the process runs. Fails when the kernel does not have the process.
     pub fn try_wait(&mut self) -> anyhow::Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
 
-    /// Waits for its end. Fails when it still runs after `limit`.
+    /// Waits for the end of the process. Fails when it still runs after `limit`.
     pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         let end = Instant::now() + limit;
         loop {
@@ -75,8 +75,8 @@ impl Process {
         }
     }
 
-    /// Waits until it has made a file, which it does once it listens. `what`: the process, in words. Fails when it ends
-    /// before, or takes longer than [`TIMEOUT`].
+    /// Waits until the process has created a file, which it does once it listens. `what`: name of the process in
+    /// errors. Fails when the process ends before, or after [`TIMEOUT`].
     pub fn wait_for_file(&mut self, what: &str, file: &Path) -> anyhow::Result<()> {
         let end = Instant::now() + *TIMEOUT;
         while !file.exists() {
@@ -91,15 +91,15 @@ impl Process {
         Ok(())
     }
 
-    /// Waits for its end and parses what it printed: JSON that fits into the pipe. Fails when it failed or still runs
-    /// after `limit`.
+    /// Waits for the end of the process and parses its output: JSON that fits into the pipe. Fails when the process
+    /// fails or still runs after `limit`.
     pub fn read_json<R: DeserializeOwned>(mut self, limit: Duration) -> anyhow::Result<R> {
         let status = self.wait(limit)?;
         ensure!(status.success(), "{} failed: {status}", self.name);
         Ok(serde_json::from_reader(self.child.stdout.take().context("stdout is no pipe")?)?)
     }
 
-    /// Asks it to end (SIGTERM) and waits. Fails when it still runs after `limit`.
+    /// Sends SIGTERM and waits. Fails when the process still runs after `limit`.
     pub fn terminate(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         if let Some(status) = self.try_wait()? {
             return Ok(status);
@@ -111,14 +111,14 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Both fail only for a process that has ended already.
+        // Both calls fail only after the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Runs `command` in `namespace` to its end and returns what it printed. Fails when it cannot be started or does not
-/// exit with 0; the error holds what it wrote to stderr.
+/// Runs `command` in `namespace` to its end and returns its output. Fails when it cannot be started or does not exit
+/// with 0; the error contains its stderr.
 pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
     enter_namespace(namespace, &mut command)?;
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
@@ -129,8 +129,8 @@ pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output
     Ok(output)
 }
 
-/// In a process group of its own: when a group loses its shell while one of its processes is stopped, the kernel sends
-/// SIGHUP to all of them (kernel/exit.c, kill_orphaned_pgrp), and nginx reloads.
+/// Moves the command to the namespace and to a new process group. When a group with a stopped process loses its shell,
+/// the kernel sends SIGHUP to the group (kernel/exit.c, kill_orphaned_pgrp), and nginx would reload.
 fn enter_namespace(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
     command.process_group(0);
     let namespace = namespace.open()?;

@@ -1,4 +1,4 @@
-//! The emulated NIC of a server: RSS by a BPF program at the switch's port, its registers in a pinned map.
+//! Emulated NIC of a server: a BPF program at the switch's port does RSS; a pinned map has its registers.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -32,10 +32,10 @@ pub(crate) mod skeletons {
     }
 }
 
-/// Priority of programs at tc hooks: behind access ports.
+/// Priority of the tc program: after access ports.
 const PRIORITY: u32 = 2;
 
-/// Puts the emulation at egress of `port` in `switch`, its registers at `pin`.
+/// Attaches the emulation at egress of `port` in `switch`, with its registers pinned at `pin`.
 pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &Rss) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
@@ -56,15 +56,14 @@ pub fn write_registers(pin: &Path, rss: &Rss) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// From now on frames of open TCP connections go by the table's entry `shift` further on, until registers are written
-/// again: as where a flow director moves them (ATR of ixgbe and i40e). Fails when `pin` is not a pinned map of
-/// registers.
+/// Makes frames of open TCP connections use the table entry `shift` further on, until registers are written again. A
+/// NIC's flow director has this effect (ATR of ixgbe and i40e). Fails when `pin` is not a pinned map of registers.
 pub fn move_established(pin: &Path, shift: u32) -> anyhow::Result<()> {
     let registers = intf::emulated_rss { established_shift: shift, ..*read(pin)? };
     Ok(open(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
 }
 
-/// Reads key and indirection table. Fails when `pin` is not a pinned map of registers, or holds no table.
+/// Returns key and indirection table. Fails when `pin` is not a pinned map of registers, or has no table.
 pub fn read_registers(pin: &Path) -> anyhow::Result<Rss> {
     Ok(Rss::from_emulated(&*read(pin)?)?)
 }
@@ -79,8 +78,8 @@ fn read(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
     Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin.display()))?))
 }
 
-/// Attaches a native XDP program that lets everything pass. On a switch's port it lets frames in that the port's peer
-/// sends by XDP_TX: see xdp_pass.bpf.c. Fails when the device takes no native XDP.
+/// Attaches a native XDP program that passes all frames. On a switch's port it lets in frames that the port's peer
+/// sends by XDP_TX: see xdp_pass.bpf.c. Fails when the device does not support native XDP.
 pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
@@ -92,13 +91,13 @@ pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()
     })
 }
 
-/// Watches on which receive queues flows arrive at `device`. For tests.
+/// Recorder of the receive queues at which flows arrive, for tests.
 pub struct ReceiveQueues {
     map: MapHandle,
 }
 
 impl ReceiveQueues {
-    /// Starts to watch, until the device is removed. Fails when the program does not load or attach.
+    /// Starts to record, until the device is removed. Fails when the program does not load or attach.
     pub fn start(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
@@ -107,8 +106,8 @@ impl ReceiveQueues {
         Ok(Self { map: MapHandle::try_from(&program.maps.received_flows)? })
     }
 
-    /// Receive queue and hash of the last frame of a flow, as the kernel had them; `None` when none arrived or no queue
-    /// was recorded. Fails when the map cannot be read.
+    /// Returns receive queue and hash of the last frame of a flow, by the kernel; `None` without a frame or queue.
+    /// Fails when the map cannot be read.
     pub fn of(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
         let mut key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
         key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
@@ -119,7 +118,7 @@ impl ReceiveQueues {
     }
 }
 
-/// clsact rather than tcx: it is there before Linux 6.6, and it goes with the device.
+/// Attaches a program with clsact instead of tcx: clsact exists before Linux 6.6, and ends with the device.
 pub(crate) fn attach_tc(
     namespace: &Namespace,
     device: &str,

@@ -1,12 +1,12 @@
-//! A router before the servers, for load balancers that encapsulate.
+//! Router in front of the servers, for load balancers that encapsulate.
 //!
 //! ```text
 //!   switch: br0 (10.1.0.0/16)  --  cwX-server-router 10.1.4.1, 10.1.1.254  --  switch: br1 (10.1.1.0/24)  --  servers
 //! ```
 //!
-//! The same in IPv6, with each address in its last bytes. Servers keep their addresses. Load balancers and the
-//! controller have a route to them. The way back is the servers' default route, so answers reach the client without
-//! passing a load balancer.
+//! IPv6 has the same topology, with each IPv4 address in the last bytes. Servers keep their addresses. Load balancers
+//! and the controller have a route to the servers. The servers' default route leads to the client, so answers bypass
+//! the load balancers.
 
 use std::net::Ipv4Addr;
 
@@ -17,11 +17,11 @@ use crate::topology::{Testbed, make_namespaces};
 const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 4, 1);
 const ROUTER_ADDRESS_AT_SERVERS: Ipv4Addr = Ipv4Addr::new(10, 1, 1, 254);
 const SERVERS: Prefix = (Ipv4Addr::new(10, 1, 1, 0), 24);
-/// The router's device at the servers' side.
+/// Device of the router at the servers' side.
 const SERVER_LINK: &str = "servers";
 
 impl Testbed {
-    /// Makes the router and the servers' bridge, if there are to be any.
+    /// Creates the router and the servers' bridge, if enabled.
     pub(crate) fn make_server_router(&self) -> anyhow::Result<()> {
         let Some(router) = self.server_router() else { return Ok(()) };
         make_namespaces(&[router])?;
@@ -46,7 +46,7 @@ impl Testbed {
         if self.server_router().is_some() { "br1" } else { "br0" }
     }
 
-    /// A server's address and routes, as lines for `ip`.
+    /// Returns a server's address and routes, as lines for `ip`.
     pub(crate) fn server_routes(&self, address: Ipv4Addr) -> String {
         match self.server_router() {
             None => self.address_lines(address, SEGMENT, DEVICE) + &self.route_to_client(),
@@ -56,7 +56,7 @@ impl Testbed {
         }
     }
 
-    /// The way to servers behind the router, as lines for `ip`.
+    /// Returns the route to servers behind the router, as lines for `ip`.
     pub(crate) fn route_to_servers(&self) -> String {
         match self.server_router() {
             None => String::new(),

@@ -7,10 +7,11 @@
 //!   cwX-rack1  10.1.3.1    ---+
 //! ```
 //!
-//! Every host is a namespace with one device, `eth0`, whose peer in the switch has the host's name and is a port of the
-//! bridge. All are in 10.1.0.0/16, one segment. The client reaches VIPs (10.200.0.0/24) by the load balancers, which
-//! its kernel chooses by a hash of the 4-tuple (ECMP); servers hold them on `lo` and answer the client directly. With
-//! [`TestbedOptions::router_mtu`] a router in front of the client chooses: [`crate::uplink`].
+//! Every host is a namespace with one device, `eth0`. Its peer in the switch has the host's name and is a port of the
+//! bridge. All hosts are in one segment, 10.1.0.0/16. The client sends packets to VIPs (10.200.0.0/24) via a load
+//! balancer, which its kernel selects by a hash of the 4-tuple (ECMP). Servers have the VIPs on `lo` and answer the
+//! client directly. With [`TestbedOptions::router_mtu`] a router in front of the client selects the load balancer:
+//! [`crate::uplink`].
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -39,7 +40,7 @@ const CORES_MAX: u16 = 64;
 /// [`seeded_rng`]'s stream for the initial keys of emulated NICs.
 const RNG_STREAM_NIC_KEY: u64 = 3;
 
-/// Shape of a testbed.
+/// Options of a testbed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedOptions {
     /// Name among the testbeds of this machine: 1 to 40 lower-case letters and digits, the environment's
@@ -49,23 +50,23 @@ pub struct TestbedOptions {
     pub servers: u16,
     /// Cores (receive queues) of each server (1 to 64).
     pub cores: u16,
-    /// Each server has a ring of 256 packets per receive queue, as a NIC has, where otherwise all hosts share one
-    /// backlog per CPU: for many servers that packets for all of them reach. Agents see one receive queue more than
-    /// there are cores.
+    /// Whether each server has a ring of 256 packets per receive queue, like a NIC. Otherwise all hosts share one
+    /// backlog per CPU, which is too small for packets to many servers. With rings, agents see one receive queue more
+    /// than there are cores.
     pub has_rings: bool,
     /// Load balancers to start with (1 to 32), each a next hop of the VIPs; more can be added.
     pub load_balancers: u16,
     /// Hosts for rack controllers (0 to 32).
     pub racks: u16,
-    /// Addresses of the client, from 10.1.0.7 on (behind a router from 10.2.0.7 on; 1 to 200).
+    /// Number of client addresses (1 to 200), from 10.1.0.7 on; behind a router from 10.2.0.7 on.
     pub client_addresses: u16,
     /// MTU (68 to 1500) of the link from a router to the client behind it; `None`: the client is on the servers'
     /// segment.
     pub router_mtu: Option<u16>,
-    /// Servers reach the client through load balancer 1, whose kernel routes; otherwise they answer it directly. Needs
-    /// a router.
+    /// Whether servers reach the client through load balancer 1, whose kernel routes; otherwise directly. Needs a
+    /// router.
     pub routes_answers_via_load_balancer: bool,
-    /// Servers are behind a router: [`crate::server_router`].
+    /// Whether servers are behind a router: [`crate::server_router`].
     pub routed_servers: bool,
     /// VLANs of clients and servers; `None`: all frames are untagged. Without routers and racks only.
     pub vlans: Option<Vlans>,
@@ -101,7 +102,7 @@ impl Default for TestbedOptions {
     }
 }
 
-/// A running testbed. Dropping it removes everything; after a SIGKILL the next one of the same name does.
+/// Running testbed. Dropping it removes everything; after a SIGKILL the next testbed of the same name does.
 #[derive(Debug)]
 pub struct Testbed {
     options: TestbedOptions,
@@ -119,7 +120,7 @@ pub struct Testbed {
     servers: Vec<Option<Namespace>>,
 }
 
-/// Why no testbed can be made here, in one sentence; `None` when it can.
+/// Returns the reason why this process cannot create a testbed, in one sentence; `None` when it can.
 pub fn missing_privilege() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some(
@@ -128,7 +129,7 @@ pub fn missing_privilege() -> Option<String> {
                 .to_owned(),
         );
     }
-    // In a thread of its own: the namespace is gone with it.
+    // In a new thread, which ends with the namespace.
     let namespaces = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();
     if !matches!(namespaces, Ok(Ok(()))) {
         return Some("the testbed needs the right to make network namespaces (CAP_SYS_ADMIN)".to_owned());
@@ -141,16 +142,16 @@ pub fn missing_privilege() -> Option<String> {
     map.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
 }
 
-/// For tests: returns the rights that this process lacks. scripts/test sets the variable when scripts/capabilities
-/// found missing rights.
+/// Returns the rights that this process lacks, for tests. scripts/test sets the variable when scripts/capabilities
+/// reports missing rights.
 pub fn missing_testbed_rights() -> Option<String> {
     let reported = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
     reported.map(|_| "scripts/capabilities names what is missing".to_owned()).or_else(missing_privilege)
 }
 
 impl Testbed {
-    /// Creates the testbed; first removes the remains of a killed one of the same name. Fails without root, when the
-    /// name is in use by a living process, or when `ip` or the kernel refuse something.
+    /// Creates the testbed after removing the remains of a killed one of the same name. Fails without root, when a
+    /// living process uses the name, or when a command fails.
     pub fn create(options: TestbedOptions) -> anyhow::Result<Self> {
         for (value, min, max, name) in [
             (options.servers, 0, SERVERS_MAX, "servers"),
@@ -210,7 +211,7 @@ impl Testbed {
 
     fn make_switch(&self) -> anyhow::Result<()> {
         make_namespaces(&[&self.switch])?;
-        // No spanning tree, no snooping: a port forwards at once, and only our hosts send.
+        // No spanning tree, no snooping: a port forwards immediately, and only the testbed's hosts send.
         ip_batch(
             Some(&self.switch),
             "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0\nlink set br0 up\n",
@@ -255,7 +256,7 @@ impl Testbed {
             routes += &self.route_lines(ROUTED_CLIENTS, ROUTER_ADDRESS);
         }
         if self.options.family == Family::Ipv6 {
-            // Without a program the kernel would answer packets for VIPs (docs/deployment.md).
+            // Without an XDP program the kernel would route packets for VIPs (docs/deployment.md).
             routes += &format!("route add blackhole {VIPS_IPV6}\n");
         }
         ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT, DEVICE) + &routes))?;
@@ -268,24 +269,24 @@ impl Testbed {
         }
         self.load_balancers.push(Some(namespace));
         rss_emulation::attach_xdp_pass(&self.switch, &name)?;
-        // veth leaves checksums to a NIC that is not there; a packet sent on by XDP_TX would carry the unfinished sum.
+        // veth leaves checksums to a NIC; a packet that XDP_TX returns would have an incomplete checksum.
         self.set_offloads(&self.switch, &name, &["tx", "off"])?;
         self.make_trunk(number, &name)?;
         Ok(number)
     }
 
-    /// Kills the processes of a load balancer and removes it with all its pins, as if its power had failed. Packets
-    /// routed to it are lost until [`Testbed::announce`]. Fails when there is no such load balancer.
+    /// Kills the processes of a load balancer and removes it with all its pins, like a power failure. Its packets are
+    /// lost until [`Testbed::announce`]. Fails when the load balancer does not exist.
     pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
         self.load_balancer(number)?;
-        // A namespace's devices outlive it by some milliseconds; this one is to be gone now.
+        // A namespace's devices exist for some milliseconds after it; this device must be removed immediately.
         ip_batch(Some(&self.switch), &format!("link delete {}\n", load_balancer_name(number)))?;
         let removed = self.load_balancers[usize::from(number) - 1].take();
         removed.expect("just found").remove()?;
         self.forget_load_balancer(number)
     }
 
-    /// Removes all pins of a load balancer, as at a restarted machine: it no longer forwards. Fails when something
+    /// Removes all pins of a load balancer, like a restart of its machine: it no longer forwards. Fails when something
     /// cannot be removed.
     pub fn forget_load_balancer(&self, number: u16) -> anyhow::Result<()> {
         match std::fs::remove_dir_all(self.load_balancer_pin_directory(number)) {
@@ -294,8 +295,7 @@ impl Testbed {
         }
     }
 
-    /// Adds a server and returns its number, counted from 1. Numbers are not used again. Fails when `ip` or the kernel
-    /// refuse something.
+    /// Adds a server and returns its number, counted from 1 and never reused. Fails when a command fails.
     pub fn add_server(&mut self) -> anyhow::Result<u16> {
         let number = self.servers.len() as u16 + 1;
         if number > SERVERS_MAX {
@@ -304,10 +304,10 @@ impl Testbed {
         let name = format!("s{number}");
         let namespace = self.instance.namespace(&name);
         make_namespaces(&[&namespace])?;
-        // The VIP is the load balancer's to answer for: a server neither answers ARP for it nor asks in its name. For
-        // IPv6 the kernel does neither with an address of another device.
+        // Only the load balancer answers for the VIP: a server neither answers ARP for the VIP nor uses it as source.
+        // For IPv6 the kernel does neither with an address of another device.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
-        // One queue more: see rss_emulation.bpf.c, "Why + 2".
+        // One more queue: see rss_emulation.bpf.c, "Why + 2".
         let port_queues = self.options.cores + 1;
         if self.options.has_rings {
             self.connect(&namespace, &name, port_queues, port_queues)?;
@@ -327,7 +327,7 @@ impl Testbed {
         Ok(number)
     }
 
-    /// Kills what runs on a server and removes it, as if its power had failed. Fails when there is no such server.
+    /// Kills a server's processes and removes the server, like a power failure. Fails when the server does not exist.
     pub fn remove_server(&mut self, number: u16) -> anyhow::Result<()> {
         self.server(number)?;
         let removed = self.servers[usize::from(number) - 1].take();
@@ -335,7 +335,7 @@ impl Testbed {
         Ok(std::fs::remove_dir_all(self.server_pin_directory(number))?)
     }
 
-    /// A veth with `queues` receive queues at the host; its peer becomes the port `port` of the switch. Native XDP at
+    /// Creates a veth with `queues` receive queues at the host; its peer is port `port` of the switch. Native XDP at
     /// the host needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
     pub(crate) fn connect(
         &self,
@@ -373,7 +373,7 @@ impl Testbed {
         self.run(namespace, ethtool).map(drop)
     }
 
-    /// RSS of a NIC when Linux brings it up: a random key, and queue `i mod cores` in entry `i`
+    /// Returns the initial RSS of a NIC under Linux: a random key, and queue `i mod cores` in entry `i`
     /// (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
     fn nic_default(&self, number: u16) -> anyhow::Result<Rss> {
         let cores = u32::from(self.options.cores);
@@ -386,22 +386,22 @@ impl Testbed {
         &self.options
     }
 
-    /// The client's host.
+    /// Returns the client's host.
     pub fn client(&self) -> &Namespace {
         &self.client
     }
 
-    /// The router before the servers, if there is one.
+    /// Returns the router in front of the servers, if enabled.
     pub fn server_router(&self) -> Option<&Namespace> {
         self.server_router.as_ref()
     }
 
-    /// The router before the client, if there is one.
+    /// Returns the router in front of the client, if enabled.
     pub fn router(&self) -> Option<&Namespace> {
         self.router.as_ref()
     }
 
-    /// Load balancer `number`, counted from 1. Fails when there is none, or it was removed.
+    /// Returns load balancer `number`, counted from 1. Fails when it does not exist or was removed.
     pub fn load_balancer(&self, number: u16) -> anyhow::Result<&Namespace> {
         let load_balancer = host_by_number(&self.load_balancers, number);
         load_balancer.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
@@ -411,12 +411,12 @@ impl Testbed {
         numbers(&self.load_balancers)
     }
 
-    /// The controller's host.
+    /// Returns the controller's host.
     pub fn controller(&self) -> &Namespace {
         &self.controller
     }
 
-    /// The host of rack controller `number`, counted from 1. Fails when there is none.
+    /// Returns the host of rack controller `number`, counted from 1. Fails when it does not exist.
     pub fn rack(&self, number: u16) -> anyhow::Result<&Namespace> {
         let rack = usize::from(number).checked_sub(1).and_then(|position| self.racks.get(position));
         rack.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
@@ -426,7 +426,7 @@ impl Testbed {
         &self.switch
     }
 
-    /// Server `number`, counted from 1. Fails when there is none, or it was removed.
+    /// Returns server `number`, counted from 1. Fails when it does not exist or was removed.
     pub fn server(&self, number: u16) -> anyhow::Result<&Namespace> {
         host_by_number(&self.servers, number)
             .with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
@@ -436,23 +436,23 @@ impl Testbed {
         numbers(&self.servers)
     }
 
-    /// The VIPs, each on every server.
+    /// Returns the VIPs, which every server has.
     pub fn vips(&self) -> impl Iterator<Item = IpAddr> + use<> {
         let family = self.options.family;
         (0..self.options.vips).map(move |index| family.vip(index))
     }
 
-    /// The first service.
+    /// Returns the first service.
     pub fn service(&self) -> SocketAddr {
         SocketAddr::new(self.options.family.vip(0), SERVICE.port())
     }
 
-    /// Whether hosts have IPv6 addresses, too.
+    /// Returns whether hosts also have IPv6 addresses.
     fn has_ipv6(&self) -> bool {
         self.options.family == Family::Ipv6 || self.options.routed_servers
     }
 
-    /// Addresses of a host's device in a prefix of this length, as lines for `ip`.
+    /// Returns the addresses of a host's device in a prefix of length `length`, as lines for `ip`.
     pub(crate) fn address_lines(&self, address: Ipv4Addr, length: u8, device: &str) -> String {
         let ipv4 = format!("address add {address}/{length} dev {device}\n");
         match self.has_ipv6() {
@@ -461,7 +461,7 @@ impl Testbed {
         }
     }
 
-    /// The way to a prefix by a router, as lines for `ip`.
+    /// Returns the route to a prefix via a router, as lines for `ip`.
     pub(crate) fn route_lines(&self, prefix: Prefix, router: Ipv4Addr) -> String {
         let ipv4 = format!("route add {}/{} via {router}\n", prefix.0, prefix.1);
         match self.has_ipv6() {
@@ -470,14 +470,14 @@ impl Testbed {
         }
     }
 
-    /// Lets a host forward packets.
+    /// Enables forwarding on a host.
     pub(crate) fn make_forward(&self, host: &Namespace) -> anyhow::Result<()> {
         host.set_sysctls(&[("ipv4/ip_forward", "1")])?;
         if self.has_ipv6() { host.set_sysctls(&[("ipv6/conf/all/forwarding", "1")]) } else { Ok(()) }
     }
 
-    /// Enables IPv6 for future devices, if hosts have it: their link-local addresses are usable at once, and routers
-    /// configure nothing.
+    /// Enables IPv6 for future devices of a host, if hosts have IPv6. Link-local addresses are usable immediately, and
+    /// router advertisements are ignored.
     pub(crate) fn enable_ipv6(&self, host: &Namespace) -> anyhow::Result<()> {
         if !self.has_ipv6() {
             return Ok(());
@@ -491,12 +491,12 @@ impl Testbed {
         Ok(())
     }
 
-    /// A directory for configurations, logs and results; goes with the testbed.
+    /// Returns the directory for configurations, logs and results; removed with the testbed.
     pub fn directory(&self) -> PathBuf {
         self.instance.directory()
     }
 
-    /// A directory in the BPF file system; goes with the testbed.
+    /// Returns the directory in the BPF file system; removed with the testbed.
     pub fn pin_directory(&self) -> PathBuf {
         self.instance.pin_directory()
     }
@@ -509,7 +509,7 @@ impl Testbed {
         self.pin_directory().join(load_balancer_name(number))
     }
 
-    /// Registers of a server's emulated NIC: a pinned map, `struct emulated_rss` of bpf/include/intf.h.
+    /// Returns the path of the registers of a server's emulated NIC: a pinned map of `struct emulated_rss`.
     pub fn emulated_rss(&self, number: u16) -> PathBuf {
         self.server_pin_directory(number).join("emulated_rss")
     }
@@ -518,7 +518,7 @@ impl Testbed {
         self.instance.namespace(role)
     }
 
-    /// Creates a testbed without load balancing: the client sends packets to the VIP to the only server. Fails as
+    /// Creates a testbed without load balancing: the client routes the VIP to the only server. Fails as
     /// [`Testbed::create`] does.
     pub fn create_direct(instance: &str) -> anyhow::Result<Self> {
         let instance = instance.to_owned();
@@ -527,19 +527,19 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Routes packets of a host to the VIP via server 1. Fails when `ip` fails.
+    /// Routes the VIP via server 1 on a host. Fails when `ip` fails.
     pub fn route_vip_to_server_1(&self, host: &Namespace) -> anyhow::Result<()> {
         let mut ip = Command::new("ip");
         ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
         self.run(host, ip).map(drop)
     }
 
-    /// Starts a process on a host: see [`Process::spawn`] for its end. Fails when the program cannot be started.
+    /// Starts a process on a host, which ends as of [`Process::spawn`]. Fails when the program cannot be started.
     pub fn spawn(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Process> {
         Process::spawn(namespace, command)
     }
 
-    /// Runs a program on a host to its end. Fails when it cannot be started or fails; the error holds its stderr.
+    /// Runs a program on a host to its end. Fails when it cannot be started or fails; the error contains its stderr.
     pub fn run(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
         process::run(namespace, command)
     }
@@ -553,7 +553,7 @@ fn numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
 }
 
-/// Makes namespaces without unsolicited packets: no IPv6, so no neighbour discovery and no multicast reports.
+/// Creates namespaces without unsolicited packets: no IPv6, so no neighbour discovery and no multicast reports.
 pub(crate) fn make_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
     let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
     ip_batch(None, &commands)?;

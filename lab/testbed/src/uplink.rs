@@ -1,17 +1,17 @@
-//! The client's side of the testbed: how packets to VIPs find a load balancer, and answers the client.
+//! Client's side of the testbed: routing of VIPs to load balancers, and of answers to the client.
 //!
 //! ```text
 //!   cwX-client 10.1.0.7 ..  --  switch                                     (the client's kernel has the route)
 //!   cwX-client 10.2.0.7 ..  --  cwX-router 10.2.0.1, 10.1.0.3  --  switch  (the router's kernel has it)
 //! ```
 //!
-//! The route to the VIPs has one next hop per load balancer that is announced; the kernel chooses by a hash of
-//! addresses, ports and protocol (fib_multipath_hash_policy=1), so that a connection stays with one as long as the next
-//! hops do. A real data centre has the same from BGP and its routers' ECMP.
+//! The route to the VIPs has one next hop per announced load balancer. The kernel selects one by a hash of addresses,
+//! ports and protocol (fib_multipath_hash_policy=1), so a connection keeps its load balancer while the next hops stay.
+//! Real data centres use BGP and ECMP of their routers.
 //!
-//! The router's link has a small MTU in one direction only: the client's packets leave a device of 1500 bytes, so that
-//! it offers segments of 1460 bytes, and the router must report by ICMP that the servers' are too long (RFC 1191). The
-//! ICMP error goes to the VIP, by the same route.
+//! The router's link has a small MTU in one direction only. The client's device has an MTU of 1500 bytes, so it offers
+//! segments of 1460 bytes. The router must report by ICMP that the servers' packets are too long (RFC 1191). The ICMP
+//! error goes to the VIP by the same route.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -25,36 +25,37 @@ use crate::topology::{Testbed, make_namespaces};
 
 const VIPS: &str = "10.200.0.0/24";
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
-/// The router's device at the client's side.
+/// Device of the router at the client's side.
 pub const CLIENT_LINK: &str = "client";
 const FIRST_CLIENT_ADDRESS: u8 = 7;
 
 impl Testbed {
-    /// The client's address `index`, counted from 0, of the services' family.
+    /// Returns the client's address `index`, counted from 0, of the services' family.
     pub fn client_address(&self, index: u16) -> IpAddr {
         self.options().family.address(self.client_ipv4_address(index))
     }
 
-    /// The client's IPv4 address `index`, counted from 0.
+    /// Returns the client's IPv4 address `index`, counted from 0.
     pub fn client_ipv4_address(&self, index: u16) -> Ipv4Addr {
         let network = if self.router().is_some() { 2 } else { 1 };
         Ipv4Addr::new(10, network, 0, FIRST_CLIENT_ADDRESS + index as u8)
     }
 
-    /// The host whose kernel chooses a load balancer for each connection: the router, or without one the client.
+    /// Returns the host whose kernel selects a load balancer for each connection: the router, or without one the
+    /// client.
     pub fn selecting_host(&self) -> &Namespace {
         self.router().unwrap_or(self.client())
     }
 
-    /// From now on these load balancers, at least one, are the next hops of the VIPs. Fails when none is given, or the
-    /// kernel refuses the route.
+    /// Makes these load balancers, at least one, the next hops of the VIPs. Fails when none is given, or the kernel
+    /// rejects the route.
     pub fn announce(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
         let hosts: Vec<Ipv4Addr> = load_balancers.iter().copied().map(load_balancer_address).collect();
         self.announce_by(&hosts)
     }
 
-    /// The same for the hosts with these IPv4 addresses.
+    /// Makes the hosts with these IPv4 addresses the next hops of the VIPs.
     pub(crate) fn announce_by(&self, hosts: &[Ipv4Addr]) -> anyhow::Result<()> {
         let route = |vips: &str, family: Family| {
             let hops = hosts.iter().map(|host| format!(" nexthop via {}", family.address(*host)));
@@ -67,7 +68,7 @@ impl Testbed {
         ip_batch(Some(self.selecting_host()), &routes)
     }
 
-    /// Makes the client and, if there is to be one, the router.
+    /// Creates the client and, if enabled, the router.
     pub(crate) fn make_client_side(&self) -> anyhow::Result<()> {
         make_namespaces(&[self.client()])?;
         match self.router() {
@@ -103,7 +104,7 @@ impl Testbed {
         self.make_forward(router)
     }
 
-    /// A server's route to the client, as lines for `ip`.
+    /// Returns a server's route to the client, as lines for `ip`.
     pub(crate) fn route_to_client(&self) -> String {
         if self.options().routes_answers_via_load_balancer {
             return self.route_lines(DEFAULT, load_balancer_address(1));

@@ -1,7 +1,7 @@
 //! VLANs for clients and servers, at access ports of the switch: access_port.bpf.c. Load balancers are at trunks.
 //!
-//! The load balancers' kernels have no VLAN devices, which not every kernel offers, and do not answer ARP in a VLAN:
-//! the client knows their MAC addresses.
+//! The load balancers' kernels have no VLAN devices, which some kernels lack, and do not answer ARP in a VLAN: the
+//! client has static entries of their MAC addresses.
 
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd as _;
@@ -15,7 +15,7 @@ use crate::namespace::ip_batch;
 use crate::rss_emulation::{attach_tc, skeletons};
 use crate::topology::Testbed;
 
-/// Priority of the programs: before the emulated NIC.
+/// Priority of the tc programs: before the emulated NIC.
 const PRIORITY: u32 = 1;
 
 /// VLANs of a testbed; 0: untagged.
@@ -28,18 +28,18 @@ pub struct Vlans {
 }
 
 impl Testbed {
-    /// VLAN of the VIPs.
+    /// Returns the VLAN of the VIPs.
     pub fn vip_vlan(&self) -> u16 {
         self.options().vlans.as_ref().map_or(0, |vlans| vlans.vips)
     }
 
-    /// VLAN of a server.
+    /// Returns the VLAN of a server.
     pub fn server_vlan(&self, number: u16) -> u16 {
         let vlan = |servers: &[u16]| servers[(usize::from(number) - 1) % servers.len()];
         self.options().vlans.as_ref().map_or(0, |vlans| vlan(&vlans.servers))
     }
 
-    /// Makes a port of the switch an access port of a VLAN, if there are any.
+    /// Makes a port of the switch an access port of a VLAN, if VLANs are enabled.
     pub(crate) fn make_access_port(&self, port: &str, vlan: u16) -> anyhow::Result<()> {
         if self.options().vlans.is_none() {
             return Ok(());
@@ -52,7 +52,7 @@ impl Testbed {
         attach_tc(self.switch(), port, program.progs.to_host.as_fd(), TC_EGRESS, PRIORITY)
     }
 
-    /// Makes a load balancer's port a trunk, if there are VLANs, and its MAC address known to the client.
+    /// Makes a load balancer's port a trunk, if VLANs are enabled, and adds its MAC address to the client's neighbours.
     pub(crate) fn make_trunk(&self, number: u16, port: &str) -> anyhow::Result<()> {
         if self.options().vlans.is_none() {
             return Ok(());
@@ -61,7 +61,7 @@ impl Testbed {
         let open = skeletons::access_port::AccessPortSkelBuilder::default().open(&mut storage)?;
         let program = open.load().context("the kernel does not load access_port.bpf.c")?;
         attach_tc(self.switch(), port, program.progs.from_trunk.as_fd(), TC_INGRESS, PRIORITY)?;
-        // veth passes tags outside of the frame, where XDP cannot read them.
+        // veth passes tags outside the frame, where XDP cannot read them.
         self.set_offloads(self.switch(), port, &["txvlan", "off"])?;
         let mac = self.load_balancer(number)?.mac_address(DEVICE)?;
         let address = self.options().family.address(load_balancer_address(number));

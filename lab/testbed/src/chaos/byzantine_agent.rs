@@ -1,5 +1,5 @@
-//! An impostor that reports for a server without its agent, with false cores, NIC, time and identity; and others that
-//! flood the controller with silent or malformed connections.
+//! Impostor that sends reports of a server in place of its agent, with false cores, NIC, time and identity. It also
+//! floods the controller with silent or malformed connections.
 
 use std::io::Write as _;
 use std::net::{SocketAddr, TcpStream};
@@ -22,15 +22,15 @@ use crate::namespace::Namespace;
 
 /// [`seeded_rng`]'s stream for false reports.
 const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
-/// A hundred times as many reports as an agent sends.
+/// Interval of false reports: a hundredth of an agent's interval.
 const REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
-/// Time between two attempts to register as the server: the controller waits until its agent has been silent.
+/// Interval of attempts to register as the server: the controller rejects them until the real agent has been silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_LIMIT: Duration = Duration::from_secs(1);
-/// A stream without a message of the controller for this time is left.
+/// Limit without a message of the controller, after which the impostor leaves the stream.
 const STREAM_LIMIT: Duration = Duration::from_secs(2);
-/// Silent or malformed connections at a time.
+/// Number of simultaneous silent or malformed connections.
 const FLOOD_CONNECTIONS: usize = 64;
 
 /// Counts of false reports.
@@ -43,13 +43,13 @@ pub struct FalseReports {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FalseReportKind {
-    /// Everything, in the name of any server, with a flood of connections.
+    /// Sends all kinds of false reports for any server, with a flood of connections.
     FullControl,
-    /// Only the load is false: idle cores, reported as often as by an agent, so that connections arrive.
+    /// Sends only a false load: idle cores, as often as an agent, so that new connections arrive.
     Load,
 }
 
-/// An impostor with the certificate of a server's agent.
+/// Impostor with the certificate of a server's agent.
 #[derive(Debug)]
 pub struct ByzantineAgent {
     pub server: u16,
@@ -57,13 +57,13 @@ pub struct ByzantineAgent {
     pub stolen_files: CredentialFiles,
     /// Addresses of the controllers and of racks.
     pub controllers: Vec<SocketAddr>,
-    /// About what.
+    /// Kind of the false reports.
     pub kind: FalseReportKind,
 }
 
 impl ByzantineAgent {
-    /// Lies from the server's machine until `done`; call it in a thread of its own. Fails when the machine cannot be
-    /// entered, or its kernel refuses what every program gets.
+    /// Sends false reports from the server's machine until `done`; call it in its own thread. Fails when the machine's
+    /// namespace cannot be entered, or a system call fails unexpectedly.
     pub fn run(self, machine: &Namespace, false_reports: &FalseReports, done: &AtomicBool) -> anyhow::Result<()> {
         let tls = Tls::load(self.stolen_files.clone())?;
         machine.within(|| {
@@ -80,7 +80,7 @@ impl ByzantineAgent {
         })
     }
 
-    /// Runs one stream. After a rejection it tries again: as itself, as another server or as an unknown one.
+    /// Runs one stream. After a rejection it registers again: as the same server, another or an unknown one.
     async fn run_stream(
         &self,
         to: SocketAddr,
@@ -107,20 +107,20 @@ impl ByzantineAgent {
     }
 }
 
-/// Connections that are closed as soon as all are open; some of them with a few bytes of nonsense.
+/// Opens connections, sends random bytes on some, and closes all once the last one is open.
 fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReports) {
     let mut open = Vec::with_capacity(FLOOD_CONNECTIONS);
     for _ in 0..FLOOD_CONNECTIONS {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_LIMIT) else { return };
         let nonsense: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
-        // A controller that hangs up at once has understood.
+        // The controller may close the connection immediately.
         let _ = stream.write_all(&nonsense);
         false_reports.connections.fetch_add(1, Ordering::Relaxed);
         open.push(stream);
     }
 }
 
-/// One stream of these reports at this interval, until the controller ends it.
+/// Sends reports at an interval on one stream, until the controller ends it.
 async fn send_reports(
     name: String,
     to: SocketAddr,
@@ -143,7 +143,7 @@ async fn send_reports(
             update = updates.message() => if update?.is_none() { return Ok(()) },
             () = tokio::time::sleep(interval) => {
                 let report = reports.next().expect("reports have no end");
-                // A controller that does not read gets no reports.
+                // Reports are dropped when the controller does not read.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
                     false_reports.reports.fetch_add(1, Ordering::Relaxed);
                 }
@@ -153,7 +153,7 @@ async fn send_reports(
     Ok(())
 }
 
-/// A report that nothing is wrong with, but that its cores are idle: it draws new connections.
+/// Returns a report that is correct except for its idle cores, which attract new connections.
 fn idle_report(sequence: u64) -> v1::Report {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     v1::Report {

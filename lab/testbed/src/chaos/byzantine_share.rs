@@ -1,4 +1,4 @@
-//! The share of new connections that a server draws while an impostor reports idle cores in its name.
+//! Share of new connections that a server gets while an impostor reports idle cores for it.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,31 +10,31 @@ use serde::Serialize;
 use crate::http::Connection;
 use crate::interrupt;
 
-/// Seconds for which an impostor reports idle cores.
+/// Duration of the reports of idle cores (s).
 const IMPOSTOR_SECONDS: usize = 30;
-/// Seconds measured at the beginning: the controller needs connections before it limits a server ...
+/// Duration of the first measurement (s): the controller needs connections before it limits a server.
 const FIRST_SECONDS: usize = 5;
-/// ... and at the end, when the limit must be in force.
+/// Duration of the last measurement (s), when the limit must be in force.
 const LAST_SECONDS: usize = 10;
-/// Seconds by whose connections the share may be over the limit: the controller counts four times a second, and load
-/// balancers report ten times a second.
+/// Delay of the controller's counts (s), by whose connections the share may exceed the limit: the controller counts
+/// four times a second, and load balancers report ten times a second.
 const MAX_LAG_SECONDS: f64 = 0.35;
-/// Between two connections.
+/// Interval of connections.
 const INTERVAL: Duration = Duration::from_millis(8);
-/// Standard deviations by which a share may be over the limit by chance.
+/// Standard deviations by which a random share may exceed the limit.
 const MAX_DEVIATIONS: f64 = 5.0;
 
-/// Connections that the server drew.
+/// Connections that the server got.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ByzantineShare {
-    /// Its share of new connections if it were treated as all others, of 1.
+    /// Share of new connections (of 1) that the server would get without false reports.
     pub fair_share: f64,
     pub seconds: Vec<[u64; 2]>,
 }
 
 impl ByzantineShare {
-    /// Opens connections while the impostor reports; call it in the client's namespace. `servers`: how many there are.
-    /// Fails when a connection breaks, or a signal came.
+    /// Opens connections while the impostor reports; call it in the client's namespace. `servers`: number of servers.
+    /// Fails when a connection breaks, or after a signal.
     pub fn measure(service: SocketAddr, impostor: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
         let mut seconds = vec![[0, 0]; IMPOSTOR_SECONDS];
@@ -47,7 +47,7 @@ impl ByzantineShare {
         Ok(Self { fair_share: 1.0 / f64::from(servers), seconds })
     }
 
-    /// Its share, of 1, and of how many connections.
+    /// Returns the server's share (of 1), and the number of connections.
     fn share(seconds: &[[u64; 2]]) -> (f64, u64) {
         let [drawn, all] = seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
         (drawn as f64 / all.max(1) as f64, all.max(1))
@@ -65,7 +65,7 @@ impl ByzantineShare {
         MAX_SHARE_MULTIPLE * self.fair_share
     }
 
-    /// Whether the server drew more than the controller allows, and not by chance.
+    /// Returns whether the server got significantly more connections than the controller allows.
     pub fn is_over_limit(&self) -> bool {
         let (limit, (share, connections)) = (self.limit(), self.final_share());
         share

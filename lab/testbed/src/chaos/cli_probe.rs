@@ -1,4 +1,4 @@
-//! The operator's commands, to the controller that answers, each with a timeout: a controller may be stopped.
+//! Runs the operator's commands with a timeout for each controller, because a controller may be stopped.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,24 +8,23 @@ use anyhow::Context as _;
 use crate::fleet::operator_command_for;
 use crate::topology::Testbed;
 
-/// Asks.
+/// Operator of several controllers.
 #[derive(Debug)]
 pub struct Operator<'a> {
     testbed: &'a Testbed,
     controllers: u16,
-    /// Controller that answered last, counted from 0.
+    /// Controller that answered the last command, counted from 0.
     newest: AtomicUsize,
     limit_s: &'static str,
 }
 
 impl<'a> Operator<'a> {
-    /// `controllers`: how many there are; `limit_s`: how long one may take for an answer (s).
+    /// `controllers`: number of controllers; `limit_s`: timeout of each controller (s).
     pub fn new(testbed: &'a Testbed, controllers: u16, limit_s: &'static str) -> Self {
         Self { testbed, controllers, newest: AtomicUsize::new(0), limit_s }
     }
 
-    /// Output of `coreward ARGUMENTS`. Fails when no controller answers or does what it is asked for; with the last
-    /// one's error.
+    /// Returns the output of `coreward ARGUMENTS`. Fails when no controller executes the command, with the last error.
     pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let (first, count) = (self.newest.load(Ordering::Relaxed), usize::from(self.controllers));
         let mut outcome = None;

@@ -1,7 +1,7 @@
-//! A process that changes the configuration all the time, and records the controller's acknowledgements.
+//! Thread that changes the configuration continuously, and records the controller's acknowledgements.
 //!
-//! The *acknowledged* document is in force by the controller's answer. Later attempts without an answer may be in
-//! force, too: the client of a dying controller cannot know. Anything else is a lost write.
+//! The *acknowledged* document must be in force. Later attempts without an answer may be in force too, because the
+//! client of a failed controller cannot know. Any other document is a lost write.
 
 use std::fs;
 use std::path::PathBuf;
@@ -17,19 +17,19 @@ use super::document::Documents;
 use super::drains::Drains;
 use crate::topology::Testbed;
 
-/// One of this many changes is a wrong one.
+/// Number of changes per invalid change.
 const INVALID_CHANGE_PERIOD: u64 = 10;
-/// Once per this many changes a rotation of the cookie keys is requested.
+/// Number of changes per requested rotation of the cookie keys.
 const ROTATION_PERIOD: u64 = 50;
-/// Once per this many changes a server is drained or undrained by command.
+/// Number of changes per drain or undrain by command.
 const DRAIN_PERIOD: u64 = 4;
-/// Once per this many changes the controller's state is compared with the acknowledgements.
+/// Number of changes per comparison of the controller's state with the acknowledgements.
 const CHECK_PERIOD: u64 = 10;
-/// After a failure.
+/// Pause after a failure.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The last changes are acknowledged within this time.
+/// Limit for the acknowledgement of the last changes.
 const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
-/// Longer than the command's own timeout for a silent controller.
+/// Limit of a command (s): longer than the command's own timeout for a silent controller.
 const LIMIT_S: &str = "8";
 
 /// Attempted writes and their outcomes.
@@ -39,11 +39,11 @@ pub struct Writes {
     pub acknowledged: u64,
     /// Changes that failed or have no answer.
     pub unanswered: u64,
-    /// Those that turned out to be in force.
+    /// Unanswered changes that were in force later.
     pub unanswered_in_force: u64,
-    /// Documents with a mistake; all must be refused.
+    /// Invalid documents, all of which must be rejected.
     pub invalid_documents: u64,
-    /// Rotations of young keys; all must be refused.
+    /// Rotations of young keys, all of which must be rejected.
     pub rotations: u64,
     /// Acknowledged drains and undrains by command.
     pub drains: u64,
@@ -60,7 +60,7 @@ pub struct Writes {
 pub struct Model {
     generation: u64,
     text: String,
-    /// May be, as well.
+    /// Unanswered documents, which may be in force.
     unanswered: Vec<String>,
     drains: Drains,
 }
@@ -74,20 +74,20 @@ pub struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Nothing is written yet.
+    /// Returns a writer before its first write.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
         let operator = Operator::new(testbed, controllers, LIMIT_S);
         Self { operator, file: testbed.directory().join("wanted.toml"), writes: Mutex::default() }
     }
 
-    /// Writes so far.
+    /// Returns the writes so far.
     pub fn writes(&self) -> Writes {
         self.writes.lock().expect("no writer panics").clone()
     }
 
-    /// Makes `changes` changes, one every `interval` where the controller lets it, until `done`; then all servers are
-    /// active again. The document that `documents` has now must be in force. Fails when the controller cannot be asked
-    /// at the beginning or after the end.
+    /// Makes `changes` changes, at most one per `interval`, until `done`; then activates all servers. The current
+    /// document of `documents` must be in force. Fails when the controller does not answer at the beginning or after
+    /// the end.
     pub fn run(
         &self,
         mut documents: Documents,
@@ -129,19 +129,19 @@ impl<'a> Writer<'a> {
             ensure!(Instant::now() < end, "the last change is not acknowledged");
             std::thread::sleep(PAUSE);
         }
-        // One stays drained over the end of all controllers.
+        // One server stays drained while all controllers restart.
         self.undrain(&mut model, 1)?;
         self.compare_final(&mut model)?;
         Ok(model)
     }
 
-    /// Compares once more what is in force with what was acknowledged. Fails when the controller does not answer.
+    /// Compares the configuration in force with the acknowledged one. Fails when the controller does not answer.
     pub fn compare_final(&self, model: &mut Model) -> anyhow::Result<()> {
         ensure!(self.check_state(model), "the controller does not return what is in force");
         Ok(())
     }
 
-    /// Undrains servers until only `left` are drained by command. Fails when the controller does not acknowledge it.
+    /// Undrains servers until only `left` are drained by command. Fails without the controller's acknowledgement.
     pub fn undrain(&self, model: &mut Model, left: usize) -> anyhow::Result<()> {
         let end = Instant::now() + LAST_CHANGES_TIMEOUT;
         for server in model.drains.possibly_drained().into_iter().skip(left) {
@@ -153,11 +153,11 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Whether it is acknowledged.
+    /// Applies a change. Returns whether the controller acknowledged it.
     fn change(&self, model: &mut Model, documents: &Documents) -> anyhow::Result<bool> {
         let (text, present) = (documents.text(), documents.present_servers());
         fs::write(&self.file, &text)?;
-        // An unanswered attempt may be in force by now.
+        // An unanswered attempt may be in force now.
         if !model.unanswered.is_empty() && !self.check_state(model) {
             return Ok(false);
         }
@@ -193,7 +193,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Whether it is acknowledged.
+    /// Requests a drain or undrain. Returns whether the controller acknowledged it.
     fn request_drain(&self, model: &mut Model, server: u16, drain: bool) -> bool {
         let command = if drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.coreward(&[command, &format!("s{server}")]).is_ok();
@@ -202,7 +202,7 @@ impl<'a> Writer<'a> {
         is_acknowledged
     }
 
-    /// A document that must be refused.
+    /// Applies an invalid document, which must be rejected.
     fn try_invalid_document(&self, model: &mut Model, text: &str) -> anyhow::Result<()> {
         fs::write(&self.file, text)?;
         self.count(|writes| writes.invalid_documents += 1);
@@ -213,7 +213,8 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// The keys are minutes old, and cookies live for a day: whatever the clock shows, no rotation is safe.
+    /// Requests a rotation, which must be rejected: the keys are minutes old, and cookies are valid for a day, whatever
+    /// the clock.
     fn try_rotation(&self) {
         self.count(|writes| writes.rotations += 1);
         if let Ok(answer) = self.operator.coreward(&["keys", "rotate"]) {
@@ -221,7 +222,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Compares what is in force with the model; false when the controller does not answer.
+    /// Compares the configuration in force with the model. Returns false when the controller does not answer.
     fn check_state(&self, model: &mut Model) -> bool {
         let Ok((generation, text)) = self.in_force() else { return false };
         let Ok(status) = self.status() else { return false };
@@ -241,7 +242,7 @@ impl<'a> Writer<'a> {
                 first(&text)
             ));
         }
-        // No attempt before this one can be in force any more: each names the generation that it replaces.
+        // Earlier attempts cannot be in force any more: each requires the generation that it replaces.
         model.unanswered = after(std::mem::take(&mut model.unanswered), &text);
         (model.generation, model.text) = (generation, text);
         true
@@ -258,7 +259,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Generation and text of the fleet's document.
+    /// Returns generation and text of the fleet's document in force.
     fn in_force(&self) -> anyhow::Result<(u64, String)> {
         let answer: serde_json::Value =
             serde_json::from_str(&self.operator.coreward(&["fleet", "show", "--format", "json"])?)?;

@@ -1,4 +1,4 @@
-//! A disk of its own for the controller's store, small enough to be filled.
+//! Small disk for the controller's store, which can be filled.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-/// Many times what a store of some servers needs.
+/// Size of the disk: many times the store of some servers.
 const SIZE: &str = "size=8m";
 
-/// A file system in memory; unmounted when dropped.
+/// File system in memory; unmounted when dropped.
 #[derive(Debug)]
 pub struct Disk {
     path: PathBuf,
 }
 
 impl Disk {
-    /// Mounts it on `path`, which is made.
+    /// Creates `path` and mounts a disk on it.
     pub fn mount(path: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(path)?;
         mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(SIZE))
@@ -29,14 +29,14 @@ impl Disk {
         &self.path
     }
 
-    /// Fills it to the last byte. Fails when something else than room is missing.
+    /// Fills the disk to the last byte. Fails after an error other than a full disk.
     pub fn fill(&self) -> anyhow::Result<()> {
         let mut file = File::create(self.filler())?;
         let mut piece = vec![0xff; 64 << 10];
         while !piece.is_empty() {
             match file.write(&piece) {
                 Ok(written) if written == piece.len() => {}
-                // Smaller and smaller pieces, so that no page is left.
+                // Smaller and smaller writes, so that no page stays free.
                 Ok(_) => piece.truncate(piece.len() / 2),
                 Err(error) if error.kind() == io::ErrorKind::StorageFull => piece.truncate(piece.len() / 2),
                 Err(error) => return Err(error.into()),
@@ -45,7 +45,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Makes room again. Fails when it was not full.
+    /// Removes the filling file. Fails when the disk was not full.
     pub fn empty(&self) -> anyhow::Result<()> {
         fs::remove_file(self.filler()).with_context(|| format!("nothing fills {}", self.path.display()))
     }

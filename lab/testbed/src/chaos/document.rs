@@ -1,4 +1,4 @@
-//! Documents of the fleet, one after the other, each another change; and some that must be refused.
+//! Documents of the fleet, each with another change, and invalid documents.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -9,25 +9,25 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::addresses::{Family, rack_name, server_address};
 
-/// [`seeded_rng`]'s stream for what changes.
+/// [`seeded_rng`]'s stream for the changes.
 const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
-/// Least number of active servers, whatever else changes.
+/// Minimum number of active servers.
 const ACTIVE_MIN: usize = 2;
 const POLICIES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
 
-/// A document's entry of a server.
+/// Entry of a server in the document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Entry {
     draining: bool,
     weight: u32,
-    /// Its agent must connect to a controller directly.
+    /// Whether its agent must connect to a controller directly.
     needs_controller: bool,
 }
 
-/// State at the beginning.
+/// Initial state of an entry.
 const ACTIVE: Entry = Entry { draining: false, weight: 1, needs_controller: false };
 
-/// The newest document and the next.
+/// Generator of documents; holds the newest one.
 #[derive(Debug, Clone)]
 pub struct Documents {
     rng: Xoshiro256PlusPlus,
@@ -43,8 +43,8 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Returns a document with all `servers` active. `services`: name, address, and further lines; `server_racks`: by
-    /// server, the racks that its agent may use; empty: there are none.
+    /// Returns documents with all `servers` active. `services`: name, address, and further lines. `server_racks`: racks
+    /// that the agent of each server may use; empty without racks.
     pub fn new(
         seed: u64,
         family: Family,
@@ -64,7 +64,7 @@ impl Documents {
         }
     }
 
-    /// Returns the text; a number makes it different each time.
+    /// Returns the text of the document, with a number that makes it unique.
     pub fn text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.number, self.report_interval_ms);
         let racks: BTreeSet<u16> = self.server_racks.values().flatten().copied().collect();
@@ -87,19 +87,20 @@ impl Documents {
         text
     }
 
-    /// The servers that are in it.
+    /// Returns the servers in the document.
     pub fn present_servers(&self) -> BTreeSet<u16> {
         self.servers.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
 
-    /// A server to be drained next, if others take new connections then. `drained`: those that are, or may be.
+    /// Returns a server to drain next, if enough other servers take new connections. `drained`: servers that are or may
+    /// be drained.
     pub fn next_drain(&mut self, drained: &BTreeSet<u16>) -> Option<u16> {
         let present: Vec<u16> = self.present_servers().into_iter().filter(|number| !drained.contains(number)).collect();
         let number = *present.get(self.random_below(present.len().max(1) as u32) as usize)?;
         self.can_leave(number, drained).then_some(number)
     }
 
-    /// Whether enough others take new connections.
+    /// Returns whether enough other servers take new connections.
     fn can_leave(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
         let takes_new = |(other, entry): &(&u16, &Option<Entry>)| {
             **other != number && entry.is_some_and(|entry| !entry.draining) && !drained.contains(other)
@@ -107,7 +108,7 @@ impl Documents {
         self.servers.iter().filter(takes_new).count() >= ACTIVE_MIN
     }
 
-    /// One change further. `drained`: servers that are drained by command, or may be.
+    /// Makes one random change. `drained`: servers that are or may be drained by command.
     pub fn change(&mut self, drained: &BTreeSet<u16>) {
         self.number += 1;
         match self.random_below(8) {
@@ -116,7 +117,7 @@ impl Documents {
                 self.policies[service] = POLICIES[self.random_below(POLICIES.len() as u32) as usize];
             }
             1 => self.report_interval_ms = [50, 100, 200][self.random_below(3) as usize],
-            // A comment is a change of the document, too.
+            // Only the comment with the number changes.
             2 => {}
             _ => self.change_server(drained),
         }
@@ -148,7 +149,7 @@ impl Documents {
         }
     }
 
-    /// All servers active and the policies those of the beginning.
+    /// Makes all servers active and restores the initial policies.
     pub fn restore(&mut self) {
         self.number += 1;
         self.policies.fill(POLICIES[0]);

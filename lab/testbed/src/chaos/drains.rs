@@ -1,4 +1,4 @@
-//! Servers drained by command, as acknowledged by the controller.
+//! Model of servers drained by command, by the controller's acknowledgements.
 //!
 //! A drain is not part of the document: it outlives restarts, other leaders and other documents, but ends when its
 //! server leaves the document.
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// A command without an answer may still be executed for this time after it was given up: by a controller that was
-/// stopped.
+/// Time after which an unanswered command cannot be executed any more: a stopped controller may execute it after it
+/// resumes.
 const MAX_EXECUTION_DELAY: Duration = Duration::from_secs(3);
 
 /// Expected drain of each server; absent servers are not drained.
@@ -19,22 +19,21 @@ pub struct Drains(BTreeMap<u16, DrainState>);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DrainState {
     Drained,
-    /// Since when: a command, or a document without the server, had no answer.
+    /// Uncertain since this time, when a command or a document without the server had no answer.
     Uncertain(Instant),
 }
 
 impl Drains {
-    /// Servers that are drained, or may be.
+    /// Returns the servers that are or may be drained.
     pub fn possibly_drained(&self) -> BTreeSet<u16> {
         self.0.keys().copied().collect()
     }
 
-    /// Whether the server's drain is uncertain.
     pub fn is_uncertain(&self, server: u16) -> bool {
         matches!(self.0.get(&server), Some(DrainState::Uncertain(_)))
     }
 
-    /// Records a drain or undrain; `acknowledged`: by the controller.
+    /// Records a drain or undrain; `acknowledged`: whether the controller acknowledged it.
     pub fn record_request(&mut self, server: u16, drain: bool, acknowledged: bool) {
         match (acknowledged, drain) {
             (false, _) => drop(self.0.insert(server, DrainState::Uncertain(Instant::now()))),
@@ -43,7 +42,7 @@ impl Drains {
         }
     }
 
-    /// Records a document with these servers; `acknowledged`: by the controller.
+    /// Records a document with these servers; `acknowledged`: whether the controller acknowledged it.
     pub fn applied(&mut self, servers: &BTreeSet<u16>, acknowledged: bool) {
         if acknowledged {
             self.0.retain(|server, _| servers.contains(server));
@@ -53,7 +52,7 @@ impl Drains {
         }
     }
 
-    /// Compares with the controller's status and returns the differences; doubtful drains are known then.
+    /// Returns the differences from the controller's status, and resolves uncertain drains by it.
     pub fn compare(&mut self, status: &Value) -> Vec<String> {
         let mut wrong = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {

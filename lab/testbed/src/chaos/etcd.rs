@@ -1,4 +1,4 @@
-//! The etcd of several controllers: three members, each of which can be killed or stopped.
+//! etcd of several controllers: three members, each of which can be killed or stopped.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
@@ -13,26 +13,26 @@ use serde_json::Value;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// One of them can be away.
+/// Number of members, of which one may fail.
 pub const MEMBERS: u16 = 3;
-/// In the controllers' namespace, where no other program listens.
+/// First port in the controllers' namespace, where no other program listens.
 const FIRST_PORT: u16 = 2379;
 const START_LIMIT: Duration = Duration::from_secs(20);
 const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// The members; all end with this value.
+/// Running members; all end with this value.
 #[derive(Debug)]
 pub struct Etcd<'a> {
     testbed: &'a Testbed,
     members: Vec<Member>,
-    /// Member K at K - 1.
+    /// Member K at index K - 1.
     processes: Vec<Process>,
     directory: PathBuf,
 }
 
 impl<'a> Etcd<'a> {
     /// Starts all members and waits for a leader. Fails when etcd (Debian package etcd-server) cannot be started, or
-    /// there is no leader in time.
+    /// without a leader in time.
     pub fn start(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let members = Member::cluster(MEMBERS, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_PORT);
         let directory = testbed.directory();
@@ -49,12 +49,12 @@ impl<'a> Etcd<'a> {
         Ok(etcd)
     }
 
-    /// For the controllers' files.
+    /// Returns the endpoints for the controllers' files.
     pub fn endpoints(&self) -> Vec<String> {
         self.members.iter().map(Member::endpoint).collect()
     }
 
-    /// The number of the member that leads. Fails when there is none.
+    /// Returns the number of the leading member. Fails without a leader.
     pub fn leader(&self) -> anyhow::Result<u16> {
         let mut command = Command::new("etcdctl");
         command.env("ETCDCTL_API", "3").args(["endpoint", "status", "--write-out", "json", "--command-timeout", "2s"]);
@@ -71,18 +71,18 @@ impl<'a> Etcd<'a> {
         Ok(position.context("etcd's leader is none of its members")? as u16 + 1)
     }
 
-    /// Sends a member a signal. Fails when there is no such member, or it has ended.
+    /// Sends a signal to a member. Fails when the member does not exist or has ended.
     pub fn signal(&self, number: u16, signal: Signal) -> anyhow::Result<()> {
         self.processes.get(usize::from(number) - 1).context("no such member")?.signal(signal)
     }
 
-    /// Kills a member. Fails when there is no such member.
+    /// Kills a member. Fails when it does not exist.
     pub fn kill(&mut self, number: u16) -> anyhow::Result<()> {
         self.signal(number, Signal::SIGKILL)?;
         self.processes[usize::from(number) - 1].wait(END_LIMIT).map(drop)
     }
 
-    /// Starts a killed member again, with its data. Fails when it cannot be started.
+    /// Restarts a killed member with its data. Fails when it cannot be started.
     pub fn restart(&mut self, number: u16) -> anyhow::Result<()> {
         self.processes[usize::from(number) - 1] = self.spawn(number)?;
         Ok(())

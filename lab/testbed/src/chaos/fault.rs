@@ -1,11 +1,11 @@
-//! Faults.
+//! Kinds of faults.
 
 use std::fmt;
 use std::ops::Range;
 
 use crate::fleet::agent_name;
 
-/// A kind of fault, as `--faults` names it.
+/// Kind of fault, by its name in `--faults`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum FaultKind {
     /// Kill a daemon (SIGKILL) and start it again
@@ -24,12 +24,12 @@ pub enum FaultKind {
     Etcd,
     /// Set the wall clock of a daemon, and set it back
     Clock,
-    /// Kill a server's agent: an impostor reports for it, and others flood the controller
+    /// Replace a server's agent by an impostor with false reports, and flood the controller with connections
     ByzantineAgent,
 }
 
 impl FaultKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 9] = [
         Self::Kill,
         Self::Stop,
@@ -42,7 +42,7 @@ impl FaultKind {
         Self::ByzantineAgent,
     ];
 
-    /// Name on the command line.
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kill => "kill",
@@ -58,7 +58,7 @@ impl FaultKind {
     }
 }
 
-/// A fault and its target. Daemons have the names of [`crate::fleet`], machines those of their ports at the switch.
+/// Fault and its target. Daemons have the names of [`crate::fleet`], machines those of their switch ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
     /// A daemon's process is killed.
@@ -67,44 +67,43 @@ pub enum Fault {
     Stop(String),
     /// A daemon is upgraded.
     Upgrade(String),
-    /// Between two machines.
+    /// Packets between two machines are dropped.
     Partition {
         from: String,
-        /// On its way to this one.
+        /// Destination of the dropped packets.
         to: String,
-        /// And the other way.
+        /// Whether packets in the other direction are dropped too.
         is_bidirectional: bool,
     },
     /// A machine's link is down.
     Link(String),
-    /// The controller's.
+    /// The disk of the controller's store is full.
     Disk {
-        /// No write succeeds; otherwise those that need no room do.
+        /// Whether every write fails; otherwise writes that need no space succeed.
         fails_every_write: bool,
     },
     /// A member of etcd fails.
     Etcd {
-        /// The one that leads, whichever it is.
+        /// Whether the leading member fails.
         leader: bool,
-        /// Otherwise this one, counted from 1.
+        /// Otherwise the number of the failing member, counted from 1.
         number: u16,
-        /// Stopped; otherwise killed.
+        /// Whether the member is stopped; otherwise it is killed.
         stop: bool,
     },
     /// A daemon's clock is wrong.
     Clock {
         daemon: String,
-        /// By how much.
+        /// Offset of the clock (s).
         seconds: i64,
     },
     /// A server's agent sends false reports.
     ByzantineAgent(u16),
 }
 
-/// Duration of a fault that clients do not notice (ms).
+/// Duration of a fault without effect on clients (ms).
 const DURATION_MS: Range<u32> = 300..6_000;
-/// Duration of a fault that loses clients' packets: TCP must send them again before the client's timeout, after
-/// 10 s.
+/// Duration of a fault that loses clients' packets (ms): TCP must retransmit them before the client's timeout of 10 s.
 const LOSS_DURATION_MS: Range<u32> = 200..2_500;
 
 impl Fault {
@@ -122,7 +121,7 @@ impl Fault {
         }
     }
 
-    /// Range of its duration.
+    /// Returns the range of the fault's duration (ms).
     pub fn duration_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,
@@ -133,8 +132,8 @@ impl Fault {
         }
     }
 
-    /// Returns whether both affect one daemon, or the network: their effects would be indistinguishable. A clock
-    /// may jump at any time.
+    /// Returns whether the faults affect the same daemon, or both the network, so that their effects would be
+    /// indistinguishable. Clock faults never overlap.
     pub fn overlaps(&self, other: &Self) -> bool {
         let networks = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
         if networks(self) || networks(other) {
@@ -157,7 +156,7 @@ impl Fault {
     }
 }
 
-/// Returns whether the port is a controller's or a rack's, which get no packets of clients.
+/// Returns whether the port is a controller's or a rack's, which get no client packets.
 fn is_control(port: &str) -> bool {
     port == "controller" || port.starts_with("rack")
 }

@@ -1,5 +1,5 @@
-//! Observations of the fleet under faults: generations, ids and counters only grow or stay, tables arrive, daemons do
-//! not grow.
+//! Invariants of the fleet under faults: generations and counters never decrease, ids stay, tables arrive, and daemons
+//! do not leak resources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -21,30 +21,30 @@ use crate::topology::Testbed;
 pub const METRICS: &str = "127.0.0.1:9440";
 /// Interval of the checks.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// A status costs the controller more than a scrape costs a load balancer.
+/// Checks of load balancers per check of the status, which costs a controller more.
 const STATUS_PERIOD: u32 = 5;
 const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
-/// A later status is useless.
+/// Timeout of a status (s).
 const STATUS_LIMIT_S: &str = "3";
 
-/// Observations.
+/// Results of the checks.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Observations {
-    /// Statuses that the controller gave.
+    /// Number of the controller's statuses.
     pub statuses: u64,
     /// Number of checks of a load balancer's tables.
     pub scrapes: u64,
-    /// The longest time in which a load balancer got no new table (s), and when that ended (second of the run).
+    /// Longest time without a new table at a load balancer (s).
     pub longest_without_table_s: f64,
-    /// See there.
+    /// End of the longest time without a new table (second of the run).
     pub longest_without_table_at_s: f64,
-    /// Number of servers newly found down by a load balancer's checks: they met a fault.
+    /// Number of servers that a load balancer's health checks newly found down.
     pub found_down: u64,
     /// Violations, in words.
     pub violations: Vec<String>,
 }
 
-/// The checker; used by one thread, read by others.
+/// Checker of the invariants; used by one thread, read by others.
 #[derive(Debug)]
 pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
@@ -57,34 +57,34 @@ pub struct InvariantChecker<'a> {
 struct ObservedState {
     observations: Observations,
     configuration: u64,
-    /// By server id.
+    /// Server names by id.
     names: BTreeMap<u64, String>,
     /// Counters by (load balancer or server, counter).
     counters: BTreeMap<(String, String), u64>,
-    /// Servers that load balancers find down now: load balancer, service, server.
+    /// Servers that load balancers find down: load balancer, service, server.
     down: BTreeSet<[String; 3]>,
-    /// By load balancer: the generations of its tables, and since when.
+    /// Table generations by load balancer, with the time of their last change.
     tables: BTreeMap<u16, (f64, Instant)>,
-    /// The stamping cookie key, its generation, and the progress of a rotation.
+    /// Stamping cookie key, its generation, and the progress of a rotation.
     keys: Option<[Value; 3]>,
 }
 
-/// Policies whose tables are new as long as there is traffic.
+/// Policies that make new tables whenever there is traffic.
 const READ_LOADS: [&str; 2] = ["crossrss", "crossrss-plus"];
 
 impl<'a> InvariantChecker<'a> {
-    /// Nothing is known yet.
+    /// Returns a checker without observations.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
         let operator = Operator::new(testbed, controllers, STATUS_LIMIT_S);
         Self { testbed, operator, start: Instant::now(), state: Mutex::default() }
     }
 
-    /// Observations so far.
+    /// Returns the observations so far.
     pub fn observations(&self) -> Observations {
         self.lock_state().observations.clone()
     }
 
-    /// Looks until `done`.
+    /// Checks repeatedly until `done`.
     pub fn run(&self, done: &AtomicBool) {
         for turn in 0u32.. {
             if done.load(Ordering::Relaxed) {
@@ -105,9 +105,8 @@ impl<'a> InvariantChecker<'a> {
         }
     }
 
-    /// A load balancer without a new table since that moment; `None`: all have one. `status`: of the controller.
-    /// Without a policy that reads loads, no table is new while nothing else changes: then those that the controller
-    /// has are in force.
+    /// Returns a load balancer without a new table since `since`; `None`: all have one. `status`: of the controller. A
+    /// policy that ignores loads makes no new tables without changes: then the controller's tables must be in force.
     pub fn find_without_table(&self, status: &Value, since: Instant) -> Option<String> {
         let services = array(&status["services"]);
         let reads_loads = services.iter().any(|service| READ_LOADS.iter().any(|policy| service["policy"] == *policy));
@@ -122,7 +121,7 @@ impl<'a> InvariantChecker<'a> {
         self.testbed.load_balancer_numbers().into_iter().find_map(lacks)
     }
 
-    /// `coreward status`. Fails when no controller answers in time.
+    /// Returns `coreward status`. Fails when no controller answers in time.
     pub fn status(&self) -> anyhow::Result<Value> {
         Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
     }
@@ -131,7 +130,7 @@ impl<'a> InvariantChecker<'a> {
         self.state.lock().expect("no watcher panics")
     }
 
-    /// The sum of the generations of the tables in force.
+    /// Returns the sum of the generations of the tables in force.
     fn table_generations(&self, number: u16) -> anyhow::Result<f64> {
         let page = self.testbed.load_balancer(number)?.within(scrape)?;
         let generations = page.lines().filter_map(|line| line.strip_prefix("coreward_table_generation{"));
@@ -143,7 +142,7 @@ impl<'a> InvariantChecker<'a> {
         known.observations.scrapes += 1;
         let before = known.tables.get(&number).copied();
         match before {
-            // A new controller restarts its table numbers: any other number is another table.
+            // A new controller restarts its generations: any other number means another table.
             Some((before, _)) if before == generations => {}
             Some((_, since)) => {
                 let without = (now - since).as_secs_f64();
@@ -186,7 +185,7 @@ impl ObservedState {
         }
     }
 
-    /// An id is one server's for the whole run: cookies may carry it.
+    /// Checks that an id belongs to one server for the whole run, because cookies may contain it.
     fn inspect_server(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
         let other = self.names.iter().find(|(known, owner)| **known != id && *owner == name).map(|(other, _)| *other);
@@ -211,7 +210,7 @@ impl ObservedState {
         }
     }
 
-    /// No rotation is allowed, so the keys stay.
+    /// Checks that the keys stay, because no rotation is allowed.
     fn inspect_keys(&mut self, keys: &Value) {
         let now = ["current", "generation", "phase"].map(|key| keys[key].clone());
         let before = self.keys.get_or_insert_with(|| now.clone()).clone();
@@ -220,7 +219,7 @@ impl ObservedState {
         }
     }
 
-    /// Counters of the data plane survive their daemons.
+    /// Checks that counters of the data plane survive their daemons.
     fn inspect_counters(&mut self, owner: &str, counters: &Value) {
         for (name, count) in counters.as_object().into_iter().flatten() {
             let count = count.as_u64().unwrap_or(0);
@@ -232,9 +231,9 @@ impl ObservedState {
     }
 }
 
-/// Returns the reason why the fleet has not converged; `None`: every server in the document reports and is healthy,
-/// every rack is connected, every load balancer has the newest configuration and knows all servers. `since`: the load
-/// balancers must have confirmed this after that time.
+/// Returns the reason why the fleet has not converged. `None`: every server in the document reports and is healthy,
+/// every rack is connected, and every load balancer has the newest configuration and knows all servers. The load
+/// balancers must have confirmed this after `since`.
 pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
     for server in array(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
@@ -273,7 +272,7 @@ fn array(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// The metrics of the namespace's load balancer.
+/// Returns the metrics of the namespace's load balancer.
 fn scrape() -> anyhow::Result<String> {
     let address: SocketAddr = METRICS.parse()?;
     let mut stream = TcpStream::connect_timeout(&address, SCRAPE_LIMIT)?;
@@ -284,15 +283,15 @@ fn scrape() -> anyhow::Result<String> {
     Ok(page)
 }
 
-/// Resources of a process.
+/// Resource usage of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ResourceUsage {
-    /// Memory that is its own and in RAM (kB).
+    /// Private memory in RAM (kB).
     pub memory_kb: u64,
     pub files: u64,
 }
 
-/// Present resources of a process. Fails when it has ended.
+/// Returns the current resource usage of a process. Fails when it has ended.
 pub fn resource_usage(pid: u32) -> anyhow::Result<ResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));

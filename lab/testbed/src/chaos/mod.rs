@@ -1,14 +1,14 @@
-//! `coreward-lab testbed chaos`: faults by a schedule drawn from a seed, while clients connect and the configuration
-//! changes all the time. No connection may break, and every acknowledged change must be in force.
+//! `coreward-lab testbed chaos`: random faults, reproducible from a seed, while clients connect and the configuration
+//! changes. No connection may break, and every acknowledged change must be in force.
 //!
 //! * [`schedule`], [`fault`]: the faults and their times; [`test_env`] causes them: [`network`], [`disk`], [`etcd`],
 //!   [`byzantine_agent`], [`crate::preload`]
 //! * [`traffic`]: the clients
-//! * [`config_mutator`]: changes the configuration, by [`document`], drains servers, and stores what was
-//!   acknowledged ([`drains`])
-//! * [`byzantine_share`]: what a server draws whose agent reports false loads
-//! * [`invariants`]: what must only grow or stay; [`cli_probe`]: by the operator's commands
-//! * [`outcome`]: what was seen, in words
+//! * [`config_mutator`]: changes the configuration ([`document`]), drains servers, and records acknowledgements
+//! ([`drains`])
+//! * [`byzantine_share`]: share of connections of a server with false loads
+//! * [`invariants`]: checks of values that must grow or stay; [`cli_probe`]: the operator's commands
+//! * [`outcome`]: results
 
 pub mod byzantine_agent;
 pub mod byzantine_share;
@@ -89,26 +89,26 @@ pub struct Options {
 const LOAD_BALANCERS: u16 = 2;
 const SERVERS: u16 = 4;
 const CORES: u16 = 2;
-/// In whose name idle cores are reported at last.
+/// Server for which an impostor reports idle cores after the last round.
 const IMPOSTOR: u16 = 1;
-/// The client's addresses: the first is for clients whose kernel chooses the port.
+/// Client addresses; the first one is for clients whose kernel chooses the port.
 const CLIENT_ADDRESSES: u16 = 4;
-/// Longest time until everything has converged.
+/// Limit for the convergence of the fleet.
 const CONVERGENCE_LIMIT: Duration = Duration::from_secs(30);
-/// Both services are checked often, with short timeouts, so that servers that met a fault are found down.
+/// Health checks of both services: frequent, with short timeouts, so that faults make servers down.
 const WEB_CHECK: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STREAMS_CHECK: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STEP: Duration = Duration::from_millis(20);
-/// Part of the run for the changes; the rest is for the faults.
+/// Fraction of the run with configuration changes; the rest has only faults.
 const CHANGES_FRACTION: f64 = 0.7;
-/// A daemon may take this much more than at the beginning: what is under way, and what an allocator keeps (kB).
+/// Allowed growth of a daemon's memory (kB): work in progress, and memory that an allocator keeps.
 const MEMORY_GROWTH_KB: u64 = 32 << 10;
 /// Allowed growth of open files.
 const FILES_GROWTH: u64 = 16;
 
-/// Runs it and prints what was seen. Fails when something cannot be set up, or something did not hold.
+/// Runs the test and prints its results. Fails when the setup fails, or an invariant is violated.
 pub fn main(options: &Options) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run("chaos", options)?;
@@ -117,8 +117,8 @@ pub fn main(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs it in a testbed of its own; `instance` is its name. Fails when something cannot be set up, or a signal came;
-/// what did not hold is in the outcome.
+/// Runs the test in a new testbed; `instance` is its name. Fails when the setup fails, or after a signal; violations
+/// are part of the outcome.
 pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
@@ -173,7 +173,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     Run::new(&testbed, env, options)?.run(documents)
 }
 
-/// A run under way.
+/// State of a run.
 struct Run<'a> {
     testbed: &'a Testbed,
     env: TestEnv<'a>,
@@ -260,7 +260,7 @@ impl<'a> Run<'a> {
         Ok(outcome)
     }
 
-    /// Round after round, until the time is over.
+    /// Runs rounds of faults until the time is over.
     fn run_rounds(
         &mut self,
         traffic: &Traffic<'_>,
@@ -311,7 +311,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Measures the connections a server draws while an impostor reports idle cores in its name.
+    /// Measures the connections that a server gets while an impostor reports idle cores for it.
     fn byzantine_share(&mut self, writer: &Writer<'_>, written: &mut Model) -> anyhow::Result<Option<ByzantineShare>> {
         if !self.kinds.contains(&FaultKind::ByzantineAgent) {
             return Ok(None);
@@ -332,7 +332,7 @@ impl<'a> Run<'a> {
         Ok(Some(byzantine_share))
     }
 
-    /// Waits until everything reports again and new tables are in force.
+    /// Waits until all daemons report again and new tables are in force.
     fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &InvariantChecker<'_>) -> anyhow::Result<()> {
         let since = Instant::now();
         let mut waited_for = None;
@@ -365,7 +365,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Checks that pins and resources of the daemons are as before.
+    /// Checks the daemons' pins and resource usage against those before the run.
     fn check_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
         let pins = count_files(&self.testbed.pin_directory());
         if pins != self.pins {
@@ -386,7 +386,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Returns the racks that the agent of a server uses: its own one, then the next.
+/// Returns the racks that the agent of a server uses: its own rack, then the next one.
 fn server_racks(server: u16, racks: u16) -> Vec<u16> {
     let (first, second) = (1 + (server - 1) % racks, 1 + server % racks);
     if first == second { vec![first] } else { vec![first, second] }

@@ -1,24 +1,24 @@
-//! Partitions: the switch drops what one of its ports sends to another.
+//! Partitions: the switch drops packets from one of its ports to another.
 
 use std::process::Command;
 
 use crate::topology::Testbed;
 
-/// Takes the rules of the switch away when dropped.
+/// Rules of the switch; removed when dropped.
 #[derive(Debug)]
 pub struct Network<'a> {
     testbed: &'a Testbed,
 }
 
 impl<'a> Network<'a> {
-    /// Fails when nft (Debian package nftables) or the kernel refuse.
+    /// Creates the rules. Fails when nft (Debian package nftables) or the kernel reject them.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let network = Self { testbed };
         network.nft("add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }")?;
         Ok(network)
     }
 
-    /// Drops all packets from `from` to `to` from now on; `both`: also in the other direction.
+    /// Drops all packets from `from` to `to`; `is_bidirectional`: also in the other direction.
     pub fn drop_packets(&self, from: &str, to: &str, is_bidirectional: bool) -> anyhow::Result<()> {
         let rule =
             |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");
@@ -26,12 +26,12 @@ impl<'a> Network<'a> {
         self.nft(&format!("{}{back}", rule(from, to)))
     }
 
-    /// Nothing is lost any more.
+    /// Stops dropping packets.
     pub fn restore(&self) -> anyhow::Result<()> {
         self.nft("flush chain bridge chaos lost")
     }
 
-    /// Takes a port down, or up again. Fails when there is no such port.
+    /// Sets a port up or down. Fails when the port does not exist.
     pub fn set_link(&self, port: &str, up: bool) -> anyhow::Result<()> {
         let mut command = Command::new("ip");
         command.args(["link", "set", "dev", port, if up { "up" } else { "down" }]);

@@ -1,4 +1,4 @@
-//! Observations, for people and as JSON.
+//! Results of a run, as text and JSON.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,42 +13,42 @@ use super::config_mutator::Writes;
 use super::invariants::{Observations, ResourceUsage};
 use super::traffic::TrafficCounts;
 
-/// Observations.
+/// Results of a run.
 #[derive(Debug, Clone, Serialize)]
 pub struct Outcome {
-    /// Length of the run.
+    /// Duration of the run (s).
     pub seconds: f64,
     pub seed: u64,
     pub faults: BTreeMap<String, u64>,
-    /// False reports.
+    /// Counts of false reports.
     pub false_reports: FalseReportCounts,
-    /// Connections drawn by a server whose agent reported idle cores; `None`: no false reports.
+    /// Connections of a server whose agent reported idle cores; `None`: no false reports.
     pub byzantine_share: Option<ByzantineShare>,
-    /// After each round: how long it took until everything was whole again.
+    /// Recovery times after each round.
     pub recoveries: Vec<Recovery>,
-    /// Changes of the configuration.
+    /// Counts of configuration changes.
     pub writes: Writes,
-    /// Values that must grow or stay.
+    /// Observations of values that must grow or stay.
     pub observations: Observations,
-    /// The clients' counts.
+    /// Counts of the clients.
     pub traffic: TrafficCounts,
     /// Resource usage of the daemons at the start.
     pub usage_before: BTreeMap<String, ResourceUsage>,
     /// Resource usage at the end.
     pub usage_after: BTreeMap<String, ResourceUsage>,
-    /// All that did not hold, in words.
+    /// All violations, in words.
     pub violations: Vec<String>,
 }
 
-/// Time from the end of a round's last fault until everything was whole.
+/// Time from the end of a round's last fault to the convergence of the fleet.
 #[derive(Debug, Clone, Serialize)]
 pub struct Recovery {
-    /// Second of the run.
+    /// End of the round's last fault (second of the run).
     pub at: f64,
-    /// The round's kinds of fault.
+    /// Kinds of fault of the round.
     pub faults: Vec<String>,
     pub seconds: f64,
-    /// Last missing condition.
+    /// Condition that held last.
     pub waited_for: Option<String>,
 }
 
@@ -70,7 +70,7 @@ impl From<&FalseReports> for FalseReportCounts {
 }
 
 impl Outcome {
-    /// Whether all that must hold did.
+    /// Returns whether no invariant was violated.
     pub fn is_passed(&self) -> bool {
         self.traffic.broken() == 0 && self.violations.is_empty()
     }

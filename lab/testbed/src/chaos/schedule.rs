@@ -1,7 +1,7 @@
-//! Schedule of faults, drawn from a seed, so that a run can be repeated.
+//! Schedule of faults, reproducible from a seed.
 //!
-//! A run is a row of rounds. In each a few faults begin and end, at moments of their own; then everything must be whole
-//! again before the next round begins, and how long that takes is measured.
+//! A run is a sequence of rounds. In each round a few faults begin and end at random times. Then the fleet must
+//! converge before the next round begins, and the time until then is measured.
 
 use std::time::Duration;
 
@@ -13,36 +13,34 @@ use super::fault::{Fault, FaultKind};
 use crate::addresses::{load_balancer_name, rack_name};
 use crate::fleet::{CONTROLLER, agent_name, controller_name};
 
-/// [`seeded_rng`]'s stream for what goes wrong.
+/// [`seeded_rng`]'s stream for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6368_6101;
 const FAULTS_MAX: u32 = 3;
-/// A round's faults begin within this time (ms).
+/// Range of the start times of a round's faults (ms).
 const BEGIN_MS: u32 = 2_000;
 
-/// A fault, and when it is there.
+/// Fault with its start and end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedFault {
-    /// From the round's beginning.
+    /// Start, counted from the start of the round.
     pub begin: Duration,
-    /// From the round's beginning.
+    /// End, counted from the start of the round.
     pub end: Duration,
     pub fault: Fault,
 }
 
-/// Parts that can be hit.
+/// Numbers of the parts that faults can affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parts {
-    /// Numbers 1 to this; several have an etcd.
+    /// Number of controllers; several use etcd.
     pub controllers: u16,
-    /// Numbers 1 to this.
     pub load_balancers: u16,
-    /// Numbers 1 to this; 0: none.
+    /// Number of racks, or 0.
     pub racks: u16,
-    /// Numbers 1 to this.
     pub servers: u16,
 }
 
-/// Draws one round after the other. Every kind of fault occurs before one occurs again.
+/// Generator of rounds. Every kind of fault occurs before one is repeated.
 #[derive(Debug)]
 pub struct Schedule {
     rng: Xoshiro256PlusPlus,
@@ -52,12 +50,12 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// `kinds`: at least one that there can be.
+    /// `kinds`: at least one that `parts` allow.
     pub fn new(seed: u64, kinds: &[FaultKind], parts: Parts) -> Self {
         Self { rng: seeded_rng(seed, RNG_STREAM_FAULTS), kinds: kinds.to_vec(), turns: Vec::new(), parts }
     }
 
-    /// The faults of the next round, at least one; no two of them concern the same part.
+    /// Returns the faults of the next round, at least one; no two affect the same part.
     pub fn next_round(&mut self) -> Vec<PlannedFault> {
         let count = 1 + self.random_below(FAULTS_MAX);
         let mut round: Vec<PlannedFault> = Vec::new();
@@ -125,7 +123,7 @@ impl Schedule {
         if self.parts.racks > 0 { 4 } else { 3 }
     }
 
-    /// Each role is as likely as the others.
+    /// Returns a random daemon; each role has the same probability.
     fn daemon(&mut self) -> String {
         match self.random_below(self.roles()) {
             0 => controller_name(1 + self.random_below(self.parts.controllers.into()) as u16),
@@ -144,7 +142,7 @@ impl Schedule {
         }
     }
 
-    /// Two ports, the first to be cut off from the second.
+    /// Returns two ports; packets from the first to the second will be dropped.
     fn partitioned_pair(&mut self) -> (String, String) {
         let from = self.port();
         loop {
@@ -155,7 +153,7 @@ impl Schedule {
         }
     }
 
-    /// By how far a clock jumps (s), forwards or backwards: seconds, minutes, hours or days.
+    /// Returns a random clock offset (s): seconds, minutes, hours or days, positive or negative.
     fn clock_jump(&mut self) -> i64 {
         let unit = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
         let by = i64::from(1 + self.random_below(59)) * unit;

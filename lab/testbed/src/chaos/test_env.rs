@@ -1,4 +1,4 @@
-//! The datacentre: begins and ends faults, and starts daemons again that have ended, as systemd would.
+//! Test environment: starts and ends faults, and restarts daemons that ended, as systemd would.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -25,10 +25,10 @@ use crate::preload::Preload;
 use crate::topology::Testbed;
 
 const SECOND_NS: i64 = 1_000_000_000;
-/// A daemon ends within this time after SIGTERM.
+/// Limit for the end of a daemon after SIGTERM.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
-/// The fleet, and what is wrong with it now.
+/// Fleet with its present faults.
 #[derive(Debug)]
 pub struct TestEnv<'a> {
     testbed: &'a Testbed,
@@ -38,9 +38,9 @@ pub struct TestEnv<'a> {
     preload: Preload,
     etcd: Option<Etcd<'a>>,
     stopped_etcd: Option<u16>,
-    /// Executable that upgrades alternate with; `None`: a new process of the same.
+    /// Executable that upgrades alternate with; `None`: upgrades restart the same executable.
     other_command: Option<PathBuf>,
-    /// Daemons that run the other command.
+    /// Daemons that run the other executable.
     other: BTreeSet<String>,
     down: BTreeSet<String>,
     running_impostors: BTreeMap<u16, RunningImpostor>,
@@ -49,7 +49,7 @@ pub struct TestEnv<'a> {
     pub violations: Vec<String>,
 }
 
-/// An impostor at work.
+/// Running impostor.
 #[derive(Debug)]
 struct RunningImpostor {
     done: Arc<AtomicBool>,
@@ -57,7 +57,7 @@ struct RunningImpostor {
 }
 
 impl<'a> TestEnv<'a> {
-    /// Nothing is wrong yet. Fails when the switch refuses.
+    /// Returns an environment without faults. Fails when the switch rejects the rules.
     pub fn new(
         testbed: &'a Testbed,
         fleet: Fleet,
@@ -83,12 +83,11 @@ impl<'a> TestEnv<'a> {
         })
     }
 
-    /// False reports.
     pub fn false_reports(&self) -> &FalseReports {
         &self.false_reports
     }
 
-    /// From now on it is wrong. Fails when it cannot be made.
+    /// Starts a fault. Fails when the fault cannot be injected.
     pub fn begin(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => self.kill(daemon),
@@ -105,7 +104,7 @@ impl<'a> TestEnv<'a> {
         .with_context(|| fault.to_string())
     }
 
-    /// It is right again. Fails when it cannot be put right.
+    /// Ends a fault. Fails when the fault cannot be removed.
     pub fn end(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => {
@@ -125,8 +124,7 @@ impl<'a> TestEnv<'a> {
         .with_context(|| format!("the end of: {fault}"))
     }
 
-    /// Starts daemons again that have ended by themselves. None should. Fails when the kernel does not know one of
-    /// them.
+    /// Restarts daemons that have ended unexpectedly. Fails when the kernel does not have one of the processes.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemons() {
             if self.down.contains(&daemon) {
@@ -140,7 +138,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// Kills all controllers at once and starts them again. Fails when one cannot be killed.
+    /// Kills all controllers at once and restarts them. Fails when one cannot be killed.
     pub fn restart_controllers(&mut self) -> anyhow::Result<()> {
         let controllers = self.controllers();
         controllers.iter().try_for_each(|controller| self.kill(controller))?;
@@ -148,7 +146,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// Present resources of each daemon, by name. Fails when one has ended.
+    /// Returns the current resource usage of each daemon, by name. Fails when one has ended.
     pub fn resource_usage(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
         let daemons = self.fleet.daemons().into_iter();
         daemons.map(|name| Ok((name.clone(), resource_usage(self.fleet.daemon(&name)?.pid())?))).collect()
@@ -166,7 +164,7 @@ impl<'a> TestEnv<'a> {
         self.fleet.kill(daemon)
     }
 
-    /// One that ends at once is found by [`TestEnv::maintain`].
+    /// Starts a daemon. [`TestEnv::maintain`] finds a daemon that ends immediately.
     fn start(&mut self, daemon: &str) {
         self.down.remove(daemon);
         if let Err(error) = self.fleet.restart(self.testbed, daemon) {
@@ -200,7 +198,7 @@ impl<'a> TestEnv<'a> {
         if stop { etcd.signal(number, Signal::SIGCONT) } else { etcd.restart(number) }
     }
 
-    /// The server's agent is killed, and an impostor reports in its name. Fails when the agent cannot be killed.
+    /// Kills the server's agent and starts an impostor in its place. Fails when the agent cannot be killed.
     pub fn start_false_reports(&mut self, server: u16, kind: FalseReportKind) -> anyhow::Result<()> {
         self.kill(&agent_name(server))?;
         let mut controllers = Vec::new();
@@ -220,7 +218,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// The server's agent starts again, and the impostor ends. Fails when the impostor failed.
+    /// Ends the impostor and restarts the server's agent. Fails when the impostor failed.
     pub fn stop_false_reports(&mut self, server: u16) -> anyhow::Result<()> {
         if let Some(RunningImpostor { done, thread }) = self.running_impostors.remove(&server) {
             done.store(true, Ordering::Relaxed);

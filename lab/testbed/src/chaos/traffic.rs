@@ -1,6 +1,5 @@
-//! The clients: downloads, keep-alive, connections of a moment, connections that are kept, and connections that carry
-//! bytes which are checked. None of what goes wrong here is the clients' or the servers' fault, so that no connection
-//! may break.
+//! Clients: downloads, keep-alive requests, short connections, persistent connections, and streams with checked bytes.
+//! No fault affects clients or servers, so no connection may break.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -21,43 +20,43 @@ use crate::nginx::WORKER_PATH;
 use crate::stream::client::{StreamClient, Streams};
 use crate::topology::Testbed;
 
-/// Returns the address of the stream servers; nginx has that of [`Testbed::service`].
+/// Returns the address of the stream servers; nginx uses [`Testbed::service`].
 pub fn stream_service(testbed: &Testbed) -> SocketAddr {
     SocketAddr::new(testbed.service().ip(), 9000)
 }
-/// Downloads at a time, at [`DOWNLOAD_RATE`].
+/// Number of simultaneous downloads, each at [`DOWNLOAD_RATE`].
 const DOWNLOADERS: u32 = 3;
-/// Bytes per second: a megabyte lasts long enough to meet a fault.
+/// Download rate (bytes/s): a megabyte takes long enough to overlap with a fault.
 const DOWNLOAD_RATE: &str = "300k";
-/// Connections that are kept, each asked once in [`KEPT_INTERVAL`].
+/// Number of persistent connections, each with one request per [`KEPT_INTERVAL`].
 const KEPT_CONNECTIONS: usize = 16;
 const KEPT_INTERVAL: Duration = Duration::from_millis(500);
-/// Between two connections of a moment.
+/// Interval of short connections.
 const SHORT_INTERVAL: Duration = Duration::from_millis(30);
-/// wrk reports its results at its end: seconds per run.
+/// Duration of a wrk run (s); wrk reports only at its end.
 const WRK_SECONDS: u64 = 10;
-/// Between two requests of each of wrk's connections (ms): the machine is to have time for the rest.
+/// Pause between requests on each of wrk's connections (ms), which limits the CPU time of wrk.
 const WRK_DELAY_MS: u32 = 20;
-/// New connections per second with bytes that are checked; each address of the client has ports for 50,000.
+/// New streams per second; each client address has ports for 50,000.
 const STREAMS_PER_SECOND: f64 = 40.0;
 const MAX_FAILURES: usize = 20;
-/// After the end of the run, for connections that are under way.
+/// Limit for open streams after the end of the run.
 const STREAMS_LIMIT: Duration = Duration::from_secs(60);
 
-/// The clients' counts.
+/// Counts of the clients.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct TrafficCounts {
-    /// Downloads of a megabyte by curl, each with a connection of its own.
+    /// Downloads of a megabyte by curl, each on a new connection.
     pub downloads: Count,
-    /// Requests of wrk on connections that are kept.
+    /// Requests of wrk on keep-alive connections.
     pub requests: Count,
-    /// Connections for one request.
+    /// Connections with one request.
     pub short: Count,
-    /// Answers on the connections that are kept for the whole run: always by the same worker.
+    /// Responses on connections that stay open for the whole run, always by the same worker.
     pub kept: Count,
-    /// Connections of up to minutes whose bytes are checked.
+    /// Streams: connections of up to minutes whose bytes are checked.
     pub streams: Count,
-    /// Broken streams by the kind of their end.
+    /// Broken streams by kind of error.
     pub streams_broken: Broken,
     /// The first failures, in words, with the second of the run.
     pub failures: Vec<String>,
@@ -71,20 +70,20 @@ pub struct Count {
 }
 
 impl TrafficCounts {
-    /// All kinds together.
+    /// Returns the failures of all kinds of client.
     pub fn broken(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.broken).sum()
     }
 
-    /// All kinds together.
+    /// Returns the successes of all kinds of client.
     pub fn good(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.good).sum()
     }
 }
 
-/// The clients of a run.
+/// Clients of a run.
 #[derive(Debug)]
 pub struct Traffic<'a> {
     testbed: &'a Testbed,
@@ -97,23 +96,23 @@ pub struct Traffic<'a> {
 type CountOf = fn(&mut TrafficCounts) -> &mut Count;
 
 impl<'a> Traffic<'a> {
-    /// The streams begin. `seconds`: how long new ones do. Fails when something cannot be started.
+    /// Starts the streams, which open connections for `seconds`. Fails when a process cannot be started.
     pub fn start(testbed: &'a Testbed, seconds: u32, seed: u64) -> anyhow::Result<Self> {
         let delay_script = testbed.directory().join("delay.lua");
         fs::write(&delay_script, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
-        // Address 0 is the other clients', whose kernel chooses their ports.
+        // Address 0 is for the other clients, whose kernel chooses ports.
         let addresses = 1..testbed.options().client_addresses;
         let streams = Streams { seed, ..Streams::steady(STREAMS_PER_SECOND, seconds) };
         let streams = testbed.start_stream_client_at(stream_service(testbed), addresses, &streams, None)?;
         Ok(Self { testbed, start: Instant::now(), counts: Mutex::default(), streams: Some(streams), delay_script })
     }
 
-    /// Counts so far; of the streams nothing before [`Traffic::finish`].
+    /// Returns the counts so far; streams are counted by [`Traffic::finish`].
     pub fn counts(&self) -> TrafficCounts {
         self.counts.lock().expect("no client panics").clone()
     }
 
-    /// Starts all clients but the streams'; they end soon after `done`.
+    /// Starts all clients except the streams; they end soon after `done`.
     pub fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, done: &'scope AtomicBool) {
         let going = move || !done.load(Ordering::Relaxed);
         for _ in 0..DOWNLOADERS {
@@ -140,7 +139,7 @@ impl<'a> Traffic<'a> {
         scope.spawn(move || self.query_kept_connections(going));
     }
 
-    /// Waits for the streams. Fails when their client fails.
+    /// Waits for the end of the streams. Fails when their client fails.
     pub fn finish(mut self) -> anyhow::Result<TrafficCounts> {
         let mut seen = self.counts();
         if let Some(streams) = self.streams.take() {
@@ -199,7 +198,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// The connections that are kept, one after the other.
+    /// Sends requests on the persistent connections, one after the other.
     fn query_kept_connections(&self, going: impl Fn() -> bool) {
         let mut kept: Vec<Option<(Connection, Answerer)>> = (0..KEPT_CONNECTIONS).map(|_| None).collect();
         while going() {
@@ -216,7 +215,7 @@ impl<'a> Traffic<'a> {
     }
 }
 
-/// Opens the connection where there is none; it is always the same worker that answers.
+/// Opens the connection if necessary, and checks that the same worker answers as before.
 fn query_same_worker(place: &mut Option<(Connection, Answerer)>, service: SocketAddr) -> anyhow::Result<()> {
     match place {
         None => {

@@ -1,8 +1,8 @@
-//! CPU load of the machine itself: on one that is short of CPU, latencies and paced cores mean nothing.
+//! CPU load of the machine: without spare CPU time, latencies and paced cores are meaningless.
 
 use anyhow::Context as _;
 
-/// The share of CPU time that was not idle while it was measured.
+/// Meter of the share of CPU time that was not idle.
 #[derive(Debug, Default)]
 pub struct HostCpu {
     started: Ticks,
@@ -16,18 +16,18 @@ struct Ticks {
 }
 
 impl HostCpu {
-    /// Fails when /proc/stat is not as expected.
+    /// Creates a meter. Fails when /proc/stat has an unexpected format.
     pub fn new() -> anyhow::Result<Self> {
         read().map(|started| Self { started, total: Ticks::default() })
     }
 
-    /// Fails when /proc/stat is not as expected.
+    /// Starts a measurement. Fails when /proc/stat has an unexpected format.
     pub fn start(&mut self) -> anyhow::Result<()> {
         self.started = read()?;
         Ok(())
     }
 
-    /// Fails when /proc/stat is not as expected.
+    /// Ends a measurement. Fails when /proc/stat has an unexpected format.
     pub fn stop(&mut self) -> anyhow::Result<()> {
         let now = read()?;
         self.total.busy += now.busy - self.started.busy;
@@ -35,7 +35,7 @@ impl HostCpu {
         Ok(())
     }
 
-    /// Between starts and stops.
+    /// Returns the busy share of all measurements (%).
     pub fn busy_pct(&self) -> f64 {
         100.0 * self.total.busy as f64 / (self.total.busy + self.total.idle).max(1) as f64
     }
@@ -46,12 +46,12 @@ fn read() -> anyhow::Result<Ticks> {
     parse(&text).context("the first line of /proc/stat is not as in proc(5)")
 }
 
-/// `cpu user nice system idle iowait irq softirq steal ...`: proc(5).
+/// Parses `cpu user nice system idle iowait irq softirq steal ...`: proc(5).
 fn parse(text: &str) -> Option<Ticks> {
     let numbers = text.lines().next()?.strip_prefix("cpu ")?;
     let ticks: Vec<u64> = numbers.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
     let idle = ticks.get(3)? + ticks.get(4)?;
-    // The guest's time after the eighth is contained in the user's.
+    // `user` includes the guests' times, which follow the eighth field.
     let all: u64 = ticks.iter().take(8).sum();
     Some(Ticks { busy: all - idle, idle })
 }

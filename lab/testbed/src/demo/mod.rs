@@ -1,16 +1,16 @@
-//! `coreward-lab demo`: the same connections under every policy, side by side, at the same moments.
+//! `coreward-lab demo`: runs the same connections under every policy at the same time.
 //!
-//! Each policy has a testbed of its own with the real controller, load balancer and agents; the arrival logs are the
-//! same, so are the moments. In every seed's run one server joins the pool after a third of the time, and another
-//! drains after two thirds. What is emulated: RSS (veth has none) and the cores (paced workers).
+//! Each policy has its own testbed with the real controller, load balancer and agents, and the same arrival logs and
+//! start times. In each seed's run one server joins the pool after a third of the time, and another drains after two
+//! thirds. Emulated are RSS (veth has none) and the cores (paced workers).
 //!
-//! * [`options`]: what can be asked for
-//! * [`policy_run`]: one policy's testbed
-//! * [`timeline`]: what happens when, and which windows count
-//! * [`samples`]: from busy times to variances
-//! * [`simulated`]: the same in the simulator
+//! * [`options`]: command line
+//! * [`policy_run`]: testbed of one policy
+//! * [`timeline`]: changes of the pool, and the counted windows
+//! * [`samples`]: variances from busy times
+//! * [`simulated`]: the same logs in the simulator
 //! * [`results`]: the JSON and the table; [`picture`]: the SVG
-//! * [`host_cpu`]: how busy the machine itself was
+//! * [`host_cpu`]: CPU load of the machine
 
 pub mod host_cpu;
 pub mod options;
@@ -43,9 +43,9 @@ use samples::SeedMeasures;
 use simulated::Simulated;
 use timeline::Timeline;
 
-/// From starting the load generators to the log's time 0: they read the log first.
+/// Time from the start of the load generators to time 0 of the log: they first read the log.
 const START_DELAY: Duration = Duration::from_millis(700);
-/// Between two seeds, so that the loads of the one are forgotten before the other.
+/// Pause between seeds, after which loads of the previous seed have no effect.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// Runs the demo and prints its results. Fails without root, when a testbed or a daemon does not start, or when
@@ -75,7 +75,7 @@ pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// An arrival log, and where it is kept.
+/// Arrival log and its file.
 struct Log {
     log: ArrivalLog,
     path: PathBuf,
@@ -99,7 +99,7 @@ fn write_logs(options: &DemoOptions) -> anyhow::Result<Vec<Log>> {
 fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyhow::Result<DemoResults> {
     let timeline = Timeline::new(options.seconds);
     let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor(options, &log.log)).collect();
-    // Before anything runs that it would disturb.
+    // The simulation runs first, because it would disturb measurements.
     announce(progress, "simulating the same logs under the same policies".to_owned());
     let simulated = simulated(options, logs);
     interrupt::check()?;
@@ -137,8 +137,8 @@ fn simulated(options: &DemoOptions, logs: &[Log]) -> Vec<Simulated> {
     simulated::simulate(options, &options.policies(), &of_seeds, &Timeline::new(options.seconds))
 }
 
-/// Returns the per-core variance of placement by future requests: no balancer can do better, as requests are
-/// indivisible.
+/// Returns the per-core variance of placement with knowledge of future requests. No balancer can do better, because
+/// requests are indivisible.
 fn noise_floor(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
     let pools = Pools { servers: options.servers, cores: options.cores, warm_up_us, ..Pools::default() };
@@ -183,7 +183,7 @@ fn run_seed(
     measures
 }
 
-/// Announces the present step: next to the bar, or, without one, in a line of its own.
+/// Prints the current step: in the progress bar, or as a line without one.
 fn announce(progress: &ProgressBar, message: String) {
     if progress.is_hidden() {
         eprintln!("{message}");

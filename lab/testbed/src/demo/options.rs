@@ -10,8 +10,7 @@ use coreward_model::policy;
 use super::timeline::SECONDS_MIN;
 use crate::addresses::Family;
 
-/// The policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20) and our own: each takes a run of its own for every
-/// seed.
+/// Policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20), and coreward's own policy.
 const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
 
 /// Options of `coreward-lab demo`.
@@ -58,7 +57,7 @@ fn kinds() -> impl TypedValueParser<Value = Forwarding> {
     PossibleValuesParser::new(Forwarding::ALL.map(Forwarding::name)).try_map(|name| name.parse::<Forwarding>())
 }
 
-/// Time at which tables are made.
+/// Trigger of new tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Tables {
     /// Once per report interval.
@@ -77,7 +76,7 @@ pub enum Format {
 }
 
 impl DemoOptions {
-    /// The policies to run, each once, in the order of the registry.
+    /// Returns the policies to run, each once, in the order of the registry.
     pub fn policies(&self) -> Vec<&'static str> {
         let asked = |name: &&str| self.only.iter().any(|only| only == name);
         policy::names().into_iter().filter(asked).collect()

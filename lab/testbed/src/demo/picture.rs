@@ -1,4 +1,4 @@
-//! The demo's picture: per-core variance by second for every policy, and the medians.
+//! Picture of the demo: per-core variance by second for every policy, and the medians.
 
 use std::path::Path;
 
@@ -11,11 +11,11 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::results::{DemoResults, PolicyRuns};
 
 const SIZE: (u32, u32) = (1200, 560);
-/// Width of the panel with the variance by second.
+/// Width of the panel with the variance by second (pixels).
 const TIME_PANEL: u32 = 740;
 const FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
-/// From one line of a label to the next, as a part of the panel's height.
+/// Height of a label's line, as a fraction of the panel's height.
 const LABEL_LINE: f64 = 0.032;
 /// Okabe and Ito's colours, distinguishable with colour-blindness.
 const COLOURS: [RGBColor; 6] = [
@@ -53,7 +53,7 @@ fn colour(index: usize) -> RGBColor {
     COLOURS[index % COLOURS.len()]
 }
 
-/// Both panels share a logarithmic scale: the policies lie an order of magnitude apart.
+/// Returns the common logarithmic scale of both panels; policies differ by orders of magnitude.
 fn scale(results: &DemoResults) -> std::ops::Range<f64> {
     let live = results.runs.iter().map(|runs| runs.core_variance_pct());
     let simulated = results.simulated.iter().map(|simulated| simulated.core_variance_pct);
@@ -61,7 +61,7 @@ fn scale(results: &DemoResults) -> std::ops::Range<f64> {
     (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest * 3.0
 }
 
-/// The median over the seeds of each second's per-core variance.
+/// Returns the median over the seeds of each second's per-core variance.
 fn by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     let of_second = |second: u64| {
         let seeds = runs.seeds.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_pct);
@@ -102,7 +102,7 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
     chart.draw_series(std::iter::once(Text::new(text, place, FONT))).map(drop)
 }
 
-/// A bar per policy, its spread over the seeds as a line; the same in the simulator as a box over its draws.
+/// Draws a bar per policy, with the range over the seeds as a line, and the simulator's range over its draws as a box.
 fn draw_medians(results: &DemoResults, area: &Area<'_>) -> Drawn {
     let (count, scale) = (results.runs.len(), scale(results));
     let mut chart = ChartBuilder::on(area)

@@ -1,4 +1,4 @@
-//! One policy's testbed, from its start to the measures of each seed's run.
+//! Testbed of one policy, from its start to the measures of each seed's run.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -25,23 +25,23 @@ pub struct PolicyTestbed {
     load: Option<Process>,
     fleet: Fleet,
     servers: BTreeMap<u16, PacedServer>,
-    /// The server that is not in the pool.
+    /// Number of the server that is not in the pool.
     waiting: u16,
     samples: Vec<Sample>,
-    /// Client addresses of one log.
+    /// Number of client addresses of one log.
     addresses: u16,
     testbed: Testbed,
 }
 
 impl PolicyTestbed {
-    /// Starts everything: one server more than the pool has, which waits to join. Fails when a testbed or a daemon does
-    /// not start.
+    /// Starts all processes, with one server that waits to join the pool. Fails when a testbed or a daemon does not
+    /// start.
     pub fn start(policy: &'static str, options: &DemoOptions, addresses: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name(&instance_of(policy))?,
             servers: options.servers + 1,
             cores: options.cores,
-            // Each log's connections have their own addresses: their ports are in TIME-WAIT for a minute.
+            // Each log has its own client addresses, because ports stay in TIME-WAIT for a minute.
             client_addresses: addresses * options.seeds.len() as u16,
             routed_servers: options.forwarding.encapsulates(),
             family: options.family,
@@ -72,7 +72,7 @@ impl PolicyTestbed {
         self.policy
     }
 
-    /// Generation of the table that the controller made last. Fails when the controller does not answer.
+    /// Returns the generation of the controller's newest table. Fails when the controller does not answer.
     pub fn table_generation(&self) -> anyhow::Result<u64> {
         let status = self.fleet.status(&self.testbed)?;
         status["services"][0]["table_generation"].as_u64().context("a status without a table's generation")
@@ -82,7 +82,7 @@ impl PolicyTestbed {
         self.testbed.directory().join("load.json")
     }
 
-    /// Starts the load generator, for the log at position `position` of the demo's. Fails when it cannot be started.
+    /// Starts the load generator with log number `position` of the demo. Fails when it cannot be started.
     pub fn start_load(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.addresses * position as u16);
         let mut command = Command::new(lab_command()?);
@@ -94,7 +94,7 @@ impl PolicyTestbed {
         Ok(())
     }
 
-    /// Notes the busy times of the servers that take new connections. Fails when a core load file cannot be read.
+    /// Records the busy times of the servers that take new connections. Fails when a core load file cannot be read.
     pub fn sample(&mut self) -> anyhow::Result<()> {
         let in_pool = |(number, server): (&u16, &PacedServer)| {
             let active = self.fleet.pool().get(number) == Some(&AdminState::Active);
@@ -104,8 +104,8 @@ impl PolicyTestbed {
         Ok(())
     }
 
-    /// Lets the waiting server join, or the one that has been in the pool for longest drain. Fails when the controller
-    /// has ended.
+    /// Adds the waiting server to the pool, or drains the oldest server of the pool. Fails when the controller has
+    /// ended.
     pub fn change_pool(&mut self, event: Event) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         match event {
@@ -115,13 +115,13 @@ impl PolicyTestbed {
         self.fleet.set_pool(&self.testbed, pool)
     }
 
-    /// Servers wait and join in a circle, so the next in it was there first.
+    /// Returns the oldest server of the pool: servers join in a cyclic order, so it follows the waiting one.
     fn oldest_in_pool(&self) -> u16 {
         self.waiting % self.servers.len() as u16 + 1
     }
 
-    /// Waits for the load generator, takes the drained server out of the pool, and returns what was measured. Fails
-    /// when the load generator failed or does not end in time.
+    /// Waits for the load generator, removes the drained server from the pool, and returns the measures. Fails when the
+    /// load generator fails or does not end in time.
     pub fn finish(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
         let mut load = self.load.take().context("no load generator was started")?;
         let status = load.wait(*TIMEOUT)?;
@@ -137,7 +137,7 @@ impl PolicyTestbed {
     }
 }
 
-/// The beginning of an instance's name, which has lower-case letters and digits only.
+/// Returns the prefix of an instance's name, which has lower-case letters and digits only.
 fn instance_of(policy: &str) -> String {
     "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(20)).collect()
 }

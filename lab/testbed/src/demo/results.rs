@@ -1,4 +1,4 @@
-//! Results of the demo: as JSON for programs, as a table for people.
+//! Results of the demo, as JSON and as a table.
 
 use std::path::Path;
 
@@ -10,14 +10,14 @@ use super::seed_summary::SeedSummary;
 use super::simulated::{SIMULATED_RUNS, Simulated};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
-/// Above this share the machine itself delays answers, and the figures should not be trusted.
+/// Limit of the machine's busy share (%) above which its figures are unreliable.
 const BUSY_LIMIT_PCT: f64 = 50.0;
 
 #[derive(Debug, Clone)]
 pub struct PolicyRuns {
     pub policy: &'static str,
     pub seeds: Vec<SeedMeasures>,
-    /// Tables that the controller made during the runs.
+    /// Number of tables that the controller made during the runs.
     pub table_generations: u64,
 }
 
@@ -38,12 +38,12 @@ impl PolicyRuns {
         self.spread(|seed| seed.server_variance_pct)
     }
 
-    /// Median latency over the seeds (ms).
+    /// Returns the median latency (ms), summarized over the seeds.
     pub fn p50_ms(&self) -> SeedSummary {
         self.spread(|seed| seed.load.latency_us.p50 as f64 / 1_000.0)
     }
 
-    /// 99th percentile of the latency over the seeds (ms).
+    /// Returns the 99th percentile of the latency (ms), summarized over the seeds.
     pub fn p99_ms(&self) -> SeedSummary {
         self.spread(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
     }
@@ -56,7 +56,7 @@ impl PolicyRuns {
         self.seeds.iter().map(|seed| seed.load.broken.total()).sum()
     }
 
-    /// Kinds of broken connections that there were, in words; empty when there were none.
+    /// Returns the kinds of broken connections that occurred, in words; empty without any.
     fn broken_kinds(&self) -> String {
         let kinds = |kind: fn(&crate::connection_errors::Broken) -> u64| {
             self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum()
@@ -75,22 +75,22 @@ impl PolicyRuns {
     }
 }
 
-/// All that the demo found.
+/// Results of the demo.
 #[derive(Debug, Clone)]
 pub struct DemoResults {
     /// In the order of the registry of policies.
     pub runs: Vec<PolicyRuns>,
     /// Results of the simulator under the same policies.
     pub simulated: Vec<Simulated>,
-    /// Per-core variance % of the best placement there is; median over the seeds.
+    /// Per-core variance of the best possible placement (%); median over the seeds.
     pub noise_floor_pct: f64,
-    /// Length of a seed's run.
+    /// Duration of a seed's run (s).
     pub seconds: u64,
     pub servers: u16,
     pub cores: u16,
     /// Events of the run.
     pub timeline: Timeline,
-    /// Share of the machine's CPU time that was not idle during the runs.
+    /// Busy share of the machine's CPU time during the runs (%).
     pub machine_busy_pct: f64,
 }
 
@@ -140,7 +140,7 @@ struct JsonConnections {
 }
 
 impl DemoResults {
-    /// Medians over the seeds, sums of connections and tables. Fails when a value is no number.
+    /// Returns medians over the seeds, and sums of connections and tables. Fails when a value is not a number.
     pub fn json(&self) -> anyhow::Result<String> {
         let compared = |live: SeedSummary, simulated: SeedSummary| JsonCompared {
             simulated,
@@ -292,7 +292,7 @@ pub(super) mod tests {
     use crate::demo::samples::Window;
     use crate::load::{Latency, LoadReport};
 
-    /// Two policies, three seeds.
+    /// Returns results of two policies and three seeds.
     pub fn results() -> DemoResults {
         let seed = |seed: u64, core_variance_pct: f64| SeedMeasures {
             seed,

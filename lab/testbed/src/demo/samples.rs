@@ -1,4 +1,4 @@
-//! From the busy times of cores to the variances of a run.
+//! Variances of a run, from the busy times of cores.
 
 use std::collections::BTreeMap;
 
@@ -8,13 +8,13 @@ use crate::load::LoadReport;
 
 use super::timeline::Timeline;
 
-/// Busy time of every core in the pool at one moment (ns, absolute), by server.
+/// Absolute busy time of every core in the pool at one time (ns), by server.
 pub type Sample = BTreeMap<u16, Vec<u64>>;
 
-/// One second of the servers that were in the pool for all of it.
+/// One second of a run, for servers that were in the pool for the whole second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Window {
-    /// From this second of the run to the next.
+    /// Start of the window (second of the run).
     pub second: u64,
     /// Variance of the servers' served work; `None` when nothing was served.
     pub server_pct: Option<f64>,
@@ -29,16 +29,16 @@ pub struct SeedMeasures {
     pub seed: u64,
     /// All seconds of the run.
     pub windows: Vec<Window>,
-    /// Mean over the windows that count.
+    /// Mean over the counted windows (%).
     pub server_variance_pct: f64,
-    /// Mean over the windows that count.
+    /// Mean over the counted windows (%).
     pub core_variance_pct: f64,
-    /// The client's report.
+    /// Report of the client.
     pub load: LoadReport,
 }
 
 impl SeedMeasures {
-    /// Measures by the samples at the beginning of each second and at the end of the last.
+    /// Returns the measures by the samples at the start of each second and at the end of the last one.
     pub fn new(seed: u64, samples: &[Sample], timeline: &Timeline, load: LoadReport) -> Self {
         let windows = windows(samples);
         let Variances { server_pct, core_pct } = Variances::of(&windows, timeline);
@@ -46,7 +46,7 @@ impl SeedMeasures {
     }
 }
 
-/// Means over the windows that count.
+/// Means over the counted windows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variances {
     /// Variance of the servers' served work.
@@ -56,7 +56,7 @@ pub struct Variances {
 }
 
 impl Variances {
-    /// Measures of a run's windows.
+    /// Returns the means of a run's windows.
     pub fn of(windows: &[Window], timeline: &Timeline) -> Self {
         let of_counted = |value: fn(&Window) -> Option<f64>| {
             let counted = windows.iter().filter(|window| timeline.is_counted(window.second));
@@ -66,7 +66,7 @@ impl Variances {
     }
 }
 
-/// Between the samples of each second.
+/// Returns the windows between consecutive samples.
 pub fn windows(samples: &[Sample]) -> Vec<Window> {
     (0..).zip(samples.windows(2)).map(|(second, pair)| window(second, &pair[0], &pair[1])).collect()
 }

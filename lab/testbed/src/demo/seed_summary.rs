@@ -1,9 +1,9 @@
-//! Spread of a value.
+//! Median and range of a value over seeds or draws.
 
 use coreward_model::statistics::median;
 use serde::Serialize;
 
-/// A value over the seeds, or over the draws of a simulation.
+/// Value over the seeds, or over the draws of a simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SeedSummary {
     pub median: f64,

@@ -1,9 +1,9 @@
-//! The demo's arrival logs in the simulator, under the same policies, for comparison with the live measurement.
+//! Simulation of the demo's arrival logs under the same policies, for comparison with the live measurement.
 //!
-//! A live run is one draw: the controller draws server ids and the RSS key by chance, and with them which connections
-//! meet at a core; when each agent reports, and whose turn it is, are chance, too. So the simulator replays the same
-//! logs with many draws, the same changes of the pool and the same windows. What is compared is what the demo prints:
-//! the median over the seeds. The noise is its range over the draws.
+//! A live run is one random draw: the controller draws server ids and the RSS key, which decide which connections share
+//! a core. The phases of the agents' reports are random too. The simulator therefore replays the same logs with many
+//! draws, the same changes of the pool and the same windows. The compared value is the median over the seeds; its range
+//! over the draws is the noise.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,18 +17,18 @@ use super::samples::{Sample, Variances, windows};
 use super::seed_summary::SeedSummary;
 use super::timeline::{Event, Timeline};
 
-/// If live and simulator are alike, a live median is outside the range of this many draws once in 10 times: it is as
-/// likely as each draw to be the lowest or the highest of all.
+/// Number of draws. If the simulator is right, a live median is outside their range once in 10 times: each of the 20
+/// values is the lowest or the highest with equal probability.
 pub const SIMULATED_RUNS: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Simulated {
-    /// Per-core variance %: medians over the seeds, their spread over the draws.
+    /// Medians over the seeds of the per-core variance (%), with their range over the draws.
     pub core_variance_pct: SeedSummary,
     pub server_variance_pct: SeedSummary,
 }
 
-/// Replays the logs under each policy on all CPUs; the same in the order of `policies`.
+/// Replays the logs under each policy on all CPUs. Returns the results in the order of `policies`.
 pub fn simulate(
     options: &DemoOptions,
     policies: &[&'static str],
@@ -48,7 +48,7 @@ pub fn simulate(
     medians.chunks(SIMULATED_RUNS).map(of_policy).collect()
 }
 
-/// Medians over the logs, all replayed on the same fleet, as live.
+/// Returns the median over the logs, all replayed on the same fleet, as in the live run.
 fn simulate_draw(
     options: &DemoOptions,
     policy: &str,
@@ -73,8 +73,8 @@ fn simulate_draw(
     Variances { core_pct: median_of(|run| run.core_pct), server_pct: median_of(|run| run.server_pct) }
 }
 
-/// Changes of the pool while the log at this position of the demo's is replayed. Servers wait and join in a circle; the
-/// next in it was there first.
+/// Returns the changes of the pool during log number `position` of the demo. Servers join in a cyclic order, and the
+/// oldest server of the pool drains.
 fn changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
     let waiting = (servers + position) % (servers + 1);
     let mut changes = vec![PoolChange { at_us: 0, server: waiting, eligible: false }];
@@ -88,7 +88,7 @@ fn changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> 
     changes
 }
 
-/// Returns the demo's sample at this second, before a change at the same time.
+/// Returns the sample of this second, before a change at the same time.
 fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> Sample {
     let made = |change: &&PoolChange| change.at_us == 0 || change.at_us < second * 1_000_000;
     let eligible = |server: u16| {
@@ -98,7 +98,7 @@ fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> S
     servers.map(|(server, busy_ns)| (server + 1, busy_ns.to_vec())).collect()
 }
 
-/// `run` for every job, on as many threads as there are CPUs; the results in the order of the jobs.
+/// Runs `run` for every job on one thread per CPU. Returns the results in the order of the jobs.
 fn par_map<J: Sync, R: Send>(jobs: &[J], run: impl Fn(&J) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let worker = || {

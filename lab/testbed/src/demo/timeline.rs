@@ -1,21 +1,21 @@
-//! Events of a seed's run, and the seconds that count.
+//! Changes of the pool during a seed's run, and the counted seconds.
 
 /// Seconds excluded from the variances after the start and after every change of the pool.
 pub const SETTLE_SECONDS: u64 = 5;
-/// With fewer, no second would count between two changes.
+/// Minimum duration: with a shorter one, no second would count between two changes.
 pub const SECONDS_MIN: u64 = 3 * (SETTLE_SECONDS + 1);
 
-/// A change of the pool.
+/// Change of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     /// The waiting server joins.
     Join,
-    /// The server that has been in the pool for longest drains.
+    /// The oldest server of the pool drains.
     Drain,
 }
 
 impl Event {
-    /// The server's action, in a word.
+    /// Returns the server's action in a word.
     pub fn action(self) -> &'static str {
         match self {
             Self::Join => "joins",
@@ -24,20 +24,20 @@ impl Event {
     }
 }
 
-/// Seconds of a run, from 0.
+/// Changes at times of a run, in seconds from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeline {
     seconds: u64,
 }
 
 impl Timeline {
-    /// Panics with fewer than [`SECONDS_MIN`] seconds.
+    /// Creates a timeline. Panics with fewer than [`SECONDS_MIN`] seconds.
     pub fn new(seconds: u64) -> Self {
         assert!(seconds >= SECONDS_MIN, "{seconds} seconds are too short for a run");
         Self { seconds }
     }
 
-    /// Length of the run.
+    /// Returns the duration of the run (s).
     pub fn seconds(&self) -> u64 {
         self.seconds
     }
@@ -46,12 +46,12 @@ impl Timeline {
         [(self.seconds / 3, Event::Join), (self.seconds * 2 / 3, Event::Drain)]
     }
 
-    /// The change at the beginning of a second.
+    /// Returns the change at the start of a second.
     pub fn event(&self, second: u64) -> Option<Event> {
         self.changes().into_iter().find(|(at, _)| *at == second).map(|(_, event)| event)
     }
 
-    /// Whether the second from `second` to `second + 1` counts.
+    /// Returns whether the second from `second` to `second + 1` counts.
     pub fn is_counted(&self, second: u64) -> bool {
         let unsettled = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
         !unsettled(0) && !self.changes().into_iter().any(|(change, _)| unsettled(change))

@@ -1,5 +1,5 @@
-//! `coreward-lab figure ringleader-cores-live`: a latency-sensitive service with bursts and a batch service that always
-//! has work, on the cores of `coreward orchestrate`.
+//! `coreward-lab figure ringleader-cores-live`: a latency-sensitive service with bursts, and a batch service that
+//! always has requests, on the cores of `coreward orchestrate`.
 
 use std::collections::HashMap;
 use std::process::Stdio;
@@ -24,12 +24,12 @@ use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::{Testbed, missing_privilege};
 
-/// Load of a burst on top, as a part of what all cores can serve.
+/// Additional load of a burst, as a fraction of the capacity of all cores.
 const BURST_LOAD: f64 = 0.5;
 const BURST_SECONDS: f64 = 0.1;
-/// Time from a burst to the next one (ns).
+/// Interval of bursts (ns).
 const BURST_INTERVAL_NS: u64 = 1_000_000_000;
-/// Source ports of bursts: other ones than those of the measured requests.
+/// Number of source ports of bursts, which differ from those of the measured requests.
 const BURST_FLOWS: u16 = 64;
 const BURST_FIRST_PORT: u16 = 40_000;
 const BATCH_SERVICE: usize = 1;
@@ -38,7 +38,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// A measured run.
 struct Run {
     latency: Measurement,
-    /// Time of all cores that the batch had, in percent.
+    /// Share of all cores' time that the batch got (%).
     batch_pct: f64,
 }
 
@@ -53,7 +53,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
     let plan = points::plan(scenario)?;
     let mut configs: Vec<&Config> = plan.jobs.iter().filter_map(as_rpc).collect();
-    // Run by run, so that disturbances of the machine affect all series.
+    // Ordered by run, so that disturbances of the machine affect all series.
     configs.sort_by_key(|config| config.seed);
     let mut measured: HashMap<String, Run> = HashMap::new();
     let mut env = None;
@@ -102,7 +102,7 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     Ok(Run { latency, batch_pct })
 }
 
-/// Measures with `send`. Returns the time of the cores that the batch had meanwhile, too, in percent.
+/// Measures with `send`. Also returns the share of the cores' time that the batch got meanwhile (%).
 fn measure_batch(
     orchestrator: &Orchestrator,
     cores: u16,
@@ -115,7 +115,7 @@ fn measure_batch(
     Ok((latency, (after_ns - before_ns) as f64 / all_ns * 100.0))
 }
 
-/// Sends a burst in each interval until `stop` is set. Each has a seed of its own.
+/// Sends a burst per interval until `stop` is set. Each burst has its own seed.
 fn send_bursts(testbed: &Testbed, burst: &Requests, stop: &AtomicBool) -> anyhow::Result<()> {
     let mut due_ns = now_ns() + BURST_INTERVAL_NS;
     for number in 1.. {

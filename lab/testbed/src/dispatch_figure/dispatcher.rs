@@ -1,4 +1,4 @@
-//! `coreward dispatch` on a server: the command itself, with a file as a user would write it.
+//! `coreward dispatch` on a server: the real command, with a file like a user's.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -17,7 +17,7 @@ use crate::fleet::coreward_command;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
-/// The dispatch of one service on one server; detached when dropped.
+/// Dispatch of one service on one server; detached when dropped.
 #[derive(Debug)]
 pub struct Dispatcher<'a> {
     testbed: &'a Testbed,
@@ -26,8 +26,9 @@ pub struct Dispatcher<'a> {
     daemon: Process,
 }
 
-/// The file for the key-value server's requests of class K, whose type is WORKK: the simulator's policy in the terms of
-/// docs/dispatch.md. `unit_us`: the unit of service time. Fails when `coreward dispatch` has no such policy.
+/// Returns the configuration for the key-value server's requests of class K, whose type is WORKK: the simulator's
+/// policy in the terms of docs/dispatch.md. `unit_us`: unit of service time (us). Fails when `coreward dispatch` has no
+/// such policy.
 pub fn key_value_service(policy: &Policy, service: &Service, unit_us: f64) -> anyhow::Result<String> {
     let name = match policy {
         Policy::ClassBoundedQueue(_) => "jbsrq".to_owned(),
@@ -51,9 +52,9 @@ pub fn key_value_service(policy: &Policy, service: &Service, unit_us: f64) -> an
 }
 
 impl<'a> Dispatcher<'a> {
-    /// Starts it on a server, for the one service that `service` describes (without the heading), and waits until all
-    /// `workers` are known to it. Fails when it does not start, or not all workers are found in time; the error holds
-    /// its log.
+    /// Starts the dispatch on a server for one service, described by `service` (without the heading), and waits until
+    /// it has found all `workers`. Fails when it does not start, or not all workers are found in time; the error
+    /// contains its log.
     pub fn start(testbed: &'a Testbed, server: u16, service: &str, workers: u16) -> anyhow::Result<Self> {
         let pin_directory = testbed.pin_directory().join(format!("dispatch-s{server}"));
         let path = testbed.directory().join(format!("dispatch-s{server}.toml"));
@@ -91,17 +92,18 @@ impl<'a> Dispatcher<'a> {
         status["services"].get(0).cloned().context("a status without a service")
     }
 
-    /// Workers in `coreward dispatch --status`. Fails when it prints nothing.
+    /// Returns the workers in `coreward dispatch --status`. Fails when it prints nothing.
     pub fn workers(&self) -> anyhow::Result<Vec<Value>> {
         self.status()?["workers"].as_array().cloned().context("a status without workers")
     }
 
-    /// Number of dispatched requests. Fails when its status cannot be had.
+    /// Returns the number of dispatched requests. Fails when the status is not available.
     pub fn dispatched(&self) -> anyhow::Result<u64> {
         self.workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }
 
-    /// Ends the daemon, and the dispatch: the kernel picks by itself again. Fails when one of them does not end.
+    /// Stops the daemon and detaches the dispatch: the kernel selects workers again. Fails when one of them does not
+    /// end.
     pub fn stop(mut self) -> anyhow::Result<()> {
         let status = self.daemon.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch ended with {status}");
@@ -111,7 +113,7 @@ impl<'a> Dispatcher<'a> {
 
 impl Drop for Dispatcher<'_> {
     fn drop(&mut self) {
-        // After a failure, or once more after `stop`: what is pinned goes with the testbed at the latest.
+        // After a failure or `stop`; remaining pins are removed with the testbed.
         let _ = self.daemon.terminate(Duration::from_secs(1));
         let _ = self.command(&["--detach"]);
     }

@@ -4,7 +4,7 @@
 //! * [`dispatcher`]: `coreward dispatch` on a server of a testbed; [`orchestrator`]: `coreward orchestrate`
 //! * [`requests`]: one measurement by `coreward-lab load`
 //! * [`server_figure`]: one server; [`cores_figure`]: with a batch; [`path_figure`]: several behind the load balancer
-//! * [`points`]: which measurements a scenario asks for, and in which order
+//! * [`points`]: measurements that a scenario needs, and their order
 
 pub mod cores_figure;
 pub mod dispatcher;
@@ -19,7 +19,7 @@ use std::process::Command;
 
 use crate::interrupt;
 
-/// Ends a measurement that is going on, in order.
+/// Interrupts the running measurement.
 pub fn interrupt() {
     interrupt::request();
 }

@@ -19,7 +19,7 @@ use crate::fleet::{coreward_command, lab_command};
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
-/// The orchestrator of one service, with its server; both are killed when dropped.
+/// Orchestrator of one service with its server; both are killed when dropped.
 #[derive(Debug)]
 pub struct Orchestrator {
     server: Process,
@@ -27,8 +27,9 @@ pub struct Orchestrator {
     busy_file: PathBuf,
 }
 
-/// Returns the file of `coreward orchestrate` for a simulated server: docs/orchestrate.md. `latency_us`: most time for
-/// which the daemon sleeps while cores have requests. Fails when the service has more classes than the protocol.
+/// Returns the configuration of `coreward orchestrate` (docs/orchestrate.md) for a simulated server. `latency_us`:
+/// longest time that the daemon sleeps while cores have requests (us). Fails when the service has more classes than the
+/// protocol.
 pub fn configuration(
     config: &Config,
     options: &JbsrqOptions,
@@ -53,7 +54,7 @@ pub fn configuration(
     for service in 0..services {
         let (priority, lambda) = (service, options.lambda.get());
         writeln!(text, "[[service]]\nlisten = \"{SERVICE}\"\npriority = {priority}\nlambda = {lambda:?}")?;
-        // The last one has all other requests.
+        // The last service has all other requests.
         if service + 1 < services {
             let value = RequestType::work(service).context("more classes than the protocol has")?.byte();
             writeln!(text, "match = {{ offset = {TYPE_OFFSET}, value = {value} }}")?;
@@ -63,9 +64,10 @@ pub fn configuration(
 }
 
 impl Orchestrator {
-    /// Starts it on server 1, for the one service of `config`, and waits until all cores are connected. `unit_us`: the
-    /// unit of service time. `batch`: service time of a batch that always has work. Idle cores and the waiting daemon
-    /// sleep for the simulated latency of the interface. Fails when one of the two does not start.
+    /// Starts orchestrator and server on server 1 for the one service of `config`, and waits until all cores are
+    /// connected. `unit_us`: unit of service time (us). `batch`: service time of a batch that always has requests. Idle
+    /// cores and the waiting daemon sleep for the simulated latency of the interface. Fails when one of the two does
+    /// not start.
     pub fn start(
         testbed: &Testbed,
         config: &Config,
@@ -76,7 +78,7 @@ impl Orchestrator {
         let path = |name: &str| testbed.directory().join(name);
         let (memory, busy_file, file) = (path("cores"), path("cores-busy"), path("orchestrate.toml"));
         for left in [&memory, &busy_file] {
-            // Those of an earlier one.
+            // Files of an earlier orchestrator.
             let _ = fs::remove_file(left);
         }
         fs::write(&file, configuration(config, options, &memory, in_us(config.latency, unit_us))?)?;
@@ -98,13 +100,13 @@ impl Orchestrator {
         Ok(Self { server, daemon, busy_file })
     }
 
-    /// Time that a service had on all cores (ns). Fails when the file cannot be read.
+    /// Returns the time that a service had on all cores (ns). Fails when the file cannot be read.
     pub fn busy_ns(&self, service: usize) -> anyhow::Result<u64> {
         read_busy_file(&self.busy_file)?.get(service).copied().context("a core load file without the service")
     }
 
-    /// Ends both. Returns the number of requests that cores completed. Fails when requests were dropped, rejected or
-    /// lost, when a worker stalled, or when one of the two does not end.
+    /// Stops orchestrator and server. Returns the number of requests that cores completed. Fails when requests were
+    /// dropped, rejected or lost, when a worker stalled, or when one of the two does not end.
     pub fn stop(mut self) -> anyhow::Result<u64> {
         for (name, process) in
             [("the server of the cores", &mut self.server), ("coreward orchestrate", &mut self.daemon)]
@@ -126,7 +128,7 @@ fn in_us(time: f64, unit_us: f64) -> u64 {
     (time * unit_us).round().max(1.0) as u64
 }
 
-/// Options of `coreward-lab testbed orchestrated-server` for a simulated server.
+/// Returns the options of `coreward-lab testbed orchestrated-server` for a simulated server.
 fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<String> {
     let cores: Vec<String> = (0..config.cores).map(|core| core.to_string()).collect();
     vec![

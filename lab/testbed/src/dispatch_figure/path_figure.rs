@@ -1,5 +1,5 @@
-//! `coreward-lab figure path-live`: datagrams through the load balancer to several servers, `coreward dispatch` in
-//! each: every policy of the one with every policy of the other.
+//! `coreward-lab figure path-live`: datagrams through the load balancer to several servers, each with `coreward
+//! dispatch`. Every policy of the load balancer is combined with every policy of the dispatch.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,7 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 
-/// Most bytes that wait in a worker's socket.
+/// Receive buffer of a worker's socket (bytes).
 const RECEIVE_BUFFER: &str = "16000000";
 
 /// Measures every series of `scenario`, which `coreward-lab sim path` could simulate, with connections of one request:
@@ -32,7 +32,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let seconds = scenario.live.as_ref().and_then(|live| live.seconds).context("[live]: expected `seconds`")?;
     let plan = points::plan(scenario)?;
     let mut configs: Vec<&path::Config> = plan.jobs.iter().filter_map(|job| as_path(job)).collect();
-    // Run by run, so that disturbances of the machine affect all series; then by the restarts that they need.
+    // Ordered by run, so that disturbances of the machine affect all series; then by the restarts that they need.
     configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
     let mut measured: HashMap<String, Measurement> = HashMap::new();
     progress(0, configs.len());
@@ -57,7 +57,7 @@ fn as_path(job: &Job) -> Option<&path::Config> {
     if let Job::Path(config) = job { Some(config) } else { None }
 }
 
-/// A client, a load balancer and servers; the fields are dropped in this order.
+/// Client, load balancer and servers. The fields are dropped in this order.
 struct TestEnv {
     _servers: Vec<KeyValueServer>,
     testbed: Testbed,
@@ -76,7 +76,7 @@ impl TestEnv {
         Ok(Self { _servers: servers, testbed })
     }
 
-    /// Controller, load balancer and agents, with the service by datagram under this policy.
+    /// Starts controller, load balancer and agents, with placement by datagram under these policies.
     fn fleet(&self, policies: &[String]) -> anyhow::Result<Fleet> {
         let [policy] = policies else { anyhow::bail!("policies of one run: expected one") };
         let more = format!(

@@ -1,4 +1,4 @@
-//! Measurements of a scenario, their order, and the place of each value.
+//! Measurements of a scenario, their order, and the position of each value.
 
 use std::collections::HashMap;
 
@@ -9,13 +9,13 @@ use coreward_sim::figure::live::Sample;
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc;
 
-/// The runs that the measured series need, as the simulator would make them. Fails when parameters of the scenario make
-/// none.
+/// Returns the runs that the measured series need, as in the simulator. Fails when the scenario's parameters are
+/// invalid.
 pub fn plan(scenario: &Scenario) -> anyhow::Result<Plan> {
     scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))
 }
 
-/// The samples of a plan. `value` gives the height of a place.
+/// Returns the samples of a plan. `value` returns the y value of a position.
 pub fn samples(
     scenario: &Scenario,
     plan: &Plan,
@@ -32,12 +32,12 @@ pub fn samples(
     plan.places.iter().map(sample).collect()
 }
 
-/// Key of a measurement.
+/// Returns the key of a measurement.
 pub fn key(config: &impl std::fmt::Debug) -> String {
     format!("{config:?}")
 }
 
-/// Finds what was measured at a point. Fails when it was not.
+/// Returns the measurement of a point. Fails when it is missing.
 pub fn find_measurement<'a, T>(
     measured: &'a HashMap<String, T>,
     config: &impl std::fmt::Debug,
@@ -45,15 +45,15 @@ pub fn find_measurement<'a, T>(
     measured.get(&key(config)).with_context(|| format!("not measured: {config:?}"))
 }
 
-/// Whether two runs are the same but for the load.
+/// Returns whether two runs differ only in their load.
 pub fn is_same_series(a: &rpc::Config, b: &rpc::Config) -> bool {
     let without = |config: &rpc::Config| rpc::Config { load: 0.0, ..config.clone() };
     without(a) == without(b)
 }
 
-/// The highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it: the load
-/// at which it first passes the bound, by interpolation of the p99's logarithm between two points; 0 when the first
-/// point misses it, the last point when none does. Fails when there are no points.
+/// Returns the highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it.
+/// The crossing is interpolated on the logarithm of the p99. Returns 0 when the first point exceeds `slo`, and the last
+/// load when no point does. Fails without points.
 pub fn peak(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Result<f64> {
     curve.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { bail!("a peak without a curve") };
@@ -74,7 +74,7 @@ mod tests {
     #[test]
     fn peak_is_the_first_crossing_of_the_bound() {
         let peak = |curve: &[(f64, f64)]| peak(curve.to_vec(), 10.0).unwrap();
-        // From 1 to 100 in logarithms: half-way.
+        // On the logarithmic scale 10 is half-way from 1 to 100.
         assert!((peak(&[(0.4, 100.0), (0.2, 1.0)]) - 0.3).abs() < 1e-12);
         assert_eq!(peak(&[(0.1, 5.0), (0.2, 10.0), (0.3, 20.0), (0.4, 9.0), (0.5, 30.0)]), 0.2);
         assert_eq!(peak(&[(0.1, 11.0), (0.2, 9.0)]), 0.0);

@@ -1,4 +1,4 @@
-//! One measurement: `coreward-lab load` from the testbed's client, and what it saw.
+//! One measurement with `coreward-lab load` from the testbed's client.
 
 use std::net::SocketAddrV4;
 use std::process::Stdio;
@@ -17,20 +17,20 @@ use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::Testbed;
 
-/// Source ports: enough for hashes to give 4 workers equal shares within a few per cent, as if every request were
+/// Number of source ports: hashes then give 4 workers equal shares within a few percent, as if every request were
 /// hashed.
 const FLOWS: u16 = 8192;
 /// First source port, the same in every run.
 const FIRST_PORT: u16 = 20_000;
 const WARM_UP_S: f64 = 0.3;
 const TIMEOUT_S: f64 = 2.0;
-/// The generator's 99th percentile of lateness (us) above which the machine did something else meanwhile: such a
-/// measurement is no evidence about the servers, and is made again. Usual is a tenth of it.
+/// Limit of the 99th percentile of the generator's lateness (us). Above it the machine was busy, the measurement is
+/// invalid and is repeated. A tenth of the limit is normal.
 const MAX_LATENESS_US: f64 = 500.0;
-/// In the environment: another [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
+/// Environment variable that replaces [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
 const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
-/// So often at most, with longer and longer pauses in between: together four minutes, in which what else there was to
-/// do is hoped to be done. A figure of many minutes should not be lost to one busy minute.
+/// Limit of attempts, with growing pauses, in total four minutes. A figure that takes many minutes should survive a
+/// busy one.
 const ATTEMPTS: u32 = 12;
 const PAUSE: Duration = Duration::from_secs(1);
 const MAX_PAUSE: Duration = Duration::from_secs(30);
@@ -40,9 +40,9 @@ const MAX_PAUSE: Duration = Duration::from_secs(30);
 pub struct Requests {
     /// Service times, in units.
     pub service: Service,
-    /// The unit (us).
+    /// Unit of service time (us).
     pub unit_us: f64,
-    /// A second.
+    /// Requests per second.
     pub rate: f64,
     /// Measured time (s).
     pub seconds: f64,
@@ -56,7 +56,7 @@ pub struct Measurement {
     unit_us: f64,
 }
 
-/// Allows as many sockets as possible: every source port is one. Fails when there may not be enough.
+/// Raises the limit of sockets, because every source port is a socket. Fails when the limit may be too low.
 pub fn allow_sockets() -> anyhow::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let needed = u64::from(FLOWS) + 100;
@@ -65,8 +65,8 @@ pub fn allow_sockets() -> anyhow::Result<()> {
 }
 
 impl Requests {
-    /// Sends them all and waits for the answers; once more when the machine was busy with something else. Fails when
-    /// the generator fails, the machine is busy all the time, or nothing was answered.
+    /// Sends all requests and waits for the responses; repeats this while the machine is busy. Fails when the generator
+    /// fails, the machine stays busy, or no request was answered.
     pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
         let options = [("--service", self.service.to_string()), ("--multiplier", self.unit_us.to_string())];
         let report = measure_undisturbed(testbed, SERVICE, self.rate, self.seconds, self.seed, &options)?;
@@ -74,8 +74,8 @@ impl Requests {
     }
 }
 
-/// Runs `coreward-lab load TARGET` from the testbed's client at this rate for these seconds, with further options; once
-/// more if the machine was busy. Fails when the generator fails, or the machine is busy all the time.
+/// Runs `coreward-lab load TARGET` from the testbed's client at a rate for a duration, with further options; repeats
+/// this while the machine is busy. Fails when the generator fails, or the machine stays busy.
 pub fn measure_undisturbed(
     testbed: &Testbed,
     target: SocketAddrV4,
@@ -127,8 +127,8 @@ fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Durati
 }
 
 impl Measurement {
-    /// The value of a measure, times in units of service time. Fails when it is none that the generator takes, or
-    /// nothing was answered.
+    /// Returns the value of a metric, times in units of service time. Fails when the generator does not measure the
+    /// metric, or no request was answered.
     pub fn value(&self, measure: Metric) -> anyhow::Result<f64> {
         let (first, last) = (self.report.classes.first(), self.report.classes.last());
         let latency = match measure {
@@ -145,7 +145,7 @@ impl Measurement {
         Ok(p99_us / self.unit_us)
     }
 
-    /// Requests that were due in the measured time, and how many of them were lost.
+    /// Returns the number of requests due in the measured time, and how many of them were lost.
     pub fn requests_and_lost(&self) -> (u64, u64) {
         (self.report.requests, self.report.lost)
     }

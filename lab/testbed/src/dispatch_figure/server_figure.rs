@@ -1,5 +1,5 @@
-//! `coreward-lab figure turbo-9-live`, `ringleader-bimodal-live` and others: one server, paced cores, and every policy
-//! in turns. `jbsrq` is `coreward orchestrate`, the other policies are `coreward dispatch`.
+//! `coreward-lab figure turbo-9-live`, `ringleader-bimodal-live` and others: one server with paced cores, and every
+//! policy in turn. `jbsrq` runs on `coreward orchestrate`, the other policies on `coreward dispatch`.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,7 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, missing_privilege};
 
-/// Receive buffer of a worker's socket, enough for the longest run.
+/// Receive buffer of a worker's socket (bytes), enough for the longest run.
 const RECEIVE_BUFFER: &str = "16000000";
 
 /// Measures every series of `scenario`, which the simulator could simulate. Fails without root, when the scenario has
@@ -33,7 +33,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
     let plan = points::plan(scenario)?;
     let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| as_rpc(job)).collect();
-    // Run by run, so that disturbances of the machine affect all series.
+    // Ordered by run, so that disturbances of the machine affect all series.
     configs.sort_by_key(|config| config.seed);
     let mut measured: HashMap<String, Measurement> = HashMap::new();
     let mut env = None;
@@ -62,7 +62,7 @@ fn as_rpc(job: &Job) -> Option<&rpc::Config> {
     if let Job::Rpc(config) = job { Some(config) } else { None }
 }
 
-/// The part of coreward that sends requests to the cores of the server.
+/// Command of coreward that sends requests to the cores of the server.
 enum Backend<'a> {
     Dispatcher(Dispatcher<'a>),
     Orchestrator(Orchestrator),
@@ -77,7 +77,7 @@ impl<'a> Backend<'a> {
         Ok(Self::Dispatcher(Dispatcher::start(&env.testbed, 1, &service, config.cores)?))
     }
 
-    /// Ends it. Returns the number of requests that it has sent to cores.
+    /// Stops the backend. Returns the number of requests that it has sent to cores.
     fn stop(self) -> anyhow::Result<u64> {
         match self {
             Self::Dispatcher(dispatcher) => {
@@ -90,21 +90,21 @@ impl<'a> Backend<'a> {
     }
 }
 
-/// A client and a server; the fields are dropped in this order.
+/// Client and server. The fields are dropped in this order.
 pub(super) struct TestEnv {
     workers: u16,
-    /// `None`: the server belongs to `coreward orchestrate`, which starts with it.
+    /// Key-value server; `None`: `coreward orchestrate` starts the server.
     server: Option<KeyValueServer>,
     pub(super) testbed: Testbed,
 }
 
 impl TestEnv {
-    /// Returns the present one, or a new one if that has another number of workers or another server.
+    /// Returns the present environment, or a new one for another number of workers or another server.
     pub(super) fn reuse_or_start<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
         let (workers, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
         let is_suited = |env: &Self| env.workers == workers && env.server.is_some() == has_server;
         if !present.as_ref().is_some_and(is_suited) {
-            // The old dispatcher's must be gone first.
+            // Drops the old environment first: its dispatcher must be gone.
             *present = None;
             *present = Some(Self::start(workers, has_server)?);
         }

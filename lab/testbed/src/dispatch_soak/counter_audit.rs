@@ -1,8 +1,8 @@
-//! The books of the dispatch against what the kernel counts by itself.
+//! Audit of the dispatch's ledger by the kernel's counters.
 //!
-//! The kernel's counters of the two network namespaces (RFC 4113) and of the dead sockets account for every request, to
-//! the datagram: read by a worker, dropped at a full receive buffer, received without a listener, or queued at a killed
-//! worker. A request can be lost in no other way.
+//! The kernel's counters of both network namespaces (RFC 4113) and of closed sockets account for every datagram: read
+//! by a worker, dropped at a full receive buffer, received without a listener, or queued at a killed worker. A request
+//! cannot be lost in any other way.
 
 use coreward_load::report::Report;
 use serde::Serialize;
@@ -12,19 +12,19 @@ use super::fault_injector::FaultCounts;
 use super::test_env::{TestEnv, WORKERS, eligible};
 use crate::counters::{self, Counters};
 
-/// Everything at one moment.
+/// All counters at one time.
 #[derive(Debug)]
 pub struct Reading {
     ledger: Value,
     client: Counters,
     server: Counters,
     purged: u64,
-    /// Datagrams that workers read and had no response to.
+    /// Datagrams that workers read and did not answer.
     refused: u64,
 }
 
 impl Reading {
-    /// Now. Fails when something cannot be read.
+    /// Reads all counters. Fails when one cannot be read.
     pub fn take(env: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             ledger: env.ledger()?,
@@ -35,7 +35,7 @@ impl Reading {
         })
     }
 
-    /// Everything that shows that requests are still on their way, or that a worker gets none.
+    /// Returns signs that requests are still pending, or that a worker gets none.
     pub fn describe_unfinished(&self) -> Vec<String> {
         let mut found = Vec::new();
         let (outstanding, queued) = (self.sum("outstanding"), self.sum("queued"));
@@ -55,7 +55,7 @@ impl Reading {
         found
     }
 
-    /// Sum over all workers.
+    /// Returns the sum of a count over all workers.
     fn sum(&self, count: &str) -> u64 {
         let workers = self.ledger["workers"].as_array().into_iter().flatten();
         workers.filter_map(|worker| worker[count].as_u64()).sum()
@@ -74,54 +74,54 @@ impl Reading {
     }
 }
 
-/// A segment's events, as differences of the counts before and after.
+/// Results of a segment, as differences of the counters before and after.
 #[derive(Debug, Serialize)]
 pub struct Segment {
-    /// From 0.
+    /// Number of the segment, from 0.
     pub number: u32,
-    /// Faults that were made.
+    /// Injected faults.
     pub faults: FaultCounts,
     /// Datagrams that the client sent to the service.
     pub sent: u64,
     /// Requests that workers read.
     pub read: u64,
-    /// Dropped at full receive buffers.
+    /// Requests dropped at full receive buffers.
     pub dropped: u64,
-    /// Received without a listener.
+    /// Requests received without a listener.
     pub without_listener: u64,
-    /// Queued at workers that were killed.
+    /// Requests queued at killed workers.
     pub purged: u64,
-    /// Read by workers that were killed before they answered.
+    /// Requests that killed workers had read and not answered.
     pub killed_in_service: i64,
     /// Responses that workers sent.
     pub responses: u64,
-    /// The ledger; `None` after a restart of it.
+    /// Ledger of the dispatch; `None` when it restarted.
     pub ledger: Option<RequestLedger>,
     pub load_requests: u64,
-    /// Requests without a response.
+    /// Requests of the load without a response.
     pub load_lost: u64,
     /// Violations.
     pub violations: Vec<String>,
 }
 
-/// The counters of a segment.
+/// Ledger of a segment.
 #[derive(Debug, Serialize)]
 pub struct RequestLedger {
-    /// Requests that went to workers.
+    /// Requests sent to workers.
     pub dispatched: u64,
     /// Requests with a response.
     pub completed: u64,
-    /// Given up.
+    /// Requests that the dispatch gave up.
     pub abandoned: u64,
-    /// Datagrams from the service's port that answered nothing.
+    /// Datagrams from the service's port without a matching request.
     pub unmatched: u64,
-    /// Responses to requests that had been given up.
+    /// Responses to abandoned requests.
     pub late: i64,
 }
 
 impl Segment {
-    /// `before` and `after`: a second after the last request, when nothing was on its way. `at_once`: `after`, but
-    /// sooner.
+    /// `before` and `after` are readings a second after the last request, when none is pending. `at_once`: reading
+    /// after the last request, but earlier than `after`.
     pub fn new(
         number: u32,
         before: &Reading,
@@ -155,7 +155,7 @@ impl Segment {
         segment
     }
 
-    /// One line.
+    /// Returns the results in one line.
     pub fn summary(&self) -> String {
         let Self { sent, read, dropped, without_listener, purged, killed_in_service, load_lost, .. } = self;
         format!(
@@ -175,13 +175,13 @@ impl Segment {
         self.violations.push(format!("segment {}: {what}", self.number));
     }
 
-    /// Every datagram is accounted for, and was lost only where something was done that loses datagrams.
+    /// Checks that every datagram is accounted for, and that datagrams were lost only where a fault loses them.
     fn check_datagrams(&mut self) {
         let known = self.read + self.dropped + self.without_listener + self.purged;
         let (sent, made) = (self.sent, self.faults.clone());
         let (dropped, without_listener, purged) = (self.dropped, self.without_listener, self.purged);
         let killed = made.kills + made.restarts * WORKERS;
-        // One may arrive while the socket is being closed.
+        // A datagram may arrive while the socket is being closed.
         let accounted = (known..=known + killed).contains(&sent);
         self.require(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
         self.require(dropped == 0 || made.floods > 0, || format!("{dropped} datagrams dropped without a flood"));
@@ -189,7 +189,7 @@ impl Segment {
             format!("{without_listener} reached no worker without a restart")
         });
         self.require(purged == 0 || killed > 0, || format!("{purged} were purged without a kill"));
-        // The worker counts after a read, and after an answer: a kill may come between.
+        // A worker counts after a read and after a response: a kill may come in between.
         let in_service = self.killed_in_service;
         let possible = -(killed as i64)..=killed as i64;
         self.require(possible.contains(&in_service), || format!("{in_service} requests were read and not answered"));

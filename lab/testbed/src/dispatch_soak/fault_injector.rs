@@ -1,4 +1,4 @@
-//! Faults, at random but the same for every run of a seed.
+//! Random faults, reproducible from a seed.
 
 use std::time::{Duration, Instant};
 
@@ -17,37 +17,37 @@ use crate::interrupt;
 const PAUSE_MS: std::ops::Range<u32> = 100..600;
 /// Time for which a worker is stopped (ms).
 const STOP_DURATION_MS: std::ops::Range<u32> = 1_000..3_000;
-/// Datagrams of a flood: several times what the workers' receive buffers hold.
+/// Datagrams of a flood: several times the capacity of the workers' receive buffers.
 const FLOOD_DATAGRAMS: u32 = 3_000;
 /// Datagrams of a flood that are sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
 const FLOOD_BURST: u32 = 100;
-/// After this a request is at its worker.
+/// Time after which a request has arrived at its worker.
 const DELIVERY_TIME: Duration = Duration::from_millis(20);
 
 /// Counts of faults.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
 pub struct FaultCounts {
-    /// One worker killed; the server starts another.
+    /// Killed workers; the server replaces each.
     pub kills: u64,
-    /// One worker stopped for one to three seconds.
+    /// Workers stopped for one to three seconds.
     pub stops: u64,
-    /// All workers killed at once.
+    /// Kills of all workers at once.
     pub restarts: u64,
-    /// The dispatch detached, and attached a while later.
+    /// Detachments of the dispatch, each followed by an attachment.
     pub detachments: u64,
     /// Restarts of the killed daemon.
     pub upgrades: u64,
     pub floods: u64,
-    /// Requests that get no response, floods included.
+    /// Requests without a response, including floods.
     pub without_response: u64,
-    /// Those that another process answered.
+    /// Requests that another process answered.
     pub answered_by_others: u64,
     /// Unrequested responses.
     pub spoofed: u64,
 }
 
 impl FaultCounts {
-    /// Adds another segment's.
+    /// Adds the counts of another segment.
     pub fn add(&mut self, other: &Self) {
         let Self { kills, stops, restarts, detachments, upgrades, .. } = other;
         self.kills += kills;
@@ -71,13 +71,14 @@ pub struct FaultInjector<'a> {
     may_restart: bool,
     unanswered_client: UnansweredClient,
     spoofer: Spoofer,
-    /// Stopped workers and the time of their SIGCONT.
+    /// Stopped workers and the times of their SIGCONT.
     stopped: Vec<(u32, Instant)>,
     counts: FaultCounts,
 }
 
 impl<'a> FaultInjector<'a> {
-    /// `anew`: the dispatch may be detached, and the whole server restarted. Fails when sockets cannot be had.
+    /// `may_restart`: the dispatch may be detached, and the whole server restarted. Fails when sockets cannot be
+    /// opened.
     pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, may_restart: bool) -> anyhow::Result<Self> {
         let unanswered_client = UnansweredClient::open(env.testbed().client())?;
         let spoofer = Spoofer::open(env.testbed().server(1)?)?;
@@ -96,7 +97,7 @@ impl<'a> FaultInjector<'a> {
         self.env
     }
 
-    /// Injects faults until `end`. Fails when a fault cannot be injected, or a signal came.
+    /// Injects faults until `end`. Fails when a fault cannot be injected, or after a signal.
     pub fn inject_until(&mut self, end: Instant) -> anyhow::Result<()> {
         loop {
             let pause = self.within(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
@@ -113,7 +114,7 @@ impl<'a> FaultInjector<'a> {
         }
     }
 
-    /// Resumes all workers; returns the faults made.
+    /// Resumes all workers. Returns the counts of faults.
     pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
         std::mem::take(&mut self.stopped).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
         Ok(self.counts)
@@ -153,7 +154,7 @@ impl<'a> FaultInjector<'a> {
 
     fn any_worker(&mut self) -> Option<u32> {
         let number = uniform_below(self.rng, WORKERS as u32) as u8;
-        // One that was just killed may not be back.
+        // A killed worker may not have been replaced yet.
         self.env.server().worker_pid(number).ok()
     }
 
@@ -173,7 +174,7 @@ impl<'a> FaultInjector<'a> {
     fn stop_worker(&mut self) {
         let Some(pid) = self.any_worker() else { return };
         let resume_at = Instant::now() + self.within(STOP_DURATION_MS);
-        // Two at once at most: half of the workers carry the load.
+        // At most two at a time: half of the workers can serve the load.
         if self.stopped.len() < 2 && self.stopped.iter().all(|(stopped, _)| *stopped != pid) {
             self.signal(pid, Signal::SIGSTOP);
             self.stopped.push((pid, resume_at));
@@ -181,7 +182,7 @@ impl<'a> FaultInjector<'a> {
         }
     }
 
-    /// Some; another process answers every second of them.
+    /// Sends requests that get no response; another process answers every second one.
     fn without_response(&mut self) {
         let count = 1 + uniform_below(self.rng, 20);
         let ids: Vec<u32> = (0..count).filter_map(|_| self.unanswered_client.send()).collect();

@@ -1,11 +1,10 @@
-//! `coreward-lab testbed dispatch-soak`: `coreward dispatch` under load while workers die, stop and return, the
-//! dispatch is detached and attached, and unrequested datagrams arrive. At the end the ledger must be exact, and every
-//! lost request must be one that the kernel had already queued, or could not queue.
+//! `coreward-lab testbed dispatch-soak`: `coreward dispatch` under load while workers are killed, stopped and
+//! restarted, the dispatch is detached and attached, and spoofed responses arrive. At the end the ledger must be exact,
+//! and each lost request must have been queued or dropped by the kernel.
 //!
-//! It goes in segments. In each `coreward-lab load` sends all the time while [`fault_injector`] runs; one second
-//! after the last request the books are compared with what the kernel counts by itself ([`counter_audit`]). In every
-//! second segment the dispatch is also detached and attached, and the server restarted: its books then begin in the
-//! middle.
+//! A run consists of segments. In each one `coreward-lab load` sends continuously while [`fault_injector`] runs. One
+//! second after the last request the ledger is compared with the kernel's counters ([`counter_audit`]). In every second
+//! segment the dispatch is also detached and attached, and the server restarted; the ledger then restarts too.
 
 pub mod counter_audit;
 pub mod fault_injector;
@@ -24,12 +23,12 @@ use counter_audit::{Reading, Segment};
 use fault_injector::{FaultCounts, FaultInjector};
 use test_env::TestEnv;
 
-/// [`seeded_rng`]'s stream for what goes wrong when.
+/// [`seeded_rng`]'s stream for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
 const SEGMENT: Duration = Duration::from_secs(50);
-/// Late responses of stopped workers arrive within this time, and the ledger does not count them as outstanding.
+/// Minimum time until counters are compared: late responses of stopped workers have arrived then.
 const MIN_SETTLE: Duration = Duration::from_secs(1);
-/// A segment needs some time for what goes wrong.
+/// Minimum duration of a segment, so that faults can occur.
 const MIN_SEGMENT: Duration = Duration::from_secs(4);
 
 /// Options of `coreward-lab testbed dispatch-soak`.
@@ -46,24 +45,24 @@ pub struct Options {
     pub settle_ms: u32,
 }
 
-/// Observations.
+/// Results of a run.
 #[derive(Debug, Serialize)]
 pub struct Outcome {
-    /// Segment by segment.
+    /// Results of each segment.
     pub segments: Vec<Segment>,
-    /// All that was done.
+    /// Faults of all segments.
     pub faults: FaultCounts,
     /// Requests and other datagrams that were sent to the service.
     pub sent: u64,
-    /// Requests of the load alone, and those of them that were not answered.
+    /// Requests of the load.
     pub load_requests: u64,
-    /// See `load_requests`.
+    /// Requests of the load without a response.
     pub load_lost: u64,
     /// Violations, in words.
     pub violations: Vec<String>,
 }
 
-/// Runs it and prints what was seen. Fails when something cannot be set up, or something did not hold.
+/// Runs the test and prints its results. Fails when the setup fails, or an invariant is violated.
 pub fn main(options: Options) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run(&instance::unique_name("dispatchsoak")?, options)?;
@@ -72,8 +71,8 @@ pub fn main(options: Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs it in a testbed of its own; `instance` is its name. Fails when something cannot be set up, or a signal came;
-/// what did not hold is in the outcome.
+/// Runs the test in a new testbed; `instance` is its name. Fails when the setup fails, or after a signal; violations
+/// are part of the outcome.
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);

@@ -8,10 +8,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::addresses::SERVICE;
 use crate::namespace::Namespace;
 
-/// Ids from here on are not the load's, which counts from 0.
+/// First id of these datagrams; the load's ids count from 0.
 pub const FIRST_ID: u32 = 1 << 31;
 
-/// Sends requests to which a key-value server has no response, each with an id of its own.
+/// Client that sends requests without a response from the key-value server, each with its own id.
 #[derive(Debug)]
 pub struct UnansweredClient {
     socket: UdpSocket,
@@ -19,7 +19,7 @@ pub struct UnansweredClient {
 }
 
 impl UnansweredClient {
-    /// At a host of the client. Fails when no socket can be had.
+    /// Opens the socket on a host of the client. Fails when the socket cannot be opened.
     pub fn open(client: &Namespace) -> anyhow::Result<Self> {
         let socket = client.within(|| {
             let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
@@ -29,14 +29,14 @@ impl UnansweredClient {
         Ok(Self { socket, next_id: FIRST_ID })
     }
 
-    /// Sends one; its id. `None`: the kernel did not take it.
+    /// Sends a request and returns its id; `None`: the kernel rejected it.
     pub fn send(&mut self) -> Option<u32> {
         let id = self.next_id;
         self.next_id = id.checked_add(1).unwrap_or(FIRST_ID);
         let mut datagram = [0; 12];
-        // Type 0 is none.
+        // Type 0 is not a valid type.
         datagram[4..8].copy_from_slice(&id.to_le_bytes());
-        // An ICMP error for an earlier one shows at the next call, which then does nothing (udp(7)).
+        // The first call may only return the ICMP error of an earlier datagram (udp(7)); the second call then sends.
         (self.socket.send(&datagram).is_ok() || self.socket.send(&datagram).is_ok()).then_some(id)
     }
 
@@ -49,14 +49,14 @@ impl UnansweredClient {
     }
 }
 
-/// Sends what looks like the service's responses, from a raw socket at the server.
+/// Sender of spoofed responses of the service, from a raw socket at the server.
 #[derive(Debug)]
 pub struct Spoofer {
     socket: Socket,
 }
 
 impl Spoofer {
-    /// At the server. Fails without root.
+    /// Opens the socket on the server. Fails without root.
     pub fn open(server: &Namespace) -> anyhow::Result<Self> {
         let open = || {
             let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP)).context("a raw socket")?;
@@ -66,7 +66,7 @@ impl Spoofer {
         Ok(Self { socket: server.within(open)? })
     }
 
-    /// One response with that id to that client. Fails when the kernel does not send it.
+    /// Sends a response with an id to a client. Fails when the kernel does not send it.
     pub fn respond(&self, client: SocketAddrV4, id: u32) -> anyhow::Result<()> {
         const IP_BYTES: usize = 20;
         const UDP_BYTES: usize = 8;

@@ -1,4 +1,4 @@
-//! The server, its dispatch and the load: each a process of the real command.
+//! Server, dispatch and load, each a process of the real command.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -27,15 +27,16 @@ mod skeleton {
 }
 
 pub const WORKERS: u64 = 4;
-/// The load's ports: to these spoofed responses go.
+/// First port of the load, to which spoofed responses are sent.
 pub const FIRST_PORT: u16 = 20_000;
 pub const FLOWS: u16 = 64;
-/// A third of what the workers can do in [`SERVICE_TIME`] each: one can be away without a queue that grows.
+/// Requests per second: a third of the capacity of all workers with [`SERVICE_TIME`] each. Without one worker queues
+/// stay short.
 const RATE: &str = "1200";
 const SERVICE_TIME: &str = "GET=1000";
-/// Small enough to be flooded, large enough for what waits in a stopped worker.
+/// Receive buffer (bytes): small enough to be flooded, large enough for the requests of a stopped worker.
 const RECEIVE_BUFFER: &str = "65536";
-/// Longer than a worker is stopped, so that what is not answered is lost.
+/// Timeout of the load (s): longer than a worker is stopped, so that unanswered requests are lost.
 const LOAD_TIMEOUT: &str = "6";
 
 #[derive(Debug)]
@@ -49,7 +50,7 @@ pub struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts everything. Fails when something cannot be started.
+    /// Starts all processes. Fails when one cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let testbed = Testbed::create_direct(instance)?;
         let workers = WORKERS.to_string();
@@ -57,7 +58,7 @@ impl TestEnv {
         let server =
             testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", RECEIVE_BUFFER]].concat())?;
         let config = testbed.directory().join("dispatch.toml");
-        // Half of what is allowed for the books to be right again.
+        // Half of the time after which the ledger must be exact.
         let text = format!(
             "pin_directory = \"{}\"\n[[service]]\nlisten = \"{SERVICE}\"\nresponse_timeout = \"500ms\"\n\
              request_id = {{ offset = 4, bytes = 4 }}\n",
@@ -84,8 +85,8 @@ impl TestEnv {
         Ok(command)
     }
 
-    /// Starts `coreward dispatch` and waits until this many workers get requests. Fails when it cannot be started, or
-    /// does not find all in time.
+    /// Starts `coreward dispatch` and waits until `workers` workers get requests. Fails when it cannot be started, or
+    /// does not find all workers in time.
     pub fn attach(&mut self, workers: u64) -> anyhow::Result<()> {
         let mut command = self.dispatch()?;
         command.env("RUST_LOG", "error");
@@ -93,7 +94,7 @@ impl TestEnv {
         let started = Instant::now();
         loop {
             let ledger = self.ledger().unwrap_or_default();
-            // Books that were there before may have been read by another process.
+            // Another process may have read an older ledger.
             let polled = ledger["since_last_poll_ms"].as_u64();
             let by_this = polled.is_some_and(|polled| u128::from(polled) < started.elapsed().as_millis());
             if by_this && eligible(&ledger) >= Some(workers) {
@@ -104,14 +105,14 @@ impl TestEnv {
         }
     }
 
-    /// Kills `coreward dispatch`; requests are still dispatched. Fails when there is none.
+    /// Kills `coreward dispatch`; requests are still dispatched. Fails when it does not run.
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.daemon.take().context("no daemon")?;
         daemon.signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
     }
 
-    /// Ends the dispatch: the kernel picks. Fails when the command fails.
+    /// Detaches the dispatch: the kernel selects workers. Fails when the command fails.
     pub fn detach(&mut self) -> anyhow::Result<()> {
         let status = self.daemon.take().context("no daemon")?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch: {status}");
@@ -120,7 +121,7 @@ impl TestEnv {
         self.testbed.run(self.testbed.server(1)?, command).map(drop)
     }
 
-    /// The service in `coreward dispatch --status`. Fails when nothing is dispatched.
+    /// Returns the service in `coreward dispatch --status`. Fails when nothing is dispatched.
     pub fn ledger(&self) -> anyhow::Result<Value> {
         let mut command = self.dispatch()?;
         command.args(["--status", "--format", "json"]);
@@ -129,13 +130,14 @@ impl TestEnv {
         Ok(status["services"][0].take())
     }
 
-    /// Datagrams that waited at sockets that are gone. Fails when the program's counter cannot be read.
+    /// Returns the number of datagrams that were queued at closed sockets. Fails when the program's counter cannot be
+    /// read.
     pub fn purged(&self) -> anyhow::Result<u64> {
         let value = self.purged.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
         Ok(u64::from_ne_bytes(value[..8].try_into()?))
     }
 
-    /// Starts to send, for so long. Fails when it cannot be started.
+    /// Starts the load for a duration. Fails when it cannot be started.
     pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_command()?);
         command.args(["load", &SERVICE.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE]);
@@ -146,7 +148,7 @@ impl TestEnv {
     }
 }
 
-/// Number of workers that get requests.
+/// Returns the number of workers that get requests.
 pub fn eligible(ledger: &Value) -> Option<u64> {
     let workers = ledger["workers"].as_array()?;
     Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)
@@ -164,7 +166,7 @@ fn count_purged(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     Ok(((&loaded.maps.bss).try_into()?, link))
 }
 
-/// Cookie of this thread's network namespace for BPF programs.
+/// Returns the cookie of this thread's network namespace, for BPF programs.
 fn namespace_cookie() -> anyhow::Result<u64> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     let mut cookie = 0u64;
