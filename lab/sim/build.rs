@@ -1,4 +1,4 @@
-//! Puts every file of `lab/scenarios/` into the binary, so that a new experiment is a new file and nothing else.
+//! Embeds every file of `lab/scenarios/` into the binary, so that a new experiment needs only a new file.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

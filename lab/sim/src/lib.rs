@@ -1,4 +1,4 @@
-//! The simulator: the policies of `coreward-model`, which also decide live, on traces and on random arrivals.
+//! Simulator: runs the policies of `coreward-model`, which the daemons use too, on traces and random arrivals.
 //!
 //! A simulation is single-threaded and deterministic: the same configuration and seed give the same bytes. Seeds,
 //! policies and points of a sweep run in parallel, and their results are in the requested order ([`par_map_ordered`]).
@@ -18,7 +18,7 @@ pub mod trace;
 
 use rayon::prelude::*;
 
-/// Runs `simulate` for every input on all CPUs; the results are in the order of the inputs for any number of threads.
+/// Runs `simulate` for every input on all CPUs. Results are in the order of the inputs, whatever the number of threads.
 pub fn par_map_ordered<I: Sync, O: Send>(inputs: &[I], simulate: impl Fn(&I) -> O + Sync + Send) -> Vec<O> {
     inputs.par_iter().map(simulate).collect()
 }

@@ -1,22 +1,22 @@
-//! Names that a user types: which of the known ones did they mean?
+//! Errors for unknown names, with a suggestion of the most similar known name.
 
-/// A name that nothing has.
+/// Name that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{kind} {given:?} does not exist: {hint}expected one of {list}", hint = self.hint(), list = known.join(", "))]
 pub struct UnknownName {
     /// Kind of the name: "policy", "figure" ...
     pub kind: &'static str,
     pub given: String,
-    /// Every name there is.
+    /// All known names.
     pub known: Vec<String>,
 }
 
-/// Similarity (0 to 1, Jaro and Winkler's measure) from which a name is suggested.
+/// Minimum similarity of a suggested name (0 to 1, Jaro-Winkler).
 const MIN_SIMILARITY: f64 = 0.7;
 const MAX_SUGGESTIONS: usize = 3;
 
 impl UnknownName {
-    /// `given` is none of `known`.
+    /// Returns the error for `given`, which is not one of `known`.
     pub fn new<N: Into<String>>(kind: &'static str, given: &str, known: impl IntoIterator<Item = N>) -> Self {
         Self { kind, given: given.to_owned(), known: known.into_iter().map(Into::into).collect() }
     }

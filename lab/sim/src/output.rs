@@ -14,19 +14,19 @@ pub enum Format {
     Csv,
 }
 
-/// A result that can be printed in every [`Format`]: JSON is its serialisation, text and CSV are its rows.
+/// Result that can be printed in every [`Format`]: JSON serializes it, text and CSV show its rows.
 pub trait Printable: Serialize {
     fn columns(&self) -> Vec<&'static str>;
 
-    /// The rows, each as long as [`Printable::columns`].
+    /// Returns the rows, each as long as [`Printable::columns`].
     fn rows(&self) -> Vec<Vec<String>>;
 
-    /// Lines that people read below the table: what was left out, how long it took.
+    /// Returns remarks below the table, such as omitted parts or run time.
     fn remarks(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// The whole result as text, ending with a line feed.
+    /// Returns the whole result as text, ending with a line feed.
     fn render(&self, format: Format) -> String {
         match format {
             Format::Json => serde_json::to_string_pretty(self).expect("results have string keys only") + "\n",
@@ -43,7 +43,7 @@ pub trait Printable: Serialize {
     }
 }
 
-/// Comma-separated values with a header line (RFC 4180, but lines end with a line feed only).
+/// Returns comma-separated values with a header line (RFC 4180, but with line feeds as line ends).
 pub fn csv<C: AsRef<str>>(columns: &[C], rows: &[Vec<String>]) -> String {
     let line = |cells: &mut dyn Iterator<Item = &str>| cells.map(csv_cell).collect::<Vec<_>>().join(",") + "\n";
     let header = line(&mut columns.iter().map(AsRef::as_ref));

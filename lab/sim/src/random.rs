@@ -1,7 +1,7 @@
-//! Random numbers of given distributions: quick, and the same on every machine.
+//! Random numbers of given distributions: fast, and identical on every machine.
 //!
-//! `rand_distr` takes exp and ln from the C library as soon as any crate of the build turns on the `std` feature of
-//! `num-traits`, and C libraries differ in the last bit. These take them from `libm`, which is Rust.
+//! `rand_distr` uses exp and ln of the C library as soon as any crate of the build enables the `std` feature of
+//! `num-traits`, and C libraries differ in the last bit. This module uses `libm`, which is written in Rust.
 
 use std::sync::LazyLock;
 
@@ -9,19 +9,19 @@ use rand::Rng;
 
 const LAYERS: usize = 256;
 
-/// A density that falls from 0 on, cut into layers of equal area (Marsaglia and Tsang, "The ziggurat method for
-/// generating random variables", J. Stat. Softw. 5, 2000): nearly always one draw, one multiplication and one
-/// comparison do.
+/// Decreasing density on x >= 0, cut into layers of equal area (Marsaglia and Tsang, "The ziggurat method for
+/// generating random variables", J. Stat. Softw. 5, 2000). Nearly always one draw, one multiplication and one
+/// comparison suffice.
 #[derive(Debug)]
 struct Ziggurat {
-    /// Ends of the layers, the lowest first (as if it had the tail's area, too); the last is 0.
+    /// Right ends of the layers, the lowest first (as if it had the tail's area too); the last one is 0.
     ends: [f64; LAYERS + 1],
-    /// The density there.
+    /// Density at the ends.
     heights: [f64; LAYERS + 1],
 }
 
 impl Ziggurat {
-    /// `tail`: where the tail begins. `area`: of each layer. Both from the paper.
+    /// `tail`: start of the tail. `area`: area of each layer. Both values are from the paper.
     fn new(tail: f64, area: f64, density: fn(f64) -> f64, inverse: fn(f64) -> f64) -> Self {
         let mut ends = [0.0; LAYERS + 1];
         (ends[0], ends[1]) = (area / density(tail), tail);
@@ -31,7 +31,7 @@ impl Ziggurat {
         Self { ends, heights: ends.map(density) }
     }
 
-    /// Whether a point at `x`, at a random height within the layer, is below the density.
+    /// Returns whether a point at `x`, at a random height within the layer, is below the density.
     #[cold]
     fn below(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
         let (low, high) = (self.heights[layer], self.heights[layer + 1]);
@@ -50,24 +50,24 @@ static NORMAL: LazyLock<Ziggurat> = LazyLock::new(|| {
     Ziggurat::new(NORMAL_TAIL, 4.928_673_233_974_655e-3, |x| libm::exp(-x * x / 2.0), inverse)
 });
 
-/// Uniform in [0, 1), 53 bits.
+/// Returns a uniform number in [0, 1) with 53 random bits.
 #[inline]
 pub fn unit(rng: &mut impl Rng) -> f64 {
     (rng.next_u64() >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 }
 }
 
-/// Uniform in (0, 1], for logarithms.
+/// Returns a uniform number in (0, 1], for logarithms.
 fn above_zero(rng: &mut impl Rng) -> f64 {
     1.0 - unit(rng)
 }
 
-/// Exponential with mean 1.
+/// Returns an exponential number with mean 1.
 #[inline]
 pub fn exponential(rng: &mut impl Rng) -> f64 {
     let ziggurat = &*EXPONENTIAL;
     loop {
         let drawn = rng.next_u64();
-        // The lowest bits choose the layer, the highest 53 the place in it.
+        // The lowest bits select the layer, the highest 53 bits the position in the layer.
         let layer = drawn as usize % LAYERS;
         let x = (drawn >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.ends[layer];
         if x < ziggurat.ends[layer + 1] {
@@ -83,7 +83,7 @@ pub fn exponential(rng: &mut impl Rng) -> f64 {
     }
 }
 
-/// Normal with mean 0 and variance 1.
+/// Returns a normal number with mean 0 and variance 1.
 #[inline]
 pub fn standard_normal(rng: &mut impl Rng) -> f64 {
     let ziggurat = &*NORMAL;
@@ -104,7 +104,8 @@ pub fn standard_normal(rng: &mut impl Rng) -> f64 {
     }
 }
 
-/// Marsaglia, "Generating a variable from the tail of the normal distribution", Technometrics 6, 1964.
+/// Returns a number of the tail: Marsaglia, "Generating a variable from the tail of the normal distribution",
+/// Technometrics 6, 1964.
 #[cold]
 fn normal_tail(rng: &mut impl Rng) -> f64 {
     loop {
@@ -115,7 +116,7 @@ fn normal_tail(rng: &mut impl Rng) -> f64 {
     }
 }
 
-/// The exponential of a normal variable with this mean and standard deviation.
+/// Returns the exponential of a normal number with this mean and standard deviation.
 pub fn log_normal(rng: &mut impl Rng, mean: f64, deviation: f64) -> f64 {
     libm::exp(mean + deviation * standard_normal(rng))
 }
@@ -128,7 +129,7 @@ mod tests {
 
     const DRAWS: usize = 1_000_000;
 
-    /// Kolmogorov and Smirnov's distance between the draws and a distribution.
+    /// Returns Kolmogorov and Smirnov's distance between the draws and a distribution.
     fn distance(draw: impl FnMut() -> f64, distribution: impl Fn(f64) -> f64) -> f64 {
         let mut draws: Vec<f64> = std::iter::repeat_with(draw).take(DRAWS).collect();
         draws.sort_by(f64::total_cmp);
@@ -136,7 +137,7 @@ mod tests {
         draws.iter().enumerate().map(apart).fold(0.0, f64::max)
     }
 
-    /// The distance that one in a thousand samples exceeds: 1.95 / sqrt(n).
+    /// Distance that one in a thousand samples exceeds: 1.95 / sqrt(n).
     const LIMIT: f64 = 1.95e-3;
 
     #[test]

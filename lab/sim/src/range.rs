@@ -1,6 +1,6 @@
-//! Numbers that cannot be simulated.
+//! Error for values out of range.
 
-/// A number of a configuration is out of its range.
+/// Value of a configuration that is out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} {value}: expected {expected}")]
 pub struct OutOfRange {

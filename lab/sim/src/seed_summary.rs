@@ -1,9 +1,9 @@
-//! Summary of several seeds.
+//! Summary of a value over several seeds.
 
 use coreward_model::statistics::{mean, median};
 use serde::Serialize;
 
-/// A figure over several seeds.
+/// Median and range of a value over several seeds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, serde::Deserialize)]
 pub struct SeedSummary {
     pub median: f64,
@@ -13,7 +13,7 @@ pub struct SeedSummary {
 }
 
 impl SeedSummary {
-    /// `None` without values.
+    /// Returns the summary; `None` without values.
     pub fn of(values: &[f64]) -> Option<Self> {
         Some(Self {
             median: median(values)?,

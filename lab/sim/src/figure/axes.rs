@@ -6,39 +6,39 @@ use serde::Deserialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SweepAxis {
-    /// Offered load as a part of what the cores can serve.
+    /// Offered load as a fraction of the cores' capacity.
     Load,
-    /// The bound on p99, in multiples of the short service time.
+    /// Bound on p99, in multiples of the short service time.
     Slo,
     Cores,
     /// One-way latency, in units of the short service time.
     Latency,
-    /// Long service time over the short one (bimodal).
+    /// Ratio of the long service time to the short one (bimodal).
     LongFactor,
     /// JBSRQ's weight of lower-priority requests.
     Lambda,
     RequestsPerServer,
     /// Servers behind the load balancer.
     Servers,
-    /// Connections open at the same time.
+    /// Number of simultaneously open connections.
     Connections,
-    /// Changes of the pool a minute.
+    /// Changes of the pool per minute.
     UpdatesPerMinute,
-    /// Imbalance above which a server is taken out of the table, percent.
+    /// Imbalance above which a server is removed from the table (%).
     ThresholdPct,
     TagBits,
     IndexBits,
-    /// Replay speed or offered load of the trace, percent of its own.
+    /// Replay speed or offered load of the trace, in percent of the recorded one.
     SpeedPct,
-    /// Candidates that a rack sends for each bucket.
+    /// Largest number of candidates that a rack sends per bucket.
     RackCandidates,
-    /// Time from reports to the table in force (ms).
+    /// Time from the reports until their table is in force (ms).
     TableDelayMs,
-    /// Time within the run: every run gives all points.
+    /// Time within the run; every run gives all points.
     Time,
 }
 
-/// Result of a run, as panels name it.
+/// Metric of a run, named by panels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Metric {
@@ -50,27 +50,27 @@ pub enum Metric {
     LongP99,
     /// Mean latency of all requests.
     Mean,
-    /// The highest load whose p99 of short requests is within `slo`.
+    /// Highest load at which the p99 of short requests is within `slo`.
     PeakLoad,
-    /// [`Metric::PeakLoad`] as requests in a short service time, of all cores together.
+    /// [`Metric::PeakLoad`] as requests per short service time, of all cores together.
     PeakThroughput,
-    /// Population variance of the servers' packets over their mean, 1 s windows, percent.
+    /// Population variance of the servers' packets relative to their mean, in 1 s windows (%).
     ServerVariancePct,
     /// [`Metric::ServerVariancePct`] of the cores.
     CoreVariancePct,
-    /// Packets that were not lost in full queues, percent.
+    /// Share of packets that no full queue dropped (%).
     ServedPct,
-    /// Connections that reached two servers, percent of all.
+    /// Share of connections whose packets reached two servers (%).
     BrokenPct,
-    /// Most loaded server over the mean, averaged over time, minus one, percent.
+    /// Load of the most loaded server relative to the mean, averaged over time, minus 1 (%).
     ImbalancePct,
     PoolServers,
-    /// Connections that ended unbroken, in a second.
+    /// Connections per second that ended unbroken.
     CompletedPerSecond,
-    /// CPU time of the load balancer per packet above an XDP program that does nothing, ns (live only).
+    /// CPU time of the load balancer per packet above an XDP program that does nothing (ns; live only).
     PacketNs,
-    /// Responses to requests of the longest class that came in the measured time, percent of the requests due in it.
+    /// Responses to requests of the longest class within the measured time, relative to the requests due in it (%).
     LongAnsweredPct,
-    /// Time of the cores that a batch service had, percent (live only).
+    /// Share of the cores' time that a batch service got (%; live only).
     BatchPct,
 }

@@ -1,6 +1,5 @@
-//! The paper's statements as checks on the table: a claim names quantities and bounds, and holds or does not.
+//! Claims: statements of a paper as checks on the table. A claim compares quantities with bounds, and holds or not.
 //!
-//! A claim always needs a number: every kind of claim compares measured values with its bounds.
 
 use coreward_config::Spanned;
 use serde::{Deserialize, Serialize};
@@ -8,40 +7,41 @@ use serde::{Deserialize, Serialize};
 use super::point::same_point;
 use super::table::{Cell, Curve, PanelTable, Table};
 
-/// One statement and how it is judged: by a value, by a ratio of two, or by an order.
+/// Statement and its check: of a value, a ratio of two values, or an order.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Assertion {
     /// Statement in the paper's words or close to them.
     pub statement: Spanned<String>,
-    /// The number that the paper gives for it.
+    /// Value that the paper states.
     pub published: Option<f64>,
     pub value: Option<Quantity>,
-    /// ... or this quotient ...
+    /// Checked ratio, instead of a value.
     pub ratio: Option<Ratio>,
-    /// ... or that these series lie one above the other.
+    /// Checked order of series, instead of a value.
     pub ascending: Option<Ascending>,
-    /// The values must not be less ...
+    /// Lower bound of the values.
     pub at_least: Option<f64>,
-    /// ... and not be more.
+    /// Upper bound of the values.
     pub at_most: Option<f64>,
 }
 
-/// A quotient of two quantities, point by point where both have several.
+/// Quotient of two quantities; for several values point by point.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ratio {
     /// The dividend.
     pub of: Quantity,
-    /// The divisor: one value, or as many as the dividend has.
+    /// Divisor: one value, or as many as the dividend has.
     pub to: Quantity,
-    /// Judge not this quotient but how many times as large it is as that one: whether a gap grows.
+    /// Second ratio: then the check applies to this quotient divided by the second one, for instance to show a growing
+    /// gap.
     pub than: Option<Box<Ratio>>,
-    /// Only this of several quotients is judged.
+    /// Selects one of several quotients.
     pub take: Option<Take>,
 }
 
-/// Values of the table: all points of all panels unless narrowed down.
+/// Values of the table: all points of all panels unless restricted.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Quantity {
@@ -51,19 +51,19 @@ pub struct Quantity {
     pub least_of: Vec<Spanned<String>>,
     #[serde(default)]
     pub greatest_of: Vec<Spanned<String>>,
-    /// Only at this point of the horizontal axis (as shown).
+    /// Restricts to this point of the horizontal axis (as shown).
     pub at: Option<Spanned<f64>>,
-    /// Only from here ...
+    /// Restricts to points from this x on.
     pub from: Option<f64>,
-    /// ... to here.
+    /// Restricts to points up to this x.
     pub to: Option<f64>,
-    /// Not the height, but where on the horizontal axis the curve passes this height (first time, by interpolation).
+    /// Uses the x at which the curve first reaches this height (interpolated), instead of the height.
     pub reaches: Option<f64>,
-    /// Only this of several values is judged.
+    /// Selects one of several values.
     pub take: Option<Take>,
 }
 
-/// Reduction of several values to one.
+/// Reduction of several values to one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Take {
@@ -72,41 +72,41 @@ pub enum Take {
     Mean,
 }
 
-/// The series in ascending order, at every point or at one.
+/// Series in ascending order of their values, at every point or at one.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ascending {
-    /// Lowest first.
+    /// Series, the lowest first.
     pub series: Vec<Spanned<String>>,
     pub panel: Option<Spanned<String>>,
-    /// Only at this point.
+    /// Restricts to this point.
     pub at: Option<Spanned<f64>>,
-    /// Only from here ...
+    /// Restricts to points from this x on.
     pub from: Option<f64>,
-    /// ... to here.
+    /// Restricts to points up to this x.
     pub to: Option<f64>,
 }
 
-/// Outcome of a claim.
+/// Result of a claim.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
     pub statement: String,
     /// Whether the measured values are within the bounds.
     pub holds: bool,
-    /// Least and greatest of the judged values (medians over the seeds). Absent without such a value in the table, as
-    /// when a curve never reaches the height: the claim does not hold then.
+    /// Minimum and maximum of the checked values (medians over the seeds). Absent without such a value, for instance
+    /// when a curve never reaches the height: the claim then does not hold.
     pub measured: Option<(f64, f64)>,
-    /// Least and greatest over all seeds, each judged alone.
+    /// Minimum and maximum of the checked values over all single seeds.
     pub seeds: Option<(f64, f64)>,
-    /// Number of judged values.
+    /// Number of checked values.
     pub points: usize,
-    /// Text of the bound.
+    /// Description of the bound.
     pub bound: String,
-    /// The paper's value.
+    /// Value that the paper states.
     pub published: Option<f64>,
 }
 
-/// Judged number of a cell: the median over the seeds, or one seed's.
+/// Number of a cell to check: the median over the seeds, or the value of one seed.
 #[derive(Clone, Copy)]
 enum Of {
     Median,
@@ -139,7 +139,7 @@ impl Assertion {
         }
     }
 
-    /// An order is judged by the least quotient of neighbours, which must not be below 1.
+    /// Returns the bounds. For an order the minimum quotient of neighbours is checked, which must be at least 1.
     fn bounds(&self) -> (f64, f64) {
         let at_least = if self.ascending.is_some() { 1.0 } else { f64::NEG_INFINITY };
         (self.at_least.unwrap_or(at_least), self.at_most.unwrap_or(f64::INFINITY))
@@ -192,7 +192,7 @@ impl Ratio {
         Some(reduce(quotients, self.take))
     }
 
-    /// Everything that is named, the nested quotient's too.
+    /// Returns all quantities, including those of the nested ratio.
     pub fn quantities(&self) -> Vec<&Quantity> {
         let nested = self.than.as_deref().map(Ratio::quantities).unwrap_or_default();
         [&self.of, &self.to].into_iter().chain(nested).collect()
@@ -200,7 +200,7 @@ impl Ratio {
 }
 
 impl Ascending {
-    /// The quotient of each series and the one before it, at each point.
+    /// Returns the quotient of each series and its predecessor, at each point.
     fn quotients(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
         let curves: Option<Vec<Vec<f64>>> =
             self.series.iter().map(|label| self.quantity_of(label).values(table, of)).collect();
@@ -225,7 +225,7 @@ impl Ascending {
 }
 
 impl Quantity {
-    /// The series that are named, however.
+    /// Returns all series that the claim names.
     pub fn named(&self) -> impl Iterator<Item = &Spanned<String>> {
         self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
     }
@@ -283,13 +283,13 @@ fn reduce(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
     value.into_iter().collect()
 }
 
-/// Least and greatest; `None` without values, and where a quotient by zero is among them: JSON has no such number.
+/// Returns minimum and maximum; `None` without values, or with a quotient by zero, which JSON cannot represent.
 fn min_and_max(values: &[f64]) -> Option<(f64, f64)> {
     let least = values.iter().copied().reduce(f64::min)?;
     values.iter().all(|value| value.is_finite()).then_some((least, values.iter().copied().reduce(f64::max)?))
 }
 
-/// First x at which a curve passes `height` from below.
+/// Returns the first x at which a curve crosses `height` from below.
 fn crossing(points: &[(f64, f64)], height: f64) -> Option<f64> {
     let (before, after) =
         points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;

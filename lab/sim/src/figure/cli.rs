@@ -44,18 +44,17 @@ pub struct FigureArgs {
     overrides: Overrides,
 }
 
-/// A figure to be made.
+/// Figure to produce.
 struct RequestedFigure {
     name: String,
     scenario: Scenario,
     provenance: Provenance,
-    /// Measures it, when it is not simulated.
+    /// Measurement of the figure; `None`: simulated.
     live: Option<LiveFigure>,
 }
 
-/// Makes the figures, or lists them. `live`: those that this command can measure. Fails when a figure or a file does
-/// not exist, a scenario is wrong (file, line and column), a directory cannot be written, or the machine cannot be
-/// measured.
+/// Produces the figures, or lists them. `live`: figures that this command can measure. Fails when a figure or file does
+/// not exist, a scenario is invalid (file, line and column), a directory cannot be written, or a measurement fails.
 pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     if args.list {
         return list(args.format, live);
@@ -83,7 +82,7 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Figures and settings of the arguments, all read before anything is simulated.
+/// Returns the requested figures with their settings, all read before the first simulation.
 fn requested_figures(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
     let mut requested = Vec::new();
     let figures = library::with_live_figures(live);
@@ -171,7 +170,7 @@ fn render(result: &FigureResult, scenario: &Scenario, format: Format) -> String 
     }
 }
 
-/// Prints; a reader that has gone (`| head`) is no error.
+/// Prints; a closed pipe (`| head`) is not an error.
 fn print(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

@@ -1,11 +1,11 @@
-//! Scenarios of the executable.
+//! Scenarios embedded in the executable.
 
 use coreward_config::Diagnostic;
 
 use super::result::Provenance;
 use super::scenario::Scenario;
 
-/// A scenario that coreward carries.
+/// Embedded scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Embedded {
     /// File name without `.toml`.
@@ -14,7 +14,7 @@ pub struct Embedded {
 }
 
 impl Embedded {
-    /// The error names the mistake and its place.
+    /// Returns the parsed scenario. An error names the invalid value and its position.
     pub fn scenario(&self) -> Result<Scenario, Diagnostic> {
         Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.text)
     }

@@ -1,4 +1,4 @@
-//! A scenario as a list of runs: panels x series x points x seeds, each different run once.
+//! Expands a scenario into runs: panels x series x points x seeds, without duplicates.
 
 use std::collections::HashMap;
 
@@ -7,16 +7,16 @@ use super::job::{Job, ValueQuery};
 use super::parameters::ParameterError;
 use super::scenario::{Panel, Scenario, Series};
 
-/// Runs, and where each value goes.
+/// Runs, and the positions of their values.
 #[derive(Debug)]
 pub struct Plan {
-    /// Different runs.
+    /// Distinct runs.
     pub jobs: Vec<Job>,
-    /// Values of the table: by panel, then series, then x, then seed.
+    /// Positions of all values: by panel, then series, then x, then seed.
     pub places: Vec<PlotPoint>,
 }
 
-/// Place of a value, and its source.
+/// Position of a value, and its source.
 #[derive(Debug)]
 pub struct PlotPoint {
     /// Index of the panel in the scenario.
@@ -30,11 +30,11 @@ pub struct PlotPoint {
     /// Index of the run.
     pub job: usize,
     pub query: ValueQuery,
-    /// Whether it gives a value for each moment rather than one.
+    /// Whether the run gives a value for each time instead of one value.
     pub over_time: bool,
 }
 
-/// Fault of a scenario, with its panel and series.
+/// Invalid parameters of a scenario, with their panel and series.
 #[derive(Debug, PartialEq)]
 pub struct CannotExpand {
     pub panel: usize,
@@ -44,10 +44,10 @@ pub struct CannotExpand {
 }
 
 impl Scenario {
-    /// Returns the runs of this scenario. Fails at the first panel and series with invalid parameters.
+    /// Returns the runs of the scenario. Fails at the first panel and series with invalid parameters.
     pub fn expand(&self) -> Result<Plan, CannotExpand> {
         let mut plan = Plan { jobs: Vec::new(), places: Vec::new() };
-        // Configurations have floating-point numbers, which cannot be hashed; their text identifies them.
+        // Configurations contain floating-point numbers, which cannot be hashed; their text is the key instead.
         let mut known: HashMap<String, usize> = HashMap::new();
         for (panel_index, panel) in self.panel.iter().enumerate() {
             for series in self.series_of(panel) {
@@ -81,7 +81,7 @@ impl Scenario {
         seed: u64,
     ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let measure = *panel.measure.get_ref();
-        /// Lays series over panel over scenario, and the swept value over all.
+        /// Overrides the scenario's parameters by the panel's, the series' and the swept value, in this order.
         macro_rules! parameters {
             ($kind:ident) => {
                 self.$kind.as_ref().map(|common| {
@@ -105,7 +105,7 @@ impl Scenario {
         Ok(None)
     }
 
-    /// Every policy that a series has: one run goes through the traffic for all.
+    /// Returns the policies of all series: one run replays the traffic for all of them.
     fn lb_policies(&self) -> Vec<String> {
         let mut policies: Vec<String> = Vec::new();
         for policy in self.series.iter().filter_map(|series| series.lb.as_ref()?.policy.clone()) {
@@ -117,7 +117,7 @@ impl Scenario {
     }
 }
 
-/// Points of the horizontal axis, with the swept parameter.
+/// Returns the points of the horizontal axis, with the swept parameter.
 fn points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],

@@ -1,21 +1,21 @@
-//! One independent run of a simulation, and the part of its outcome that a figure needs.
+//! An independent run of a simulation, and the selection of a value from its outcome.
 
 use super::axes::Metric;
 use super::parameters::throughput;
 use crate::{lb, path, pcc, rpc};
 
-/// A run; the same job gives the same outcome.
+/// Run; equal jobs have equal outcomes.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Job {
     /// Requests at cores.
     Rpc(rpc::Config),
-    /// Requests at cores, at the highest load within a bound.
+    /// Highest load of requests at cores within a bound.
     Peak(rpc::PeakConfig),
     /// Packets of a trace.
     Lb(lb::Config),
     /// Connections while the pool changes.
     Pcc(pcc::Config),
-    /// Connections and their requests, through both tiers.
+    /// Connections and their requests, through load balancer and servers.
     Path(path::Config),
 }
 
@@ -23,16 +23,16 @@ pub enum Job {
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueQuery {
     pub measure: Metric,
-    /// Highest throughput that something outside of the simulated cores lets pass.
+    /// Limit of the throughput outside of the simulated cores.
     pub at_most: Option<f64>,
-    /// Policy, where a run has several.
+    /// Policy, for runs of several.
     pub policy: Option<String>,
-    /// Seed, where a run has several.
+    /// Seed, for runs of several.
     pub seed: u64,
 }
 
 impl ValueQuery {
-    /// A measure of the first seed only.
+    /// Returns the query for a metric of the first seed.
     pub fn of(measure: Metric) -> Self {
         Self { measure, at_most: None, policy: None, seed: 1 }
     }
@@ -44,7 +44,7 @@ pub enum Outcome {
     Rpc(rpc::Outcome),
     /// Result of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
     Peak(rpc::Peak, f64),
-    /// With its seeds.
+    /// Result of [`Job::Lb`], with the seeds of the run.
     Lb(lb::Outcome, Vec<u64>),
     Pcc(pcc::Outcome),
     Path(path::Outcome),
@@ -91,7 +91,7 @@ impl Outcome {
                     _ => None,
                 }
             }
-            // A run is of one combination and one seed: every spread is that value.
+            // A run has one combination and one seed, so every statistic over the seeds is that value.
             Self::Path(outcome) => {
                 let combination = outcome.combinations.first()?;
                 let spread = match query.measure {
@@ -118,7 +118,7 @@ impl Outcome {
                     Metric::CompletedPerSecond => |second| second.completed as f64,
                     _ => return None,
                 };
-                // The value of a second is known at its end.
+                // The value of a second belongs to the end of that second.
                 let ends = (1..).map(f64::from);
                 Some(ends.zip(run_of(outcome, query.seed)?.seconds.iter().map(of_second)).collect())
             }
@@ -127,7 +127,7 @@ impl Outcome {
     }
 }
 
-/// The run of that seed; there is one method, and seeds count from 1.
+/// Returns the run of a seed; there is one method, and seeds count from 1.
 fn run_of(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::Run> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }
@@ -138,7 +138,7 @@ fn request_metric(outcome: &rpc::Outcome, measure: Metric) -> Option<f64> {
         Metric::Mean => Some(outcome.all.mean),
         Metric::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
         Metric::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
-        // All classes alike: without a bound on the queue, as figures are, nothing is dropped.
+        // All classes have the same share: without a limit of the queue, as in figures, no request is dropped.
         Metric::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
         _ => None,
     }

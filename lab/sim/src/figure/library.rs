@@ -1,4 +1,4 @@
-//! The scenarios that coreward carries with it: every file of the project's `lab/scenarios/`, by its name.
+//! Embedded scenarios: all files of `lab/scenarios/`, by name.
 
 use super::embedded::Embedded;
 use super::live::LiveFigure;
@@ -6,12 +6,12 @@ use crate::names::UnknownName;
 
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 
-/// Every scenario, paper by paper, in the order of the papers' figures.
+/// Returns all scenarios by paper, in the order of the papers' figures.
 pub fn all() -> Vec<Embedded> {
     with_live_figures(&[])
 }
 
-/// Every scenario and what can be measured on this machine, in the same order.
+/// Returns all scenarios and live figures, in the same order.
 pub fn with_live_figures(live: &[LiveFigure]) -> Vec<Embedded> {
     let simulated = SCENARIOS.iter().map(|&(name, text)| Embedded { name, text });
     let mut all: Vec<Embedded> = simulated.chain(live.iter().map(|live| live.figure)).collect();
@@ -19,19 +19,19 @@ pub fn with_live_figures(live: &[LiveFigure]) -> Vec<Embedded> {
     all
 }
 
-/// The scenario of that name among `figures`. Fails when there is none: names the nearest.
+/// Returns the scenario `name` of `figures`. Fails when it does not exist; the error suggests the most similar name.
 pub fn named(name: &str, figures: &[Embedded]) -> Result<Embedded, UnknownName> {
     let found = figures.iter().copied().find(|embedded| embedded.name == name);
     found.ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded| embedded.name)))
 }
 
-/// Sorts 2b before 11: numbers by their value.
+/// Returns a sort key that orders numbers by value: 2b before 11.
 fn in_order(name: &str) -> (usize, String, u64, String) {
     const PAPERS: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
     let order = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
     let digits = figure.bytes().take_while(u8::is_ascii_digit).count();
-    // Tables and sensitivities, which have no number, follow the figures.
+    // Tables and sensitivities have no number and follow the figures.
     let number = figure[..digits].parse().unwrap_or(u64::MAX);
     (order, paper.to_owned(), number, figure[digits..].to_owned())
 }

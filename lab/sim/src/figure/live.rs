@@ -1,18 +1,18 @@
-//! Figures that are measured on this machine instead of simulated (`NAME-live`).
+//! Live figures (`NAME-live`), which are measured on this machine instead of simulated.
 //!
-//! This crate has the pages, pictures and verdicts; who can measure (the bench, the testbed) is a crate that it must
-//! not know. So the command hands the measurements in, as a list of [`LiveFigure`]. To add one:
+//! This crate makes pages, pictures and verdicts. The crates that measure (bench, testbed) depend on it, so the command
+//! passes their measurements as a list of [`LiveFigure`]. To add a live figure:
 //!
 //! 1. `lab/scenarios/live/NAME.toml`: as every scenario, with `[live]` in place of `[rpc]` and the like, `seeds` =
 //!    runs, `modelled` = what is measured and how. A new measure is a new variant of
 //!    [`Metric`](super::scenario::Metric). With `[rpc]` or `[path]` next to `[live]` series may be `simulated = true`:
 //!    the simulator gives those, with the same parameters, and pictures have both.
-//! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. It says in one
-//!    sentence which rights are missing.
+//! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. Its error states
+//! missing rights in one sentence.
 //! 3. An entry in `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
 //!
-//! A live figure is asked for by name only: `--all` does not make it, since it needs root and its bytes differ from run
-//! to run. Files, page and claims are those of every other figure.
+//! A live figure is only made by name, not by `--all`: it needs root, and its bytes differ from run to run. Its files,
+//! page and claims are like those of other figures.
 
 use std::collections::HashMap;
 
@@ -26,30 +26,30 @@ use super::table::Table;
 /// Progress of a measurement: steps done, and all steps.
 pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
-/// A figure that can be measured.
+/// Figure that can be measured.
 #[derive(Debug, Clone, Copy)]
 pub struct LiveFigure {
-    /// Its name and its scenario, which has `[live]`.
+    /// Name, and scenario with `[live]`.
     pub figure: Embedded,
-    /// Measures all panels of the scenario: as many runs as it has seeds. It gets the scenario without simulated
-    /// series.
+    /// Measures all panels of the scenario, with as many runs as the scenario has seeds. The scenario is passed without
+    /// its simulated series.
     pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
-    /// Called at SIGINT and SIGTERM from a thread of its own: lets `measure` tidy up and fail soon. `None`: the process
+    /// Called at SIGINT and SIGTERM from another thread: makes `measure` clean up and fail soon. `None`: the process
     /// ends.
     pub interrupt: Option<fn()>,
 }
 
-/// One measured value of one run.
+/// Value of one run at one point.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// The panel's title.
+    /// Title of the panel.
     pub panel: String,
     pub series: String,
-    /// Swept value or time; in the unit of `x.values`.
+    /// Swept value or time, in the unit of `x.values`.
     pub x: f64,
-    /// From 1.
+    /// Number of the run: 1, 2, ...
     pub run: u64,
-    /// In the measure's unit.
+    /// Value in the metric's unit.
     pub y: f64,
 }
 
@@ -58,7 +58,7 @@ impl LiveFigure {
         live.iter().find(|live| live.figure.name == name)
     }
 
-    /// Measures, and puts what was found in its places.
+    /// Measures the figure and returns its table.
     pub fn table(&self, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
         let measured = Scenario { live: scenario.live.clone(), ..scenario.part(false) };
         let samples = match measured.series[..] {
@@ -104,7 +104,7 @@ fn x_scale(panel: &Panel) -> f64 {
     panel.x.as_ref().map_or(1.0, |sweep| sweep.scale)
 }
 
-/// The machine, for the page: kernel, processor, number of CPUs.
+/// Returns the machine for the page: kernel, processor, number of CPUs.
 pub fn machine() -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let kernel = read("/proc/sys/kernel/osrelease");

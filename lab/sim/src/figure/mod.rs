@@ -1,4 +1,4 @@
-//! `coreward-lab figure`: the experiments of the papers, simulated again, next to the published values.
+//! `coreward-lab figure`: simulates experiments of papers and compares them with the published values.
 //!
 //! The way of the data: a scenario (a TOML file, [`scenario`]) expands into independent runs of a simulation
 //! ([`expand`],

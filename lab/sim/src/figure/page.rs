@@ -1,4 +1,4 @@
-//! The page with all figures: one file that needs nothing else, neither network nor scripts.
+//! Page with all figures: a single file without network access or scripts.
 
 use super::draw;
 use super::result::FigureResult;
@@ -43,7 +43,7 @@ pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
     )
 }
 
-/// Source of the numbers.
+/// Returns a sentence on the source of the numbers.
 fn source_of_numbers(some_live: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if some_live {
@@ -109,7 +109,7 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
     )
 }
 
-/// Text of the seeds (or runs, where it is measured).
+/// Returns the text of the number of seeds, or of runs of a live figure.
 pub fn seeds(scenario: &Scenario) -> String {
     match (scenario.live.is_some(), scenario.seeds.get_ref()) {
         (false, 1) => "One seed: 1".to_owned(),
@@ -143,7 +143,7 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// An empty line separates paragraphs.
+/// Returns paragraphs, which empty lines separate.
 fn paragraphs(text: &str) -> String {
     let paragraphs: Vec<String> = text.trim().split("\n\n").map(|part| escaped(&one_line(part))).collect();
     paragraphs.join("<br>")

@@ -1,4 +1,4 @@
-//! A finished figure: its numbers, verdicts and sources.
+//! Finished figure: its numbers, verdicts and provenance.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,68 +6,67 @@ use super::claim::Verdict;
 use super::scenario::Scenario;
 use super::table::{Table, number};
 
-/// A figure that was simulated.
+/// Figure that was simulated or measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FigureResult {
     /// Name in `coreward-lab figure --list`.
     pub name: String,
     pub provenance: Provenance,
-    /// Its numbers.
     pub table: Table,
-    /// The paper's statements, judged.
+    /// Checked claims of the paper.
     pub claims: Vec<Verdict>,
 }
 
-/// All that is needed to make a figure again.
+/// Information that reproduces a figure.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
-    /// Command that makes it.
+    /// Command that makes the figure.
     pub command: String,
     /// Version of coreward.
     pub version: String,
-    /// FNV-1a (64 bits) of the scenario's text: whether it is still the same.
+    /// FNV-1a (64 bits) of the scenario's text, which detects changes.
     pub scenario: String,
-    /// Measured machine; `None` for a simulation, which gives the same on every one.
+    /// Measured machine; `None` for a simulation, which is identical on every machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_on: Option<String>,
 }
 
 impl Provenance {
-    /// Provenance of the figure that `command` makes from a scenario's `text`.
+    /// Returns the provenance of the figure that `command` makes from a scenario's `text`.
     pub fn new(command: String, text: &str) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
         Self { command, version, scenario: format!("{:016x}", fnv1a(text.as_bytes())), measured_on: None }
     }
 
-    /// The same, measured on this machine.
+    /// Returns the provenance with the measured machine.
     pub fn measured_by(self, machine: String) -> Self {
         Self { measured_on: Some(machine), ..self }
     }
 
-    /// Whether what `other` made need not be made again, wherever it was measured.
+    /// Returns whether both have the same inputs, on any machine: the figure need not be made again.
     pub fn has_same_inputs(&self, other: &Self) -> bool {
         (&self.command, &self.version, &self.scenario) == (&other.command, &other.version, &other.scenario)
     }
 }
 
-/// Fowler, Noll and Vo's hash (draft-eastlake-fnv), to detect a changed text.
+/// Returns Fowler, Noll and Vo's hash (draft-eastlake-fnv), which detects a changed text.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 impl FigureResult {
-    /// Judges the claims of `scenario` on its table.
+    /// Returns the figure with the claims of `scenario` checked on `table`.
     pub fn new(name: &str, provenance: Provenance, scenario: &Scenario, table: Table) -> Self {
         let claims = scenario.claim.iter().map(|claim| claim.judge(&table)).collect();
         Self { name: name.to_owned(), provenance, table, claims }
     }
 
-    /// Number of claims that hold.
+    /// Returns the number of claims that hold.
     pub fn holding_claims(&self) -> usize {
         self.claims.iter().filter(|claim| claim.holds).count()
     }
 
-    /// One line per claim, for people.
+    /// Returns one line of text per claim.
     pub fn claim_lines(&self) -> Vec<String> {
         self.claims
             .iter()
@@ -77,12 +76,12 @@ impl FigureResult {
 }
 
 impl Verdict {
-    /// "holds" or "does not hold here".
+    /// Returns "holds" or "does not hold here".
     pub fn word(&self) -> &'static str {
         if self.holds { "holds" } else { "does not hold here" }
     }
 
-    /// Measured value, its bound and the published value.
+    /// Returns the text of the measured value, its bound and the published value.
     pub fn numbers(&self) -> String {
         let measured = match self.measured {
             None => "not reached here".to_owned(),

@@ -1,4 +1,4 @@
-//! Runs a scenario on all CPUs and fills its table.
+//! Runs a scenario on all CPUs and returns its table.
 
 use std::collections::HashMap;
 
@@ -11,10 +11,10 @@ use super::scenario::Scenario;
 use super::table::{Cell, Curve, PanelTable, Table};
 use crate::seed_summary::SeedSummary;
 
-/// Runs everything that `scenario` needs. `done` gets the numbers of finished and of all runs.
+/// Runs all jobs of `scenario`. `done` receives the numbers of finished and of all runs.
 ///
-/// The table does not depend on the number of threads, because runs are independent and ordered. Fails with the error
-/// of a simulation.
+/// The table does not depend on the number of threads, because runs are independent and ordered. Fails when a
+/// simulation fails.
 pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<Table> {
     let plan = scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))?;
     let total = plan.jobs.len();
@@ -44,18 +44,18 @@ fn table(scenario: &Scenario, plan: &Plan, outcomes: &[Outcome]) -> Table {
     table_of(scenario, values)
 }
 
-/// One seed's (or run's) value at one x.
+/// Value of one seed or run at one x.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Value {
     /// x as shown.
     pub x: f64,
-    /// From 1.
+    /// Seed or run: 1, 2, ...
     pub seed: u64,
-    /// y as measured, not yet as shown.
+    /// y as measured, before scaling.
     pub y: f64,
 }
 
-/// The table of what was found, by indices of panel and series.
+/// Returns the table of the values by indices of panel and series.
 pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Value>>) -> Table {
     let seeds = *scenario.seeds.get_ref();
     let panels = scenario.panel.iter().enumerate().map(|(panel_index, panel)| {
@@ -80,7 +80,7 @@ fn values_of(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<Value> {
     outcome.value(&place.query).map(|y| Value { x, seed, y }).into_iter().collect()
 }
 
-/// Groups values by x. A point that not every seed has is left out: its median would be over the lucky ones.
+/// Groups values by x. Omits points without a value of every seed, whose median would be biased.
 fn cells(mut values: Vec<Value>, seeds: u64, y_scale: f64) -> Vec<Cell> {
     values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
     let groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);

@@ -1,7 +1,7 @@
 //! Scenario files, described in docs/simulator.md.
 //!
-//! The types reject invalid values with file, line and column; [`check`] checks combinations right after reading. So a
-//! scenario that was read can be run, drawn and judged.
+//! The types reject invalid values with file, line and column; [`check`] checks combinations right after reading. A
+//! parsed scenario can therefore be run, drawn and checked.
 
 mod check;
 mod read;
@@ -16,21 +16,21 @@ use super::claim::Assertion;
 use super::parameters::{Lb, Path, Pcc, Rpc};
 use super::table::PublishedCell;
 
-/// One experiment: what is simulated, what is drawn, what was published and what the paper states about it.
+/// Experiment: simulation, drawing, published values and claims.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
-    /// One line for people.
+    /// Title in one line.
     pub title: String,
     /// Authors, name and venue.
     pub paper: String,
-    /// Place in the paper: "Figure 2b".
+    /// Reference in the paper, as in "Figure 2b".
     pub figure: String,
-    /// The paper's sentences that the claims judge, quoted.
+    /// Quoted sentences of the paper that the claims check.
     pub statement: String,
-    /// Model of this simulation, and its differences from the paper's experiment.
+    /// Description of the model, and its differences from the paper's experiment.
     pub modelled: String,
-    /// Seeds 1 to this number; every point is the median over them.
+    /// Seeds 1 to this number; every point is their median.
     pub seeds: Spanned<u64>,
     /// Requests at cores: parameters common to all series.
     pub rpc: Option<Rpc>,
@@ -38,9 +38,9 @@ pub struct Scenario {
     pub lb: Option<Lb>,
     /// Connections while the pool changes.
     pub pcc: Option<Pcc>,
-    /// Connections placed by a load balancer, their requests queued at cores.
+    /// Connections placed by a load balancer, with requests queued at cores.
     pub path: Option<Path>,
-    /// Measured on this machine ([`super::live`]): every series but those marked as simulated.
+    /// Live figure ([`super::live`]): every series is measured, except those marked as simulated.
     pub live: Option<Live>,
     /// Compared curves.
     pub series: Vec<Series>,
@@ -49,7 +49,7 @@ pub struct Scenario {
     /// Values of the paper's figure.
     #[serde(default)]
     pub published: Vec<Published>,
-    /// The statements, as checks.
+    /// Claims of the paper.
     #[serde(default)]
     pub claim: Vec<Assertion>,
 }
@@ -58,11 +58,11 @@ pub struct Scenario {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Live {
-    /// About how long it takes, for `coreward-lab figure --list`.
+    /// Approximate duration for `coreward-lab figure --list` (minutes).
     pub minutes: f64,
-    /// Measured time of each point in each run, where the figure leaves that open (s).
+    /// Measured time of each point in each run (s), where the figure leaves it open.
     pub seconds: Option<f64>,
-    /// Simulated unit of time here, where there is one (us).
+    /// Length of the simulated unit of time in the measurement (us), if the scenario has one.
     pub unit_us: Option<f64>,
 }
 
@@ -72,17 +72,17 @@ impl fmt::Display for Live {
     }
 }
 
-/// One curve, or the bars of one colour.
+/// Curve, or bars of one colour.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Series {
-    /// Name as the paper has it.
+    /// Name in the paper.
     pub label: Spanned<String>,
-    /// In a live figure: simulated for comparison, not measured. Drawn like the last measured series before it, open
-    /// and dashed.
+    /// Whether a series of a live figure is simulated for comparison. It is drawn like the preceding measured series,
+    /// but open and dashed.
     #[serde(default)]
     pub simulated: bool,
-    /// Parameters of this series that differ from the common ones; of the scenario's kind.
+    /// Parameters of this series that differ from the common ones, in the scenario's kind.
     pub rpc: Option<Rpc>,
     /// See `rpc`.
     pub lb: Option<Lb>,
@@ -92,23 +92,23 @@ pub struct Series {
     pub path: Option<Path>,
 }
 
-/// One system of axes.
+/// Panel with its axes.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Panel {
-    /// Title; claims and published values name the panel by it.
+    /// Title, by which claims and published values refer to the panel.
     pub title: Spanned<String>,
     pub measure: Spanned<Metric>,
     /// Style of drawing.
     #[serde(default)]
     pub draw: Draw,
-    /// Sweep; without it each series has one value.
+    /// Sweep; without one each series has one value.
     pub x: Option<Sweep>,
     pub y: Axis,
-    /// Only these series; all when left out.
+    /// Shown series; all when omitted.
     #[serde(default)]
     pub series: Vec<Spanned<String>>,
-    /// Horizontal lines with their names, as service level objectives.
+    /// Horizontal lines with labels, such as service level objectives.
     #[serde(default)]
     pub mark: Vec<Mark>,
     /// Parameters of this panel that differ from the common ones.
@@ -130,21 +130,21 @@ pub enum Draw {
     Bars,
 }
 
-/// The horizontal axis and what is swept along it.
+/// Horizontal axis with its swept parameter.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sweep {
     /// Parameter that changes from point to point.
     pub parameter: Spanned<SweepAxis>,
-    /// Its values; none for `time`, whose values follow from the run.
+    /// Values of the parameter; none for `time`, whose values follow from the run.
     #[serde(default)]
     pub values: Vec<f64>,
     /// Label of the axis, with its unit.
     pub label: String,
-    /// A value is shown (and named by claims and published points) times this.
+    /// Factor of shown values, which claims and published points use too.
     #[serde(default = "default_scale")]
     pub scale: f64,
-    /// Logarithmic.
+    /// Whether the axis is logarithmic.
     #[serde(default)]
     pub log: bool,
 }
@@ -152,23 +152,23 @@ pub struct Sweep {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Axis {
-    /// With its unit.
+    /// Label of the axis, with its unit.
     pub label: String,
-    /// Every measured value is multiplied by this.
+    /// Factor of measured values.
     #[serde(default = "default_scale")]
     pub scale: f64,
-    /// Logarithmic.
+    /// Whether the axis is logarithmic.
     #[serde(default)]
     pub log: bool,
-    /// Drawn range; from the data when left out. Points outside stay in the tables.
+    /// Drawn range; by default that of the data. Points outside the range stay in the tables.
     pub range: Option<[f64; 2]>,
 }
 
-/// A horizontal line.
+/// Horizontal line.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mark {
-    /// At this height.
+    /// Height of the line.
     pub y: f64,
     pub label: String,
 }
@@ -177,12 +177,12 @@ pub struct Mark {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Published {
-    /// The panel's title; may be left out when there is one panel.
+    /// Title of the panel; optional for a single panel.
     pub panel: Option<Spanned<String>>,
     pub series: Spanned<String>,
     /// Source of the numbers.
     pub source: String,
-    /// In the panel's shown units.
+    /// Points in the panel's shown units.
     pub points: Vec<PublishedPoint>,
 }
 
@@ -190,7 +190,7 @@ pub struct Published {
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(from = "PublishedNumbers")]
 pub struct PublishedPoint {
-    /// On the panel's horizontal axis.
+    /// x on the panel's horizontal axis.
     pub x: f64,
     pub y: f64,
     pub spread: Option<(f64, f64)>,
@@ -217,13 +217,13 @@ fn default_scale() -> f64 {
 }
 
 impl Scenario {
-    /// The series that `panel` shows, in the order of the file.
+    /// Returns the series that `panel` shows, in the order of the file.
     pub fn series_of(&self, panel: &Panel) -> impl Iterator<Item = &Series> {
         let only: Vec<&str> = panel.series.iter().map(|label| label.get_ref().as_str()).collect();
         self.series.iter().filter(move |series| only.is_empty() || only.contains(&series.label.get_ref().as_str()))
     }
 
-    /// The simulated or the measured part of a live figure: a scenario of its own, without published values and claims.
+    /// Returns the simulated or the measured part of a live figure: a scenario without published values and claims.
     #[must_use]
     pub fn part(&self, simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == simulated);
@@ -236,14 +236,15 @@ impl Scenario {
         Self { series, panel, live: None, published: Vec::new(), claim: Vec::new(), ..self.clone() }
     }
 
-    /// The index of the series whose colour and shape the series at `index` has, and whether it is drawn open.
+    /// Returns the index of the series whose colour and shape series `index` uses, and whether the series is drawn
+    /// open.
     pub fn appearance(&self, index: usize) -> (usize, bool) {
         let open = self.series[index].simulated;
         let like = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| open);
         (like.unwrap_or(index), open)
     }
 
-    /// The published points of this series in this panel.
+    /// Returns the published points of a series in a panel.
     pub fn published_points(&self, panel: &str, label: &str) -> Vec<PublishedCell> {
         let of_curve = self.published.iter().filter(|published| {
             let in_panel = published.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
@@ -256,7 +257,7 @@ impl Scenario {
         cells
     }
 
-    /// The panel of that title, or the only one.
+    /// Returns the panel with a title, or the only panel.
     pub fn panel_named(&self, title: Option<&str>) -> Option<&Panel> {
         match title {
             Some(title) => self.panel.iter().find(|panel| panel.title.get_ref() == title),

@@ -1,4 +1,4 @@
-//! The numbers of a figure: for each panel and series, a point per x with its spread over the seeds.
+//! Numbers of a figure: for each panel and series a point per x, with its spread over the seeds.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,10 +6,10 @@ use super::point::same_point;
 use crate::output::csv;
 use crate::seed_summary::SeedSummary;
 
-/// Everything that was measured for one figure, in shown units.
+/// All values of one figure, in shown units.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// Seeds of each point.
+    /// Number of seeds of each point.
     pub seeds: u64,
     /// In the order of the scenario.
     pub panels: Vec<PanelTable>,
@@ -23,21 +23,21 @@ pub struct PanelTable {
     pub curves: Vec<Curve>,
 }
 
-/// The numbers of one series in one panel.
+/// Values of one series in one panel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Curve {
     /// Label in the scenario.
     pub label: String,
-    /// By ascending x.
+    /// Points by ascending x.
     pub cells: Vec<Cell>,
     /// Values of the paper.
     pub published: Vec<PublishedCell>,
 }
 
-/// One point.
+/// Point of a curve.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cell {
-    /// On the horizontal axis; 0 where nothing is swept.
+    /// x on the horizontal axis; 0 without a sweep.
     pub x: f64,
     pub seeds: Vec<f64>,
     pub spread: SeedSummary,
@@ -45,7 +45,7 @@ pub struct Cell {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PublishedCell {
-    /// On the horizontal axis.
+    /// x on the horizontal axis.
     pub x: f64,
     pub y: f64,
     pub spread: Option<(f64, f64)>,
@@ -57,17 +57,17 @@ impl Curve {
     }
 }
 
-/// The columns of a figure's CSV.
+/// Columns of a figure's CSV.
 pub const COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
 
 impl Table {
-    /// One row per point; a published point that was not simulated has no median.
+    /// Returns one row per point; a published point without simulation has no median.
     pub fn rows(&self) -> Vec<Vec<String>> {
         let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
         curves.flat_map(|(panel, curve)| rows(panel, curve)).collect()
     }
 
-    /// [`COLUMNS`] and [`Table::rows`] as CSV.
+    /// Returns [`COLUMNS`] and [`Table::rows`] as CSV.
     pub fn csv(&self) -> String {
         csv(&COLUMNS, &self.rows())
     }
@@ -92,7 +92,7 @@ fn rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
     rows.into_iter().map(|(_, row)| row).collect()
 }
 
-/// Formats a number with six significant digits, without superfluous zeros.
+/// Returns a number with six significant digits, without trailing zeros.
 pub fn number(value: f64) -> String {
     if value == 0.0 || !value.is_finite() {
         return format!("{value}");

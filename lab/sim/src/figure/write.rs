@@ -1,4 +1,4 @@
-//! Files that are there as a whole or not at all.
+//! Atomic writes of files.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -19,7 +19,7 @@ pub fn write_whole(directory: &Path, name: &str, content: &str) -> anyhow::Resul
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// A temporary file is its owner's only; a figure is for everybody.
+/// Makes the file readable for all users; a temporary file is readable only for its owner.
 fn set_readable(file: &std::fs::File) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt as _;
     file.set_permissions(std::fs::Permissions::from_mode(0o644))

@@ -89,7 +89,7 @@ pub(crate) fn parse_alpha(text: &str) -> Result<Alpha, String> {
 
 const MAX_SEEDS: u64 = 10_000;
 
-/// `N` or `FIRST-LAST`.
+/// Seeds as `N` or `FIRST-LAST`.
 #[derive(Debug, Clone, PartialEq)]
 struct Seeds(Vec<u64>);
 
@@ -109,7 +109,7 @@ impl std::str::FromStr for Seeds {
 }
 
 impl LbArgs {
-    /// Simulates; what came of it, to be printed. The error names the mistake and its place.
+    /// Simulates and returns the printable result. An error names the invalid value and its position.
     pub fn run(self) -> anyhow::Result<String> {
         let config = Config {
             trace: self.trace,

@@ -1,23 +1,23 @@
-//! Packets at cores: counted on arrival, or through a queue of finite capacity.
+//! Packets at cores: counted on arrival, or queued with a limit.
 
 /// Packets that may wait at a core while one is served (CrossRSS, CoNEXT'20: FastClick's queues of 128).
 pub const QUEUE_PACKETS: u32 = 128;
 
-/// Part of a packet that sums of service times may be off by.
+/// Rounding error of sums of service times, as a fraction of a packet.
 const ROUNDING: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Capacity {
-    /// No limit; each packet counts as `cost_ns` of busy time.
+    /// No limit; each packet adds `cost_ns` of busy time.
     Unlimited {
         /// Busy time per packet (ns).
         cost_ns: f64,
     },
-    /// One packet after the other.
+    /// The core serves one packet after the other.
     Limited {
         /// Busy time per packet (ns), above 0.
         cost_ns: f64,
-        /// Most packets that wait; `None`: no limit.
+        /// Largest number of waiting packets; `None`: no limit.
         queue: Option<u32>,
     },
 }
@@ -27,15 +27,15 @@ pub enum Capacity {
 pub struct Cores {
     cost_ns: f64,
     limited: bool,
-    /// The longest that a packet may have to wait and still be taken (ns).
+    /// Longest waiting time of an accepted packet (ns).
     longest_wait_ns: f64,
-    /// Packets that arrived, by core.
+    /// Packets that arrived, per core.
     entered: Vec<u64>,
     /// Packets that found the queue full, per core.
     dropped: Vec<u64>,
-    /// End of the service of all taken packets (ns), per core.
+    /// Time at which each core has served all accepted packets (ns).
     free_ns: Vec<f64>,
-    /// Bytes of the packets that were taken, of all cores.
+    /// Bytes of the accepted packets of all cores.
     bytes: u64,
 }
 
@@ -57,7 +57,7 @@ impl Cores {
         }
     }
 
-    /// A packet arrives at a core; times never decrease.
+    /// Processes the arrival of a packet at a core; times never decrease.
     #[inline]
     pub fn enter(&mut self, core: usize, time_ns: u64, bytes: u16) {
         self.entered[core] += 1;
@@ -67,11 +67,11 @@ impl Cores {
         self.bytes += u64::from(bytes);
     }
 
-    /// Whether the packet finds room.
+    /// Queues the packet. Returns false when the queue is full.
     fn try_enqueue(&mut self, core: usize, time_ns: u64) -> bool {
         let (now_ns, free_ns) = (time_ns as f64, &mut self.free_ns[core]);
-        // All packets take the same time, so the remaining work gives their number; one of them is in service and does
-        // not wait.
+        // All packets take the same time, so the remaining work gives their number; the packet in service does not
+        // wait.
         if *free_ns - now_ns > self.longest_wait_ns {
             self.dropped[core] += 1;
             return false;
@@ -80,27 +80,27 @@ impl Cores {
         true
     }
 
-    /// Packets that came so far, per core.
+    /// Returns the packets that arrived so far, per core.
     pub fn entered(&self) -> &[u64] {
         &self.entered
     }
 
-    /// Packets that were dropped so far, of all cores.
+    /// Returns the packets dropped so far at all cores.
     pub fn dropped(&self) -> u64 {
         self.dropped.iter().sum()
     }
 
-    /// Bytes of the packets that were taken so far.
+    /// Returns the bytes of the packets accepted so far.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Work that the core has taken and not served yet (ns).
+    /// Returns the accepted work that the core has not served yet (ns).
     fn backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
         if self.limited { (self.free_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
     }
 
-    /// Packets that have left each core by now, served.
+    /// Returns the packets that each core has served so far.
     pub fn served(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.entered.len()).map(move |core| {
             let inside = (self.backlog_ns(core, time_ns) / self.cost_ns - ROUNDING).ceil().max(0.0) as u64;
@@ -108,7 +108,7 @@ impl Cores {
         })
     }
 
-    /// Each core's busy time so far (ns).
+    /// Returns each core's busy time so far (ns).
     pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.entered.len()).map(move |core| {
             let accepted = (self.entered[core] - self.dropped[core]) as f64;
@@ -125,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    /// Reference for tests: departure times of a FIFO queue, packet by packet.
+    /// Reference model: departure times of a FIFO queue, packet by packet.
     struct Reference {
         departures: VecDeque<u64>,
         last: u64,
@@ -140,13 +140,13 @@ mod tests {
         let mut reference = Reference { departures: VecDeque::new(), last: 0, served: 0, dropped: 0 };
         let mut now = 0;
         for step in 0..20_000u64 {
-            // Bursts and pauses; mean load 1.
+            // Bursts and pauses with a mean load of 1.
             now += u64::from(uniform_below(&mut rng, if step % 100 < 50 { 60 } else { 142 }));
             while reference.departures.front().is_some_and(|departure| *departure <= now) {
                 reference.departures.pop_front();
                 reference.served += 1;
             }
-            // One in service and four waiting.
+            // One packet in service and four waiting.
             if reference.departures.len() <= 4 {
                 reference.last = reference.last.max(now) + 50;
                 reference.departures.push_back(reference.last);

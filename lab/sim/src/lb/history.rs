@@ -1,9 +1,9 @@
-//! Load of the cores before the first packet: a trace's history knows flows and their rates, no packets.
+//! Load of the cores before the first packet: a trace's history has flows and rates, but no packets.
 
 use super::cores::Capacity;
 
-/// The work of every core in the history. Packets up to a time t are linear in t between two events, so each core keeps
-/// a slope and an offset.
+/// Work of every core in the history. Between two events the number of packets is linear in time, so each core has a
+/// slope and an offset.
 #[derive(Debug)]
 pub struct History {
     cost_ns: f64,
@@ -11,11 +11,11 @@ pub struct History {
     end_ns: u64,
     /// Packets per ns, per core.
     slope: Vec<f64>,
-    /// Packets at time 0 of that line, per core.
+    /// Packets at time 0 of the line, per core.
     offset: Vec<f64>,
     /// Packets per ns, per flow.
     rate_of_flow: Vec<f64>,
-    /// At the newest reading: when, and packets and busy time per core.
+    /// Last reading: its time (ns), and packets and busy time per core.
     read_ns: u64,
     packets: Vec<f64>,
     busy_ns: Vec<f64>,
@@ -40,7 +40,7 @@ impl History {
         }
     }
 
-    /// A flow starts to send to a core, at this rate (packets/s).
+    /// Starts a flow to a core with a rate (packets/s).
     pub fn begin(&mut self, flow: u32, core: usize, rate: f64, now_ns: u64) {
         let flow = flow as usize;
         if self.rate_of_flow.len() <= flow {
@@ -59,8 +59,8 @@ impl History {
         self.offset[core] -= slope * now_ns as f64;
     }
 
-    /// Each core's busy time up to now, or to the history's end (ns). A core of limited capacity is busy all the time
-    /// at most; the few packets that wait in its queue are left out.
+    /// Returns each core's busy time up to now, or to the history's end (ns). A core of limited capacity is at most
+    /// always busy; the few packets in its queue are ignored.
     pub fn busy_ns(&mut self, now_ns: u64) -> &[f64] {
         let now_ns = now_ns.min(self.end_ns);
         let elapsed_ns = (now_ns - self.read_ns) as f64;
@@ -86,10 +86,10 @@ mod tests {
         let mut history = History::new(2, Capacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
         history.begin(0, 1, 500.0, 0);
         history.begin(7, 1, 100.0, 500_000_000);
-        // 500 packets of 1 us, and 50.
+        // 500 packets of 1 us in one flow, 50 in the other.
         assert!((history.busy_ns(1_000_000_000)[1] - 550_000.0).abs() < 1.0);
         history.end(0, 1, 1_500_000_000);
-        // 250 and 100 more, then 100.
+        // 250 and 100 more packets, then 100.
         assert!((history.busy_ns(2_000_000_000)[1] - 900_000.0).abs() < 1.0);
         assert!((history.busy_ns(9_000_000_000)[1] - 1_000_000.0).abs() < 1.0);
         assert!((history.busy_ns(9_500_000_000)[1] - 1_000_000.0).abs() < 1.0);

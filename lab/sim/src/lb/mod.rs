@@ -1,10 +1,10 @@
-//! `coreward-lab sim lb`: a trace through the load balancer, under several policies, packet by packet.
+//! `coreward-lab sim lb`: simulates a trace through the load balancer, packet by packet, under several policies.
 //!
-//! * [`Config`] and [`run`]: what to simulate, and how
+//! * [`Config`] and [`run`]: configuration and execution
 //! * [`Outcome`][]: results
 //! * [`simulation`]: one policy and seed
-//! * [`oracle`]: a placement that knows what no load balancer can know
-//! * [`cores`]: counting packets at cores, with or without queues; [`history`]: what they did before the first packet
+//! * [`oracle`]: placement with knowledge that no load balancer has
+//! * [`cores`]: counts packets at cores, with or without queues; [`history`]: load before the first packet
 //!
 //! docs/simulator.md describes the computation of each result.
 
@@ -34,40 +34,40 @@ pub use run::run;
 /// Configuration of a simulation. The default is the paper's pool (CrossRSS, CoNEXT'20, Sect. 3) on `campus`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// The traffic.
+    /// Traffic.
     pub trace: Source,
-    /// Servers, at least 1; with `cores` at most [`MAX_CORES`] cores in all.
+    /// Number of servers, at least 1; all servers together have at most [`MAX_CORES`] cores.
     pub servers: u16,
-    /// Cores of each server, at least 1.
+    /// Number of cores of each server, at least 1.
     pub cores: u16,
     /// Buckets of the placement table, and entries of the indirection tables.
     pub buckets: BucketCount,
-    /// Time between two reports, and between two tables (ms), 1 to 10,000.
+    /// Interval of reports and of tables (ms), 1 to 10,000.
     pub report_ms: u32,
-    /// Weight of the newest report.
+    /// Weight of the newest report in a smoothed load.
     pub alpha: Alpha,
     /// Policies by name: those of [`coreward_model::policy`], and [`ORACLE`].
     pub policies: Vec<String>,
-    /// Each draws server ids (and with them indirection tables), RSS key and hash keys; for `campus` without a seed of
-    /// its own the traffic too.
+    /// Seeds, each of which draws server ids (and with them indirection tables), RSS key and hash keys. For `campus`
+    /// without its own seed they also draw the traffic.
     pub seeds: Vec<u64>,
     pub read: ReadOptions,
-    /// Copies of the trace that run at once, shifted in time, each with addresses of its own; at least 1.
+    /// Number of simultaneous copies of the trace, shifted in time, each with its own addresses; at least 1.
     pub overlay: u32,
-    /// Packets/s that a core serves; a packet that finds 128 waiting is dropped. `None`: unlimited.
+    /// Packets/s that a core serves; a packet that finds 128 waiting packets is dropped. `None`: unlimited.
     pub core_capacity: Option<f64>,
-    /// Draw of indirection tables.
+    /// Distribution of cores over the indirection tables.
     pub tables: TableDraw,
-    /// Length of the windows in which variance is measured (ms), 1 to 3,600,000; the paper's are 1 s.
+    /// Duration of the windows in which variance is measured (ms), 1 to 3,600,000; the paper has 1 s.
     pub window_ms: u32,
-    /// Speed of the trace over the recorded one: 1.1 is 10 % faster. Above 0.
+    /// Speed of the replay relative to the recording: 1.1 is 10 % faster. Above 0.
     pub replay_speed: f64,
-    /// Rack controllers, each with as many servers (+-1); at most as many as servers. `None`: agents report to the
-    /// controller.
+    /// Number of rack controllers, each with an equal share (+-1) of the servers; at most the number of servers.
+    /// `None`: agents report to the controller.
     pub racks: Option<u16>,
-    /// Limit of the candidates that a rack sends for each bucket, 1 to 8; 8 lose nothing.
+    /// Largest number of candidates that a rack sends per bucket, 1 to 8; with 8 nothing is lost.
     pub rack_candidates: u8,
-    /// From the moment of the reports until the table that is made of them is in force (ms), below `report_ms`.
+    /// Time from the reports until their table is in force (ms), below `report_ms`.
     pub table_delay_ms: u32,
 }
 
@@ -95,36 +95,36 @@ impl Default for Config {
     }
 }
 
-/// Cores of all servers at most: a core's number has 16 bits.
+/// Limit of the cores of all servers: a core's number has 16 bits.
 pub const MAX_CORES: u32 = 65_536;
 
 /// Reason why a configuration cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A number of the configuration is out of its range.
+    /// A value of the configuration is out of range.
     #[error(transparent)]
     OutOfRange(#[from] OutOfRange),
-    /// A policy that does not exist.
+    /// A policy does not exist.
     #[error(transparent)]
     Policy(#[from] UnknownName),
-    /// Something is wrong with the trace.
+    /// The trace is invalid.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// Nothing to simulate.
+    /// The trace has no packets to simulate.
     #[error("the trace has no packets that can be placed{}", skipped(.0))]
     Empty(crate::trace::Skipped),
-    /// No window is whole.
+    /// The trace is too short for a window.
     #[error(
         "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
          last \
          at least {} ms; a shorter --window-ms helps", 2 * window_ms
     )]
     TooShort {
-        /// Length of the trace.
+        /// Duration of the trace (s).
         seconds: f64,
         window_ms: u32,
     },
-    /// The oracle knows only the rates in the trace.
+    /// The oracle needs the rates in the trace.
     #[error(
         "policy \"oracle\" needs to know each flow's rate when it starts: expected campus or an arrival log as trace"
     )]
@@ -137,7 +137,7 @@ fn skipped(skipped: &crate::trace::Skipped) -> String {
 }
 
 impl Config {
-    /// The error names the value that is out of range, and the range.
+    /// Checks the configuration. An error names the value that is out of range, and the range.
     pub fn check(&self) -> Result<(), Error> {
         let cores = u32::from(self.servers) * u32::from(self.cores);
         let rules = [

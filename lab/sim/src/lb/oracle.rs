@@ -1,19 +1,18 @@
-//! `oracle`: greedy per connection with the true instantaneous rates.
+//! `oracle`: greedy placement of each connection by the true current rates.
 //!
-//! A new connection goes to the server whose core for it (RSS decides which) has at that moment the least sum of the
-//! rates of the flows that are on it. No load balancer can know these rates: it shows how much better placement by core
-//! could be, at most, as long as connections stay where they are. It lives here and not among the policies, since it
-//! cannot run live.
+//! A new connection goes to the server whose core (by RSS) has the smallest sum of the current rates of its flows. No
+//! load balancer knows these rates: the oracle is a bound for placement by core while connections stay on their
+//! servers. It is not among the policies, because it cannot run live.
 
 use crate::trace::Opening;
 
-/// Its name among the policies.
+/// Name of the oracle among the policies.
 pub const ORACLE: &str = "oracle";
 
-/// Rates are summed as integers, so that sums return to zero exactly (micropackets/s).
+/// Unit of rates: sums of integers return to zero exactly (micropackets/s).
 const UNIT_PER_PACKET: f64 = 1e6;
 
-/// The true rates of all flows.
+/// True rates of all flows.
 #[derive(Debug, Default)]
 pub struct Oracle {
     of_core: Vec<u64>,
@@ -25,7 +24,7 @@ impl Oracle {
         Self { of_core: vec![0; cores], of_flow: Vec::new() }
     }
 
-    /// The core for a new flow, of those that it can reach. `None` when its rate is not known.
+    /// Returns the core for a new flow among the reachable ones. `None` when the flow's rate is unknown.
     pub fn place(&mut self, flow: u32, opening: &Opening, reachable: impl Iterator<Item = usize>) -> Option<usize> {
         let rate = (opening.rate? * UNIT_PER_PACKET) as u64;
         let core = reachable.min_by_key(|core| self.of_core[*core])?;

@@ -6,24 +6,24 @@ use crate::output::Printable;
 use crate::seed_summary::SeedSummary;
 use crate::trace::Skipped;
 
-/// One policy and seed: means over the measured windows, that is all whole ones but the first.
+/// Results of one policy and seed: means over the measured windows, which are all whole windows except the first.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Measured {
-    /// Variance of the servers' packets.
+    /// Variance of the servers' packets (%).
     pub server_variance_pct: f64,
-    /// Variance of the packets that cores served.
+    /// Variance of the packets that cores served (%).
     pub core_variance_pct: f64,
-    /// The busiest core's packets over the cores' mean.
+    /// Packets of the busiest core, relative to the cores' mean.
     pub max_over_mean: f64,
-    /// Packets that found a queue full, of all that came.
+    /// Share of packets that found a full queue (%).
     pub dropped_pct: f64,
     /// Packets served per second, by all cores.
     pub throughput_pps: f64,
-    /// Bits of served packets per second, in 10^9; 0 when the trace has no sizes.
+    /// Served bits per second, in 10^9; 0 when the trace has no sizes.
     pub throughput_gbps: f64,
 }
 
-/// One policy over all seeds.
+/// Results of one policy over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PolicyOutcome {
     pub policy: String,
@@ -39,12 +39,12 @@ pub struct PolicyOutcome {
     pub throughput_pps: SeedSummary,
     /// See [`Measured::throughput_gbps`].
     pub throughput_gbps: SeedSummary,
-    /// Each seed's figures, in the order of the seeds.
+    /// Results of each seed, in the order of the seeds.
     pub seeds: Vec<Measured>,
 }
 
 impl PolicyOutcome {
-    /// `None` without seeds.
+    /// Returns the results; `None` without seeds.
     pub fn new(policy: &str, seeds: Vec<Measured>) -> Option<Self> {
         let spread = |of: fn(&Measured) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
@@ -62,17 +62,17 @@ impl PolicyOutcome {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// In the order in which they were asked for.
+    /// In the requested order.
     pub policies: Vec<PolicyOutcome>,
-    /// Packets that were simulated; where each seed has traffic of its own, the mean over the seeds.
+    /// Simulated packets; where each seed has its own traffic, the mean over the seeds.
     pub packets: u64,
-    /// Flows that began, likewise.
+    /// Flows that began, averaged like `packets`.
     pub flows: u64,
-    /// Length of the trace (s), likewise.
+    /// Duration of the trace (s), averaged like `packets`.
     pub seconds: f64,
-    /// Packets that were left out, by reason, likewise.
+    /// Packets that were skipped, by reason, averaged like `packets`.
     pub skipped: Skipped,
-    /// Packets whose time stamps went back a little: they count as simultaneous with their predecessor.
+    /// Packets with an earlier time stamp than their predecessor: they count as simultaneous.
     pub reordered: u64,
 }
 

@@ -10,11 +10,11 @@ use super::{Config, Error};
 use crate::par_map_ordered;
 use crate::trace::{Batch, Skipped, Trace};
 
-/// Cost of a packet for cores of unlimited speed (ns). Policies compare loads and ignore the unit; 1 us keeps a core
-/// with a few packets/s above the resolution of the loads, and one with millions in their range.
+/// Cost of a packet for cores of unlimited speed (ns). Policies compare loads and ignore the unit. With 1 us the load
+/// of a few packets/s is above the resolution, and the load of millions is in range.
 const UNLIMITED_COST_NS: f64 = 1_000.0;
 
-/// Simulates every policy with every seed. Fails when the configuration or the trace is not right: see [`Error`].
+/// Simulates every policy with every seed. Fails when the configuration or the trace is invalid: see [`Error`].
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
     let known = coreward_model::policy::names();
@@ -30,7 +30,7 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     Ok(outcome(config, runs))
 }
 
-/// One reading of a trace.
+/// Simulation of one pass over a trace.
 struct Run {
     /// By policy, then by seed.
     measured: Vec<Vec<Measured>>,
@@ -42,7 +42,7 @@ struct Run {
 }
 
 impl Run {
-    /// Simulates every policy with these seeds on the traffic of the first.
+    /// Simulates every policy with these seeds on the traffic of the first one.
     fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
         let mut trace = config.trace.overlaid(seeds[0], config.overlay, config.read)?;
         let speed = config.replay_speed;
@@ -82,7 +82,7 @@ impl Run {
     }
 }
 
-/// An arrival log's requests wait as long as they must, since they cannot be dropped; packets are dropped.
+/// Returns the capacity of the cores. Requests of an arrival log wait without limit; packets are dropped.
 fn capacity(config: &Config, trace: &dyn Trace) -> Capacity {
     match (config.core_capacity, trace.service()) {
         (Some(packets_per_s), None) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: Some(QUEUE_PACKETS) },

@@ -1,4 +1,4 @@
-//! One policy, one seed: the same fleet as live, fed by a trace.
+//! Simulation of one policy and seed: the fleet of a live system, with packets of a trace.
 
 use coreward_model::fleet::{FleetShape, Racks, SimulatedCluster};
 use coreward_model::placement::PlacementTable;
@@ -17,8 +17,8 @@ use crate::trace::{Batch, Packet};
 /// [`seeded_rng`]'s stream for server ids and the fleet's RSS key.
 const RNG_STREAM_SERVERS: u64 = 21;
 
-/// In a pause that is longer than this many reports the rest of them is left out: all loads are 0 by then (0.5^1000),
-/// and no report changes anything. A capture with a hole of a year would otherwise take a day.
+/// Limit of reports in a pause, after which the remaining ones are skipped: all loads are then 0 (0.5^1000), and
+/// reports have no effect. A capture with a gap of a year would otherwise take a day.
 const REPORTS_OF_A_PAUSE: u64 = 1_000;
 
 /// Placement of connections.
@@ -44,7 +44,7 @@ struct Counters {
     time_ns: u64,
 }
 
-/// A fleet under one policy.
+/// Fleet under one policy.
 pub struct Simulation {
     placer: Placer,
     fleet: SimulatedCluster,
@@ -57,18 +57,18 @@ pub struct Simulation {
     report_ns: u64,
     window_ns: u64,
     next_report_ns: u64,
-    /// Time from reports until their table is in force, and the table that waits for it.
+    /// Time from reports until their table is in force (ns).
     table_delay_ns: u64,
     pending_table: Option<(u64, PlacementTable)>,
     next_window_ns: u64,
-    /// At the end of the newest window, and of the first, which is not measured.
+    /// Counters at the end of the newest window, and of the first, unmeasured window.
     last_counters: Counters,
     first_counters: Option<Counters>,
     windows: Windows,
 }
 
 impl Simulation {
-    /// Fails when there is no such policy.
+    /// Creates the simulation. Fails when the policy does not exist.
     pub fn new(config: &Config, policy: &str, seed: u64, capacity: Capacity, history_ns: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
@@ -106,7 +106,7 @@ impl Simulation {
         })
     }
 
-    /// Takes the next packets. Fails when the oracle does not know a flow's rate.
+    /// Processes a batch of packets. Fails when the oracle does not know a flow's rate.
     pub fn process_batch(&mut self, batch: &Batch) -> Result<(), Error> {
         let mut openings = batch.openings.iter();
         for packet in &batch.packets {
@@ -159,7 +159,7 @@ impl Simulation {
         }
     }
 
-    /// Reports are made and windows end, up to `now_ns`.
+    /// Processes reports and ends of windows up to `now_ns`.
     fn advance(&mut self, now_ns: u64) {
         let mut reports_left = REPORTS_OF_A_PAUSE;
         while self.next_report_ns.min(self.next_window_ns) <= now_ns {
@@ -168,13 +168,13 @@ impl Simulation {
                 self.next_report_ns += self.report_ns;
                 reports_left = reports_left.saturating_sub(1);
                 if reports_left == 0 {
-                    // On to the last one that is due.
+                    // Skips to the last report that is due.
                     self.next_report_ns += now_ns.saturating_sub(self.next_report_ns) / self.report_ns * self.report_ns;
                 }
             } else {
                 self.window(self.next_window_ns);
                 self.next_window_ns += self.window_ns;
-                // A window in which nothing came is not measured, so a long pause needs none of its windows.
+                // A window without packets is not measured, so a long pause skips its windows.
                 let empty = now_ns.saturating_sub(self.next_window_ns) / self.window_ns;
                 if empty > REPORTS_OF_A_PAUSE {
                     self.next_window_ns += empty * self.window_ns;
@@ -184,14 +184,14 @@ impl Simulation {
     }
 
     fn report(&mut self, now_ns: u64) {
-        // Before the next reports: what they find assigned belongs to the table of before.
+        // Before the next reports, whose assigned connections belong to the previous table.
         self.install_due_table(now_ns);
         let Placer::Policy(policy) = &mut self.placer else { return };
         let in_history = self.history.busy_ns(now_ns).iter();
         let busy_ns: Vec<u64> =
             self.cores.busy_ns(now_ns).zip(in_history).map(|(new, old)| new + *old as u64).collect();
         let table = self.fleet.prepare(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
-        // The first one has none before it that could hold meanwhile.
+        // The first table is in force immediately, because no table precedes it.
         let in_force_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
         self.pending_table = Some((in_force_ns, table));
         self.install_due_table(now_ns);
@@ -229,10 +229,10 @@ impl Simulation {
         self.last_counters = counters;
     }
 
-    /// The trace has ended at this time. `None` when no window was measured.
+    /// Ends the simulation at the end of the trace. Returns `None` when no window was measured.
     pub fn finish(mut self, end_ns: u64) -> Option<Measured> {
         self.advance(end_ns);
-        // A capture of n seconds ends a little before the n-th window does.
+        // A capture of n seconds ends slightly before the n-th window.
         if end_ns >= self.next_window_ns - self.window_ns / 20 {
             self.window(end_ns);
         }

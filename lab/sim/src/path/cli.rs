@@ -73,7 +73,7 @@ pub struct PathArgs {
 }
 
 impl PathArgs {
-    /// Simulates; what came of it, to be printed.
+    /// Simulates and returns the printable result.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let config = Config {
             servers: self.servers,

@@ -1,7 +1,7 @@
-//! `coreward-lab sim path`: the whole path of a request. The load balancer places connections on servers by reported
-//! loads, and in each server a policy gives the requests to cores: what does each tier give, and what do both?
+//! `coreward-lab sim path`: simulates the whole path of a request, to compare the effects of both tiers. The load
+//! balancer places connections on servers by reported loads, and in each server a policy assigns requests to cores.
 //!
-//! * [`Config`] and [`run`]: what to simulate, and how
+//! * [`Config`] and [`run`]: configuration and execution
 //! * [`Outcome`][]: results
 //! * [`traffic`]: connections and their requests
 //! * [`simulation`]: one combination and seed
@@ -31,42 +31,43 @@ use simulation::Simulation;
 /// Configuration of a simulation. Times without a unit in their name are in units of service time (see [`Service`]).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Servers, at least 1.
+    /// Number of servers, at least 1.
     pub servers: u16,
-    /// Cores of each server, at least 1.
+    /// Number of cores of each server, at least 1.
     pub cores: u16,
     /// Policies of the load balancer, by name ([`coreward_model::policy`]).
     pub policies: Vec<String>,
-    /// Policies inside the servers; each is combined with each of `policies`. Under [`Policy::Rss`] the core is the one
-    /// that the load balancer predicts.
+    /// Policies inside the servers; each is combined with each of `policies`. [`Policy::Rss`] uses the core that the
+    /// load balancer predicts.
     pub dispatch: Vec<Policy>,
     pub service: Service,
-    /// Unit of service time (us), 0.001 to 1,000,000,000: it relates requests to reports.
+    /// Length of the unit of service time (us), 0.001 to 1,000,000,000: it relates requests to reports.
     pub unit_us: f64,
-    /// Latency of the interface between NIC and cores, one way.
+    /// One-way latency between NIC and cores.
     pub latency: f64,
-    /// Offered load as a fraction of what all cores could serve, below 1.
+    /// Offered load as a fraction of all cores' capacity, below 1.
     pub load: f64,
     /// Mean number of requests of a connection (geometric), 1 to 1,000,000,000; 1: every connection has exactly one.
     pub requests_per_connection: f64,
     /// Mean time between two requests of a connection (exponential).
     pub request_gap: f64,
-    /// Difference of connections: each has a mean gap of its own, lognormal with this sigma; 0 to 3.
+    /// Sigma of the lognormal distribution of the connections' mean gaps, 0 to 3.
     pub rate_sigma: f64,
     /// Buckets of the placement table, and entries of the indirection tables.
     pub buckets: BucketCount,
-    /// Draw of indirection tables.
+    /// Distribution of cores over the indirection tables.
     pub tables: TableDraw,
-    /// Time between two reports, and between two tables (ms), 0.001 to 10,000.
+    /// Interval of reports and of tables (ms), 0.001 to 10,000.
     pub report_ms: f64,
-    /// Weight of the newest report.
+    /// Weight of the newest report in a smoothed load.
     pub alpha: Alpha,
     pub report_phase: ReportPhase,
-    /// Length of the windows in which variance is measured (ms), 0.001 to 3,600,000.
+    /// Duration of the windows in which variance is measured (ms), 0.001 to 3,600,000.
     pub window_ms: f64,
-    /// Time of new requests (s). The first tenth is warm-up, and at least two mean connections.
+    /// Duration of arrivals (s). The warm-up is the first tenth, and at least two mean lifetimes of a connection.
     pub seconds: f64,
-    /// Seeds. Each draws traffic, server ids, indirection tables and keys; all combinations see the same traffic.
+    /// Seeds, each of which draws traffic, server ids, indirection tables and keys. All combinations have the same
+    /// traffic.
     pub seeds: Vec<u64>,
 }
 
@@ -109,16 +110,16 @@ impl Default for Config {
 /// Reason why a configuration cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A number of the configuration is out of its range.
+    /// A value of the configuration is out of range.
     #[error(transparent)]
     OutOfRange(#[from] OutOfRange),
-    /// A policy that does not exist.
+    /// A policy does not exist.
     #[error(transparent)]
     Policy(#[from] UnknownName),
-    /// Something is wrong with the servers.
+    /// The server's configuration is invalid.
     #[error(transparent)]
     Server(#[from] rpc::Error),
-    /// The run ends before it could be measured.
+    /// The run is too short for a measurement.
     #[error(
         "{seconds} s: expected at least {needed:.3}, twice the warm-up (which is two mean lives of a connection) and \
          two \
@@ -132,13 +133,13 @@ impl Config {
         ticks(seconds * 1e6 / self.unit_us)
     }
 
-    /// Length of the warm-up (s).
+    /// Returns the duration of the warm-up (s).
     fn warm_up_seconds(&self) -> f64 {
         let life = (self.requests_per_connection - 1.0) * self.request_gap * self.unit_us / 1e6;
         (self.seconds / 10.0).max(2.0 * life)
     }
 
-    /// The error names the value that is out of range, and the range.
+    /// Checks the configuration. An error names the value that is out of range, and the range.
     pub fn check(&self) -> Result<(), Error> {
         let most_servers = ServerId::COUNT as f64;
         let ranges = [
@@ -182,7 +183,7 @@ impl Config {
     }
 }
 
-/// Simulates every combination with every seed. The error names the mistake and its place.
+/// Simulates every combination with every seed. An error names the invalid value and its position.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
     let combinations: Vec<(&String, &Policy)> =

@@ -6,33 +6,32 @@ use crate::output::Printable;
 use crate::rpc::Quantiles;
 use crate::seed_summary::SeedSummary;
 
-/// One combination of policies, and one seed.
+/// Results of one combination of policies and one seed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measured {
-    /// Latency of all requests after the warm-up, from the NIC of the server in to the NIC out, in units of service
-    /// time.
+    /// Latency of all requests after the warm-up, from the server's NIC in to the NIC out, in units of service time.
     pub latency: Quantiles,
-    /// Variance of the time that the servers were busy, mean over the windows.
+    /// Variance of the servers' busy times, mean over the windows (%).
     pub server_variance_pct: f64,
-    /// Variance of the time that the cores were busy, mean over the windows.
+    /// Variance of the cores' busy times, mean over the windows (%).
     pub core_variance_pct: f64,
     pub requests: u64,
 }
 
-/// One combination of policies over all seeds. Latencies are in units of service time.
+/// Results of one combination of policies over all seeds. Latencies are in units of service time.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Combination {
     pub policy: String,
-    /// Inside the servers.
+    /// Policy inside the servers.
     pub dispatch: String,
     pub mean: SeedSummary,
-    /// Half of the requests take at most this.
+    /// Median latency.
     pub p50: SeedSummary,
-    /// 90 % take at most this.
+    /// 90th percentile of the latency.
     pub p90: SeedSummary,
-    /// 99 % take at most this.
+    /// 99th percentile of the latency.
     pub p99: SeedSummary,
-    /// 99.9 % take at most this.
+    /// 99.9th percentile of the latency.
     pub p999: SeedSummary,
     /// See [`Measured::server_variance_pct`].
     pub server_variance_pct: SeedSummary,
@@ -41,7 +40,7 @@ pub struct Combination {
 }
 
 impl Combination {
-    /// `None` without seeds.
+    /// Returns the results; `None` without seeds.
     pub fn new(policy: &str, dispatch: &str, seeds: &[Measured]) -> Option<Self> {
         let spread = |of: fn(&Measured) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
@@ -60,9 +59,9 @@ impl Combination {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// Each policy of the load balancer with each inside the servers.
+    /// Each policy of the load balancer with each policy inside the servers.
     pub combinations: Vec<Combination>,
-    /// Requests that came, mean over the seeds.
+    /// Requests that arrived, mean over the seeds.
     pub requests: u64,
     /// Unit of service time (us).
     pub unit_us: f64,

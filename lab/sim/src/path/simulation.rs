@@ -1,4 +1,4 @@
-//! One combination of policies, one seed.
+//! Simulation of one combination of policies and one seed.
 
 use coreward_model::fleet::{FleetShape, SimulatedCluster};
 use coreward_model::policy::{self, Policy as Placement};
@@ -21,7 +21,7 @@ const RNG_STREAM_SERVICES: u64 = 0x7061_7412;
 const RNG_STREAM_HASHES: u64 = 0x7061_7413;
 const RNG_STREAM_REPORT_PHASES: u64 = 0x7061_7414;
 
-/// A fleet, its servers, and their traffic.
+/// Fleet with its servers and traffic.
 pub struct Simulation<'a> {
     config: &'a Config,
     dispatch: &'a Policy,
@@ -38,7 +38,7 @@ pub struct Simulation<'a> {
     windows: Windows,
 }
 
-/// Last reading of the cores by a server's agent.
+/// Last reading of a server's cores by its agent.
 #[derive(Debug, Clone)]
 struct Reading {
     next: Tick,
@@ -47,13 +47,13 @@ struct Reading {
     busy: Vec<Tick>,
 }
 
-/// Takes responses, and knows which connections are open.
+/// Responses and open connections.
 struct Answers {
     recorder: Recorder,
     connections: Vec<Connection>,
-    /// Ids of closed connections, to be given again.
+    /// Ids of closed connections, for reuse.
     closed: Vec<Id>,
-    /// By server.
+    /// Number of open connections by server.
     open: Vec<u32>,
 }
 
@@ -61,9 +61,9 @@ struct Answers {
 struct Connection {
     server: u16,
     flow_hash: u32,
-    /// Requests that came and were not answered.
+    /// Number of requests that arrived and are unanswered.
     unanswered: u32,
-    /// The last request has arrived.
+    /// Whether the last request has arrived.
     has_last_arrived: bool,
 }
 
@@ -93,7 +93,7 @@ impl Answers {
     }
 }
 
-/// Busy time in windows.
+/// Busy times by window.
 #[derive(Debug)]
 struct Windows {
     busy_before: Vec<Tick>,
@@ -101,7 +101,7 @@ struct Windows {
     core_variance_pct: Vec<f64>,
 }
 
-/// Puts a server in a box.
+/// Constructor that boxes a server.
 struct Boxed;
 
 impl<S: Sink> WithServer<S> for Boxed {
@@ -113,7 +113,7 @@ impl<S: Sink> WithServer<S> for Boxed {
 }
 
 impl<'a> Simulation<'a> {
-    /// `policy`: of the load balancer. `dispatch`: inside the servers.
+    /// `policy`: of the load balancer; `dispatch`: inside the servers.
     pub fn new(config: &'a Config, policy: &str, dispatch: &'a Policy, seed: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
@@ -215,7 +215,7 @@ impl<'a> Simulation<'a> {
             Event::Requests(id) => id,
             Event::Opens(tuple) => {
                 let server = self.fleet.place(&tuple) / usize::from(self.config.cores);
-                // Connections that are over by now are counted as such.
+                // Also closes the connections that have ended by now.
                 self.servers[server].advance(now, &mut self.answers);
                 let id = self.answers.open(server as u16, self.fleet.rss_hash(&tuple));
                 self.traffic.open_connection(id);
@@ -241,7 +241,7 @@ impl<'a> Simulation<'a> {
         self.requests += 1;
     }
 
-    /// Busy time of each core until now.
+    /// Returns each core's busy time until now (ticks).
     fn busy(&mut self, now: Tick) -> Vec<Tick> {
         let mut busy = Vec::with_capacity(self.windows.busy_before.len());
         for server in &mut self.servers {
@@ -251,14 +251,14 @@ impl<'a> Simulation<'a> {
         busy
     }
 
-    /// The server whose agent reads its cores next.
+    /// Returns the server whose agent reads its cores next.
     fn next_reading(&self) -> usize {
         let by_time = self.readings.iter().enumerate().min_by_key(|(_, reading)| reading.next);
         by_time.expect("at least one server").0
     }
 
-    /// An agent reads its server's cores. If each request is placed on its own and does not follow the predicted core,
-    /// all cores count as equal.
+    /// Reads the cores of a server, as its agent does. If each request is placed separately and ignores the predicted
+    /// core, all cores count as equal.
     fn read(&mut self, position: usize, now: Tick) {
         let server = &mut self.servers[position];
         server.advance(now, &mut self.answers);
@@ -271,7 +271,7 @@ impl<'a> Simulation<'a> {
         (reading.measured, reading.busy) = (Some(now), busy);
     }
 
-    /// The controller makes a table of what agents have read.
+    /// Makes a table from the agents' readings.
     fn report(&mut self, now: Tick) {
         for server in &mut self.servers {
             server.advance(now, &mut self.answers);

@@ -1,4 +1,4 @@
-//! Connections, and the requests on them.
+//! Connections and their requests.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,31 +12,31 @@ use super::Config;
 use crate::random::{exponential, log_normal, unit};
 use crate::rpc::ticks::{NEVER, Tick, ticks};
 
-/// Next event.
+/// Next event of the traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Event {
     /// A connection is opened, with its first request.
     Opens(FourTuple),
-    /// A connection has its next request.
+    /// A connection sends its next request.
     Requests(Id),
 }
 
-/// A connection.
+/// Id of an open connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Id(pub u32);
 
-/// Requests that a connection is still to have, and how far apart they are (ticks).
+/// Remaining requests of a connection, and their mean gap (ticks).
 #[derive(Debug, Clone, Copy)]
 struct PendingRequests {
     requests: u64,
     mean_gap: f64,
 }
 
-/// Connections are a Poisson process. Each has a geometric number of requests, whose gaps are exponential around the
-/// connection's own mean. All of it is independent of the servers: every policy sees the same.
+/// Traffic: connections arrive as a Poisson process. Each has a geometric number of requests, with exponential gaps
+/// around its own mean. The traffic is independent of the servers, so every policy gets the same.
 #[derive(Debug)]
 pub struct Traffic {
-    /// Ticks between two connections, on average.
+    /// Mean time between two connections (ticks).
     mean_interval: f64,
     requests_per_connection: f64,
     gap: f64,
@@ -52,7 +52,7 @@ pub struct Traffic {
 const RNG_STREAM_CONNECTIONS: u64 = 0x7061_7401;
 const RNG_STREAM_REQUESTS: u64 = 0x7061_7402;
 
-/// The service that all connections are for.
+/// Service of all connections.
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
 impl Traffic {
@@ -94,14 +94,14 @@ impl Traffic {
         Event::Opens(self.draw_tuple())
     }
 
-    /// A client of 10.0.0.0/8, so that connections rarely have the same.
+    /// Returns a random client of 10.0.0.0/8; two connections rarely have the same.
     fn draw_tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from(0x0a00_0000 | uniform_below(&mut self.connections, 1 << 24));
         let port = 1_024 + uniform_below(&mut self.connections, 65_536 - 1_024) as u16;
         FourTuple::ipv4((client, port), VIP)
     }
 
-    /// After [`Event::Opens`]: the connection gets this id, which no other open connection has.
+    /// Sets the id of the connection of [`Event::Opens`]; no other open connection may have it.
     pub fn open_connection(&mut self, id: Id) {
         let at = self.next_connection;
         self.next_connection = at + self.interval();
@@ -114,12 +114,12 @@ impl Traffic {
         self.schedule(id, at);
     }
 
-    /// Whether the connection is to have more requests.
+    /// Returns whether the connection has more requests.
     pub fn has_more_requests(&self, id: Id) -> bool {
         self.pending[id.0 as usize].requests > 0
     }
 
-    /// Requests after the first: geometric, so that the mean with the first is as configured.
+    /// Returns the number of requests after the first: geometric, with the configured mean including the first.
     fn draw_following(&mut self) -> u64 {
         let mean = self.requests_per_connection;
         if mean <= 1.0 {
@@ -130,13 +130,13 @@ impl Traffic {
         (libm::log(u) / libm::log(1.0 - 1.0 / mean)) as u64
     }
 
-    /// The mean over all connections is as configured.
+    /// Returns a connection's mean gap (ticks); the mean over all connections is as configured.
     fn draw_gap(&mut self) -> f64 {
         let sigma = self.rate_sigma;
         if sigma == 0.0 { self.gap } else { self.gap * log_normal(&mut self.connections, -sigma * sigma / 2.0, sigma) }
     }
 
-    /// The connection's next request after the one at `at`, if there is to be one.
+    /// Schedules the connection's next request after the one at `at`, if any.
     fn schedule(&mut self, id: Id, at: Tick) {
         let rest = self.pending[id.0 as usize];
         if rest.requests > 0 {
@@ -165,7 +165,7 @@ mod tests {
                 connections += 1;
             }
         }
-        // 0.5 of 16 cores, 8 requests of mean 1 each; the last connections are not done.
+        // Load 0.5 of 16 cores, 8 requests of mean 1 each; the last connections are incomplete.
         let per_unit = f64::from(connections) / units(last);
         assert!((per_unit - 1.0).abs() < 0.02, "{per_unit} connections per unit");
         let each = f64::from(requests) / f64::from(connections);

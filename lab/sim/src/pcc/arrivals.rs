@@ -1,4 +1,4 @@
-//! Starts of connections, and their kinds.
+//! Arrivals of connections, and their kinds.
 
 use std::collections::VecDeque;
 
@@ -10,48 +10,49 @@ use super::clock::{Nanoseconds, from_seconds, seconds};
 use super::mix::Mix;
 use crate::random::exponential;
 
-/// [`seeded_rng`]'s stream for arrivals: the same for every method, so that all meet the same connections.
+/// [`seeded_rng`]'s stream for arrivals; every method gets the same connections.
 const RNG_STREAM_ARRIVALS: u64 = 200;
 
-/// The load that clients offer.
+/// Load that clients offer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Arrivals {
-    /// Connections begin at random times (Poisson), at the rate that keeps this number open on average.
+    /// Poisson arrivals, at the rate that keeps a mean number of connections open.
     Open {
         /// Mean number of open connections.
         connections: f64,
     },
     /// The generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
-    /// has the whole mix as a list of requests, and repeats each only after its end. So long requests accumulate, and
-    /// most new ones are short.
+    /// has the whole mix as a list of requests, and repeats each request only after its end. Long requests therefore
+    /// accumulate, and most new ones are short.
     Recycled { clients: u32, per_second: RateStep },
 }
 
-/// A rate that rises and falls once.
+/// Rate that rises and falls once.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RateStep {
-    /// At the start, at the end, and outside.
+    /// Rate at the start, at the end, and outside of the wave.
     pub low: f64,
-    /// In the middle.
+    /// Rate in the middle.
     pub high: f64,
-    /// From start to end, in seconds.
+    /// Duration of the wave (s).
     pub length: f64,
 }
 
 impl RateStep {
-    /// Half a sine wave above `low`.
+    /// Returns the rate at a time: half a sine wave above `low`.
     fn at(&self, second: f64) -> f64 {
         if second <= 0.0 || second >= self.length {
             return self.low;
         }
-        // sin(pi x) by Bhaskara's formula (7th century), exact to 0.2 % of the height: the same bits on every machine.
+        // Bhaskara's approximation of sin(pi x) (7th century), within 0.2 % of the height, has the same bits on every
+        // machine.
         let x = second / self.length;
         let product = 16.0 * x * (1.0 - x);
         self.low + (self.high - self.low) * product / (5.0 - product / 4.0)
     }
 }
 
-/// The connections of one simulation, in order.
+/// Connections of one simulation, in order.
 #[derive(Debug)]
 pub struct ConnectionSource {
     arrivals: Arrivals,
@@ -59,18 +60,18 @@ pub struct ConnectionSource {
     rng: Xoshiro256PlusPlus,
     next: Nanoseconds,
     warm_up: Nanoseconds,
-    /// Requests that wait for their turn.
+    /// Kinds of requests that wait to be sent.
     waiting: VecDeque<u8>,
 }
 
 impl ConnectionSource {
-    /// A wave starts with the end of the warm-up.
+    /// Creates a source whose wave starts at the end of the warm-up.
     pub fn new(arrivals: Arrivals, mix: &Mix, warm_up: Nanoseconds, seed: u64) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
         let mut source = Self { arrivals, mix: mix.clone(), rng, next: 0, warm_up, waiting: VecDeque::new() };
         if let Arrivals::Recycled { clients, .. } = arrivals {
             let mut all: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kinds().to_vec()).collect();
-            // Fisher and Yates.
+            // Fisher-Yates shuffle.
             for last in (1..all.len()).rev() {
                 all.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
             }
@@ -80,12 +81,12 @@ impl ConnectionSource {
         source
     }
 
-    /// Start of the next connection.
+    /// Returns the start of the next connection.
     pub fn next(&self) -> Nanoseconds {
         self.next
     }
 
-    /// Takes the next connection: its identity, and its kind. `None`: no request waits to be sent.
+    /// Removes the next connection and returns its identity and kind. `None`: no request waits to be sent.
     pub fn pop_connection(&mut self) -> Option<(u64, u8)> {
         let kind = match self.arrivals {
             Arrivals::Open { .. } => Some(self.mix.draw(&mut self.rng)),
@@ -112,11 +113,11 @@ impl ConnectionSource {
     }
 }
 
-/// Until no connection is open that began in an empty system: for an open system the longest duration.
+/// Returns the time until connections of the initially empty system have ended: for open arrivals the longest duration.
 pub fn settling_time(arrivals: &Arrivals, mix: &Mix) -> Nanoseconds {
     match arrivals {
         Arrivals::Open { .. } => mix.longest(),
-        // The experiment ran for 15 s before its plot begins.
+        // The experiment runs for 15 s before its plot begins.
         Arrivals::Recycled { .. } => from_seconds(15.0),
     }
 }
@@ -133,7 +134,7 @@ mod tests {
             source.pop_connection().unwrap();
             count += 1;
         }
-        // 100 a second; standard deviation 316.
+        // 100 per second on average; the standard deviation of the count is 316.
         assert!((98_700..101_300).contains(&count), "{count}");
     }
 

@@ -1,9 +1,9 @@
 //! `beamer`: stable hashing with daisy chaining (Olteanu et al., NSDI'18; Faild does the same). The number of buckets
-//! is fixed; a change of the pool moves as few as possible. A packet that the bucket's server does not know goes to the
-//! bucket's previous server: one change of a bucket breaks nothing, a second one may.
+//! is fixed; a change of the pool moves as few as possible. A server forwards an unknown packet to the bucket's
+//! previous server, so one change of a bucket breaks nothing, but a second one may.
 //!
-//! With a threshold, Cheetah's extension (NSDI'20, Sect. 2.1): a server whose load is above (1 + threshold) x the mean
-//! is removed from the table, and added again when its load is below the mean. Its buckets then return to it.
+//! With a threshold, Cheetah's extension (NSDI'20, Sect. 2.1): a server with a load above (1 + threshold) x the mean is
+//! removed from the table, and gets its buckets again when its load is below the mean.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,17 +20,17 @@ use super::cluster::Cluster;
 use super::connections::Connection;
 use super::hashed::bucket_count;
 
-/// [`seeded_rng`]'s stream for which buckets move.
+/// [`seeded_rng`]'s stream for the selection of moved buckets.
 const RNG_STREAM_BUCKET_MOVES: u64 = 204;
 
 /// State of a server in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EntryState {
-    /// Not in the pool.
+    /// The server is not in the pool.
     Outside,
-    /// Gets new connections.
+    /// The server gets new connections.
     Serving,
-    /// In the pool, above the threshold: its buckets are with others.
+    /// The server is in the pool, but above the threshold: other servers have its buckets.
     Suspended,
 }
 
@@ -39,9 +39,9 @@ enum EntryState {
 pub struct Beamer {
     table: BucketTable,
     entry_states: Vec<EntryState>,
-    /// By server, the buckets that are its own: with it while it serves, with others while it is suspended.
+    /// Buckets that each server owns. A serving server has them; those of a suspended one are lent to others.
     own_buckets: Vec<Vec<u32>>,
-    /// By server, the buckets that it has of suspended ones.
+    /// Buckets of suspended servers that each server has borrowed.
     borrowed_buckets: Vec<Vec<u32>>,
     control: Option<Control>,
     rng: Xoshiro256PlusPlus,
@@ -49,9 +49,9 @@ pub struct Beamer {
 
 #[derive(Debug, Clone, Copy)]
 pub struct Control {
-    /// The imbalance that is allowed: 0.1 is 10 % above the mean.
+    /// Allowed imbalance: 0.1 is 10 % above the mean.
     pub threshold: f64,
-    /// While the system fills, loads of one or two connections mean nothing.
+    /// Start of suspensions: while the system fills, loads of one or two connections are not significant.
     pub starts: Nanoseconds,
 }
 
@@ -76,12 +76,12 @@ impl Beamer {
         (0..self.entry_states.len() as u16).filter(|server| matches(self.entry_states[usize::from(*server)])).collect()
     }
 
-    /// A number of buckets by which servers are compared, equals in random order.
+    /// Returns a key that orders servers by a number of buckets, with ties in random order.
     fn sort_key(&mut self, count: usize, server: u16) -> (usize, u32, u16) {
         (count, self.rng.next_u32(), server)
     }
 
-    /// Lends the buckets to the serving servers that have fewest.
+    /// Lends the buckets to the serving servers with the fewest buckets.
     fn lend(&mut self, buckets: Vec<u32>) {
         let count = |beamer: &Self, server: u16| {
             beamer.own_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
@@ -122,12 +122,12 @@ impl Beamer {
         borrowed.swap_remove(position);
     }
 
-    /// A server leaves the pool: its own buckets become those of the servers that own fewest.
+    /// Removes a server from the pool: its own buckets go to the servers that own the fewest.
     fn remove_server(&mut self, server: u16) {
         if self.has_state(server, EntryState::Serving)
             && self.servers_in_state(|other| other == EntryState::Serving).len() == 1
         {
-            // All others are above the threshold: one must serve.
+            // If all other servers are above the threshold, one of them must serve.
             let suspended = self.servers_in_state(|other| other == EntryState::Suspended);
             let drawn = uniform_below(&mut self.rng, suspended.len() as u32);
             self.resume(suspended[drawn as usize]);
@@ -156,7 +156,7 @@ impl Beamer {
         }
     }
 
-    /// Adds a server, which gets its share from the servers with most buckets.
+    /// Adds a server, which gets its share from the servers with the most buckets.
     fn add_server(&mut self, server: u16) {
         let others = self.servers_in_state(|state| state != EntryState::Outside);
         self.entry_states[usize::from(server)] = EntryState::Serving;

@@ -1,25 +1,25 @@
-//! Table of buckets with a history, which shows at a connection's end whether it was broken: a change of a bucket costs
-//! nothing per connection.
+//! Table of buckets with a history, which shows at a connection's end whether the connection was broken. A change of a
+//! bucket therefore has no cost per connection.
 
 use super::clock::Nanoseconds;
 use super::connections::Connection;
 
-/// A server that a bucket's packets reach.
+/// Server that a bucket's packets reach.
 #[derive(Debug, Clone, Copy)]
 struct Resident {
     server: u16,
-    /// The change with which it became reachable: connections that began before went elsewhere in between.
+    /// Number of the change that made it reachable: older connections used another server in between.
     since: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Bucket {
     current: Resident,
-    /// With daisy chaining, the server before: it gets the packets that `current` does not know.
+    /// Previous server, to which `current` forwards unknown packets with daisy chaining.
     previous: Resident,
 }
 
-/// A server that a bucket's packets no longer reach.
+/// Server that a bucket's packets no longer reach.
 #[derive(Debug, Clone, Copy)]
 struct Eviction {
     server: u16,
@@ -36,12 +36,12 @@ pub fn bucket_of(hash: u64, buckets: usize) -> usize {
     (((hash & 0xffff_ffff) * buckets as u64) >> 32) as usize
 }
 
-/// Bucket to server, for all load balancers.
+/// Servers of the buckets, equal for all load balancers.
 #[derive(Debug)]
 pub struct BucketTable {
     buckets: Vec<Bucket>,
     daisy_chaining: bool,
-    /// Counts changes; a connection's mark is the change before its first packet.
+    /// Number of changes; a connection's mark is the last change before its first packet.
     changes: u32,
     now: Nanoseconds,
     history: Option<Vec<Vec<Eviction>>>,
@@ -71,25 +71,25 @@ impl BucketTable {
         self.buckets[bucket].current.server
     }
 
-    /// The mark of connections that begin now.
+    /// Returns the mark of a connection that begins now.
     pub fn mark(&self) -> u64 {
         self.changes.into()
     }
 
-    /// Assignments that follow are one change.
+    /// Starts a change, to which the following assignments belong.
     pub fn begin_change(&mut self, now: Nanoseconds) {
         self.changes += 1;
         self.now = now;
     }
 
-    /// The bucket goes to `server`.
+    /// Assigns the bucket to `server`.
     pub fn assign(&mut self, bucket: usize, server: u16) {
         let entry = &mut self.buckets[bucket];
         if entry.current.server == server {
             return;
         }
         let evicted = match (self.daisy_chaining, entry.previous.server == server) {
-            // Back to the server before: both stay reachable.
+            // Back to the previous server: both stay reachable.
             (true, true) => {
                 std::mem::swap(&mut entry.current, &mut entry.previous);
                 return;
@@ -106,7 +106,8 @@ impl BucketTable {
         }
     }
 
-    /// See [`super::balancer::Balancer::broken`]; the connection's mark is [`BucketTable::mark`] of its first packet.
+    /// Implements [`super::balancer::Balancer::broken`]; the connection's mark is [`BucketTable::mark`] at its first
+    /// packet.
     pub fn broken(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket(connection.identity);
         let mark = connection.mark as u32;

@@ -1,5 +1,5 @@
-//! `cheetah:POLICY`: a load balancer's policy places the first packet, and the cookie in every later packet names that
-//! server (Cheetah, NSDI'20, Sect. 3.1). Policies, tables and cookies are those of the live load balancer.
+//! `cheetah:POLICY`: a policy places a new connection, and the cookie in every later packet names the server (Cheetah,
+//! NSDI'20, Sect. 3.1). Policies, tables and cookies are those of the live load balancer.
 
 use std::net::Ipv4Addr;
 
@@ -22,34 +22,34 @@ const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 /// Entries of each server's indirection table.
 const INDIRECTION_ENTRIES: usize = 128;
 
-/// Mean load of all cores as policies see it. Only ratios count.
+/// Mean load of all cores for policies, which only use ratios.
 const MEAN_LOAD: f64 = 0.5;
 
-/// The load balancers, with one policy.
+/// Load balancers with one policy.
 pub struct Cheetah {
     policy: Box<dyn Policy>,
     load_info: LoadInfo,
     buckets: BucketCount,
     table: PlacementTable,
-    /// One per load balancer: their turns and what they have assigned.
+    /// Placement state of each load balancer: round-robin positions and assigned connections.
     states: Vec<PlacementState>,
     generation: u64,
     keys: FleetKeys,
     time_key: CookieKey,
     rss: Vec<Rss>,
     cores: u16,
-    /// Connections by server and core.
+    /// Open connections by server and core.
     open: Vec<u32>,
     /// Position of each server in the table's members, or among its core slots.
     position: Vec<usize>,
 }
 
 impl Cheetah {
-    /// `name` is one of [`policy::names`].
+    /// Creates the load balancers; `name` is one of [`policy::names`].
     pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
         let by_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY;
         let policy: Box<dyn Policy> = match by_counts {
-            // All servers' counts are known, so all can be compared, and no bucket is needed.
+            // Counts of all servers are current, so all servers are compared, and no buckets are needed.
             true => Box::new(LeastByMetric::without_sampling(seed)),
             false => policy::named(name, seed).expect("a method's policy exists"),
         };
@@ -78,7 +78,7 @@ impl Cheetah {
         }
     }
 
-    /// The policy's view of the servers.
+    /// Returns the pool for the policy.
     fn pool(&self, cluster: &Cluster) -> Pool {
         let total: u64 = self.open.iter().map(|count| u64::from(*count)).sum();
         let mean = (total as f64 / self.open.len() as f64).max(f64::MIN_POSITIVE);
@@ -88,7 +88,7 @@ impl Cheetah {
                 eligible: cluster.is_member(number as u16),
                 loads: Some(cores.iter().map(|count| f64::from(*count) / mean * MEAN_LOAD).collect::<Vec<_>>().into()),
                 rss: Some(self.rss[number].clone()),
-                // Counts of the moment are kept as assigned connections instead.
+                // Current counts are stored as assigned connections instead.
                 open_connections: if self.has_current_counts() { 0 } else { cluster.open(number as u16) },
                 ..PoolServer::new(id_of(number as u16))
             }
@@ -101,12 +101,12 @@ impl Cheetah {
         self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
 
-    /// Makes a new table for all load balancers. Turns continue.
+    /// Makes a new table for all load balancers. Round-robin positions continue.
     fn replace_table(&mut self, cluster: &Cluster) {
         self.generation += 1;
         self.table = self.policy.place(&self.pool(cluster), self.buckets, self.generation);
         if matches!(self.table.rule, Rule::RoundRobin | Rule::PowerOfTwo) {
-            // These rules read no bucket: one suffices for the next table.
+            // These rules use no bucket: one suffices for the next table.
             self.buckets = one_bucket();
         }
         for state in &mut self.states {
@@ -118,7 +118,7 @@ impl Cheetah {
         }
     }
 
-    /// The table's loads become the open connections of this moment.
+    /// Sets the table's loads to the current numbers of open connections.
     fn copy_counts(&mut self, cluster: &Cluster) {
         self.position.fill(usize::MAX);
         if self.has_current_counts() {
@@ -134,7 +134,7 @@ impl Cheetah {
         }
     }
 
-    /// A server's count has changed. What [`PlacementTable::choose`] has counted is counted already.
+    /// Updates a server's count, unless [`PlacementTable::choose`] has already done so.
     fn counted(&mut self, server: u16, cluster: &Cluster) {
         let position = self.position[usize::from(server)];
         if position == usize::MAX {
@@ -146,12 +146,12 @@ impl Cheetah {
         }
     }
 
-    /// Cookie that a load balancer reads out of a later packet.
+    /// Returns the cookie that a load balancer decodes from a later packet.
     pub fn cookie_of(&self, connection: &Connection) -> Cookie {
         recognise(&self.keys, &tuple(connection.identity), connection.mark as u32)
     }
 
-    /// The servers that rule `PowerOfTwo` compares.
+    /// Returns the servers that rule `PowerOfTwo` compares.
     #[cfg(test)]
     pub fn drawn_servers(&self, identity: u64) -> [coreward_model::ServerId; 2] {
         use coreward_model::placement::{mix, two_draws};
@@ -173,7 +173,7 @@ impl Cheetah {
     }
 }
 
-/// The one policy that has another form when all counts are known.
+/// The only policy with a different implementation for current counts.
 const LEAST_POLICY: &str = "least";
 
 fn one_bucket() -> BucketCount {
@@ -188,7 +188,7 @@ fn tuple(identity: u64) -> FourTuple {
 impl Balancer for Cheetah {
     fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
         let tuple = tuple(identity);
-        // With counts of the moment all load balancers know the same.
+        // With current counts all load balancers have the same information.
         let state = if self.has_current_counts() { 0 } else { cluster.load_balancer(identity).into() };
         let server = self.table.choose(&mut self.states[state], &tuple).expect("the pool is never empty");
         let cookie =
@@ -221,7 +221,7 @@ impl Balancer for Cheetah {
         self.replace_table(cluster);
     }
 
-    /// Any load balancer reads the server from the cookie, so one read is enough.
+    /// Reads the cookie once, because every load balancer decodes the same server.
     fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.cookie_of(connection) != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
     }

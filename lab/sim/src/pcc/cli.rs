@@ -59,7 +59,7 @@ fn default_methods() -> Vec<Method> {
 }
 
 impl PccArgs {
-    /// Simulates; what came of it, to be printed.
+    /// Simulates and returns the printable result.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let outcome = run(&Config {
             servers: self.servers,

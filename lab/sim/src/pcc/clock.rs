@@ -1,9 +1,9 @@
 //! Simulated time: whole nanoseconds from the start of the warm-up, so that sums are exact.
 
-/// A moment, or a length of time.
+/// Time or duration (ns).
 pub type Nanoseconds = u64;
 
-/// Seconds, rounded to the nearest nanosecond; negative ones are 0.
+/// Converts seconds, rounded to the nearest nanosecond; negative ones become 0.
 pub fn from_seconds(seconds: f64) -> Nanoseconds {
     (seconds * 1e9).round() as Nanoseconds
 }

@@ -1,4 +1,4 @@
-//! The servers and load balancers that take new connections, and how many connections each server has.
+//! Servers and load balancers that take new connections, and the number of connections of each server.
 
 use std::collections::VecDeque;
 
@@ -10,23 +10,23 @@ use super::imbalance::Imbalance;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// The server that has been out of the pool for longest joins.
+    /// The server that left the pool first joins again.
     AddServer,
-    /// A server leaves the pool, drawn at random. It is drained: it gets no new connections, and keeps those it has.
+    /// A random server leaves the pool. It is drained: it gets no new connections and keeps its open ones.
     RemoveServer,
-    /// A load balancer starts, with nothing in its connection table.
+    /// A load balancer starts with an empty connection table.
     AddLoadBalancer,
-    /// A load balancer stops, drawn at random.
+    /// A random load balancer stops.
     RemoveLoadBalancer,
 }
 
-/// Load balancers are bits of a 64-bit set.
+/// Limit of load balancers, which are bits of a 64-bit set.
 pub const LOAD_BALANCERS_MAX: usize = 64;
 
-/// Present servers and load balancers.
+/// State of servers and load balancers.
 #[derive(Debug)]
 pub struct Cluster {
-    /// The moment.
+    /// Current time.
     pub now: Nanoseconds,
     /// Servers of the pool, by number.
     members: Vec<u16>,
@@ -41,7 +41,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// `servers` in the pool and `spare` outside, `load_balancers` running; imbalance counts from `start` on.
+    /// Creates a cluster with `servers` in the pool and `spare` outside, and `load_balancers` running. Imbalance counts
+    /// from `start`.
     pub fn new(servers: usize, spare: usize, load_balancers: usize, start: Nanoseconds) -> Self {
         let mut imbalance = Imbalance::from(start);
         (0..servers).for_each(|_| imbalance.add_server(0));
@@ -58,7 +59,7 @@ impl Cluster {
         }
     }
 
-    /// The servers of the pool, by number.
+    /// Returns the servers of the pool, by number.
     pub fn members(&self) -> &[u16] {
         &self.members
     }
@@ -71,12 +72,12 @@ impl Cluster {
         self.open.len()
     }
 
-    /// Number of connections of a server.
+    /// Returns the number of connections of a server.
     pub fn open(&self, server: u16) -> u32 {
         self.open[usize::from(server)]
     }
 
-    /// Mean connections of the servers of the pool.
+    /// Returns the mean number of connections of the pool's servers.
     pub fn mean_open(&self) -> f64 {
         self.total_of_members as f64 / self.members.len() as f64
     }
@@ -85,8 +86,8 @@ impl Cluster {
         &self.load_balancers
     }
 
-    /// The load balancer to which the first tier sends a connection: equal-cost multi-path by hash modulo their number
-    /// (RFC 2992 compares the ways; this one moves the most when the number changes).
+    /// Returns the load balancer that the first tier selects for a connection: equal-cost multi-path by hash modulo
+    /// their number. Of the methods in RFC 2992, this one moves the most connections when the number changes.
     pub fn load_balancer(&self, identity: u64) -> u8 {
         self.load_balancers[(identity >> 32) as usize % self.load_balancers.len()]
     }
@@ -97,7 +98,7 @@ impl Cluster {
         self.imbalance.advance(now);
     }
 
-    /// A connection begins on a server.
+    /// Adds a connection to a server.
     pub fn connection_opened(&mut self, server: u16) {
         let count = &mut self.open[usize::from(server)];
         if self.is_member[usize::from(server)] {
@@ -107,7 +108,7 @@ impl Cluster {
         *count += 1;
     }
 
-    /// A connection ends.
+    /// Removes a connection from a server.
     pub fn connection_closed(&mut self, server: u16) {
         let count = &mut self.open[usize::from(server)];
         if self.is_member[usize::from(server)] {
@@ -117,7 +118,8 @@ impl Cluster {
         *count -= 1;
     }
 
-    /// Makes the change; `false` when it cannot be made: nothing is left to add, or the last one would go.
+    /// Applies the change. Returns `false` when it is impossible: no server or load balancer can be added, or only one
+    /// is left.
     pub fn change(&mut self, change: Change, rng: &mut impl rand::Rng) -> bool {
         match change {
             Change::AddServer => self.add_server(),
@@ -131,7 +133,7 @@ impl Cluster {
                 let count = self.load_balancers.len();
                 if count > 1 {
                     let removed = self.load_balancers.swap_remove(uniform_below(rng, count as u32) as usize);
-                    // It is the first to start again, as one that is rebooted.
+                    // Restarts first, like a rebooted load balancer.
                     self.idle_load_balancers.push_front(removed);
                 }
                 count > 1
@@ -162,7 +164,7 @@ impl Cluster {
     }
 }
 
-/// The id under which a server is known to a policy and to a cookie.
+/// Returns the id of a server for policies and cookies.
 pub fn id_of(server: u16) -> ServerId {
     ServerId::try_from(u64::from(server)).expect("a configuration has fewer servers than there are ids")
 }
@@ -185,7 +187,7 @@ mod tests {
         let kept = cluster.open(gone);
         cluster.connection_closed(gone);
         assert_eq!(cluster.open(gone), kept - 1);
-        // The spare one joins first, then the one that left.
+        // The spare server joins first, then the one that left.
         assert!(cluster.change(Change::AddServer, &mut rng) && cluster.is_member(3));
         assert!(cluster.change(Change::AddServer, &mut rng) && cluster.is_member(gone));
         assert!(!cluster.change(Change::AddServer, &mut rng));

@@ -1,4 +1,4 @@
-//! The connections that are open, and which of them ends next.
+//! Open connections in the order of their ends.
 
 use std::collections::VecDeque;
 
@@ -7,30 +7,30 @@ use super::mix::Mix;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Connection {
-    /// Identity: 64 random bits for the 4-tuple.
+    /// Identity: 64 random bits instead of a 4-tuple.
     pub identity: u64,
-    /// State that the method keeps for the connection, at load balancers or in its packets.
+    /// State that the method stores for the connection, in load balancers or packets.
     pub mark: u64,
     pub start: Nanoseconds,
-    /// First time at which a packet of it went to another server, if a change of the load balancers was to blame.
+    /// First time at which a change of the load balancers sent a packet of the connection to another server.
     pub rerouted: Option<Nanoseconds>,
-    /// The server that got its first packet.
+    /// Server that received the first packet.
     pub server: u16,
     pub core: u16,
-    /// Its [`super::mix::Kind`].
+    /// Index of its [`super::mix::Kind`].
     pub kind: u8,
 }
 
-/// All open connections. Those of one kind last equally long and so end in the order in which they began: one queue
-/// each.
+/// All open connections. Connections of one kind have the same duration and end in the order of their starts, so each
+/// kind has a queue.
 #[derive(Debug)]
 pub struct Connections {
     slots: Vec<Option<Connection>>,
     free_slots: Vec<u32>,
-    /// By kind: when connections end and the slots that they are in, in that order.
+    /// Ends of connections with their slots, in order, by kind.
     queues: Vec<VecDeque<(Nanoseconds, u32)>>,
     durations: Vec<Nanoseconds>,
-    /// By kind: when the first of its queue ends; [`NEVER`] without one.
+    /// End of the first connection by kind; [`NEVER`] without one.
     ends: Vec<Nanoseconds>,
     next_kind: usize,
     open: usize,
@@ -39,7 +39,7 @@ pub struct Connections {
 const NEVER: Nanoseconds = Nanoseconds::MAX;
 
 impl Connections {
-    /// None is open yet.
+    /// Returns an empty set of connections.
     pub fn new(mix: &Mix) -> Self {
         let kinds = mix.kinds();
         Self {
@@ -58,12 +58,12 @@ impl Connections {
         self.open
     }
 
-    /// The connections, in no order that means anything.
+    /// Returns the connections in arbitrary order.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
         self.slots.iter_mut().flatten()
     }
 
-    /// Begins a connection; times never decrease.
+    /// Adds a connection; times never decrease.
     pub fn open(&mut self, connection: Connection) {
         let kind = usize::from(connection.kind);
         let end = connection.start + self.durations[kind];
@@ -91,7 +91,7 @@ impl Connections {
         (self.open > 0).then(|| self.ends[self.next_kind])
     }
 
-    /// The one that ends next is gone.
+    /// Removes the connection that ends next.
     pub fn close_next(&mut self) -> Option<Connection> {
         let kind = self.next_kind;
         let (_, slot) = self.queues[kind].pop_front()?;
@@ -103,7 +103,7 @@ impl Connections {
     }
 }
 
-/// The position of the least, the first of equals.
+/// Returns the position of the smallest value, the first of equal ones.
 fn position_of_minimum(values: &[Nanoseconds]) -> usize {
     let least = values.iter().copied().fold(NEVER, Nanoseconds::min);
     values.iter().position(|value| *value == least).unwrap_or(0)

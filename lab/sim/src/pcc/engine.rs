@@ -1,4 +1,4 @@
-//! One simulation: events of connections, servers and load balancers, in the order of time.
+//! A simulation: events of connections, servers and load balancers in order of time.
 
 use super::arrivals::{ConnectionSource, settling_time};
 use super::balancer::Balancer;
@@ -10,7 +10,7 @@ use super::outcome::{Run, Second};
 use super::schedule::{Schedule, max_deviation};
 use super::{Config, Updates};
 
-/// Servers that are outside the pool at the start.
+/// Returns the number of servers outside the pool at the start.
 fn spare_servers(config: &Config) -> usize {
     match &config.updates {
         Updates::PerMinute { .. } => max_deviation(config.servers),
@@ -18,7 +18,7 @@ fn spare_servers(config: &Config) -> usize {
     }
 }
 
-/// All servers of a simulation, in the pool or not.
+/// Returns the number of all servers of a simulation, in the pool or not.
 pub fn server_count(config: &Config) -> usize {
     config.servers + spare_servers(config)
 }
@@ -67,7 +67,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     fn run(mut self) -> Run {
         loop {
-            // At one moment connections end first: they cannot be broken any more.
+            // At equal times connections end first, because an ended connection cannot be broken.
             let ends = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
             let begins = self.source.next();
             let changes = self.schedule.next().unwrap_or(Nanoseconds::MAX);
@@ -150,8 +150,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
     }
 
-    /// Time when the client notices the break: with the first acknowledgement that it sends afterwards, at the latest
-    /// when the connection should end.
+    /// Returns the time at which the client notices the break: at its next acknowledgement, at the latest at the
+    /// connection's regular end.
     fn notice_time(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind)];
         let packets = u128::from(kind.packets);
@@ -171,7 +171,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         self.run.imbalance = self.cluster.imbalance.average();
         self.run.open_at_end = self.connections.len();
         if !self.run.seconds.is_empty() {
-            // Connections that are still open may have been broken in a second that is shown.
+            // Open connections may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
                 if let Some(at) = self.balancer.broken(&connection, &self.cluster) {
                     let noticed = self.notice_time(&connection, at);

@@ -1,4 +1,4 @@
-//! `hash`, `consistent-hash`, `maglev`: a table of buckets; and `stateful-hash`: the same behind connection tables.
+//! `hash`, `consistent-hash`, `maglev`: tables of buckets; `stateful-hash`: a connection table in front of one.
 
 use coreward_model::ServerId;
 use coreward_model::policy::{MAGLEV_PUBLISHED_SIZE, maglev_table, modulo_table, ring_table};
@@ -11,19 +11,19 @@ use super::cluster::{Cluster, id_of};
 use super::connections::{Connection, Connections};
 use super::method::HashLayout;
 
-/// A power of two that gives every server at least `per_server` buckets.
+/// Returns a power of two that gives every server at least `per_server` buckets.
 pub fn bucket_count(servers: usize, per_server: u32) -> usize {
     (servers * per_server as usize).next_power_of_two()
 }
 
-/// Maglev's paper (NSDI'16, Sect. 5.3) asks for a table of more than 100 times the servers.
+/// Minimum of buckets per server by Maglev's paper (NSDI'16, Sect. 5.3).
 const MAGLEV_BUCKETS_PER_SERVER: usize = 100;
 
-/// Maglev's larger size (its paper's Sect. 5.3), for pools that the usual one is too small for.
+/// Maglev's larger table size (NSDI'16, Sect. 5.3), for pools that need more buckets than the default size.
 const MAGLEV_LARGE_SIZE: usize = 655_373;
 
 impl HashLayout {
-    /// Buckets of a table.
+    /// Returns the number of buckets of a table.
     pub fn size(self, servers: usize, per_server: u32) -> usize {
         match self {
             HashLayout::Striped | HashLayout::Ring => bucket_count(servers, per_server),
@@ -32,7 +32,7 @@ impl HashLayout {
         }
     }
 
-    /// By bucket, the position of its server among `servers`.
+    /// Returns the position in `servers` of each bucket's server.
     pub fn positions(self, servers: &[ServerId], size: usize) -> Vec<usize> {
         match self {
             HashLayout::Striped => modulo_table(servers.len(), size),
@@ -42,7 +42,7 @@ impl HashLayout {
     }
 }
 
-/// Every packet goes where its bucket points at that moment.
+/// Stateless hashing: every packet goes to the current server of its bucket.
 #[derive(Debug)]
 pub struct Hashed {
     layout: HashLayout,
@@ -55,7 +55,7 @@ impl Hashed {
         Self { layout, table: BucketTable::new(size, false, config.by_second) }
     }
 
-    /// Current server of packets.
+    /// Returns the current server of a connection's packets.
     pub fn server_of(&self, identity: u64) -> u16 {
         self.table.server(self.table.bucket(identity))
     }
@@ -79,9 +79,9 @@ impl Balancer for Hashed {
     }
 }
 
-/// Each load balancer keeps the server of every connection that it has seen; one that it has not seen it hashes.
-/// (Ananta, Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2.) A connection's mark has the bit of every load balancer that
-/// knows it.
+/// Stateful hashing: each load balancer stores the server of every connection that it has processed, and hashes others
+/// (Ananta, Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2). A connection's mark has a bit for every load balancer that
+/// stores it.
 #[derive(Debug)]
 pub struct Stateful {
     hashed: Hashed,
@@ -93,7 +93,7 @@ impl Stateful {
         Self { hashed: Hashed::new(layout, config), running_load_balancers: 0 }
     }
 
-    /// Current server of packets at a load balancer that does not know the connection.
+    /// Returns the current server of packets at a load balancer without an entry for the connection.
     #[cfg(test)]
     pub fn server_of(&self, identity: u64) -> u16 {
         self.hashed.server_of(identity)
@@ -114,7 +114,7 @@ impl Balancer for Stateful {
         self.hashed.servers_changed(cluster);
     }
 
-    /// Checks all connections, because each may reach another load balancer now. Hashed ones keep their server.
+    /// Checks all connections, because each may now reach another load balancer. Hashed connections keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // A load balancer that stops or restarts loses its state.
         let kept = self.running_load_balancers & bits_of(cluster.load_balancers());

@@ -1,9 +1,9 @@
-//! Imbalance (Cheetah, NSDI'20, Sect. 2.1; Maglev, NSDI'16): connections of the fullest server over the mean of all
-//! servers, averaged over time.
+//! Imbalance (Cheetah, NSDI'20, Sect. 2.1; Maglev, NSDI'16): connections of the most loaded server divided by the mean
+//! of all servers, averaged over time.
 
 use super::clock::Nanoseconds;
 
-/// Follows the counts of the servers that are in the pool; every change is O(1).
+/// Tracker of the imbalance of the pool; every change is O(1).
 #[derive(Debug)]
 pub struct Imbalance {
     /// Number of servers by their number of connections.
@@ -12,13 +12,13 @@ pub struct Imbalance {
     connections: u64,
     max_connections: usize,
     since: Nanoseconds,
-    /// Max/mean x time, and the time, while there were connections.
+    /// Integral of max/mean over time, and the integrated time with connections.
     weighted_time: f64,
     measured: f64,
 }
 
 impl Imbalance {
-    /// No servers; counts from `start` on.
+    /// Returns a tracker without servers, which counts from `start`.
     pub fn from(start: Nanoseconds) -> Self {
         Self {
             servers_with: vec![0],
@@ -31,7 +31,7 @@ impl Imbalance {
         }
     }
 
-    /// The counts were as they are until `now`.
+    /// Adds the time until `now` with the present counts.
     pub fn advance(&mut self, now: Nanoseconds) {
         if now <= self.since {
             return;
@@ -44,12 +44,12 @@ impl Imbalance {
         self.since = now;
     }
 
-    /// Max over mean at this moment; only with connections.
+    /// Returns the current max/mean; needs connections.
     fn now(&self) -> f64 {
         (self.max_connections as u64 * self.servers) as f64 / self.connections as f64
     }
 
-    /// Max over mean, averaged over the time in which there were connections; 1.0 when there never were.
+    /// Returns max/mean, averaged over the time with connections; 1.0 without any.
     pub fn average(&self) -> f64 {
         if self.measured > 0.0 { self.weighted_time / self.measured } else { 1.0 }
     }
@@ -60,21 +60,21 @@ impl Imbalance {
         self.insert(connections as usize);
     }
 
-    /// Removes a server with this number of connections.
+    /// Removes a server with a number of connections.
     pub fn remove_server(&mut self, connections: u32) {
         self.servers -= 1;
         self.connections -= u64::from(connections);
         self.remove(connections as usize);
     }
 
-    /// A server that had `before` connections has one more.
+    /// Adds a connection to a server that had `before` connections.
     pub fn connection_opened(&mut self, before: u32) {
         self.connections += 1;
         self.insert(before as usize + 1);
         self.remove(before as usize);
     }
 
-    /// A server that had `before` connections has one less.
+    /// Removes a connection from a server that had `before` connections.
     pub fn connection_closed(&mut self, before: u32) {
         self.connections -= 1;
         self.insert(before as usize - 1);

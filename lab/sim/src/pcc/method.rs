@@ -1,4 +1,4 @@
-//! The names of the methods.
+//! Methods and their names.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,12 +10,12 @@ use crate::names::UnknownName;
 /// Method by which load balancers find the server of a packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Method {
-    /// By a table of buckets that depends on the pool only.
+    /// Table of buckets that depends only on the pool.
     Hashed(HashLayout),
     /// `beamer[:THRESHOLD]`: stable hashing with daisy chaining; a server whose load is above (1 + threshold) x the
     /// mean gets no new connections until it is below the mean.
     Beamer {
-        /// The imbalance that is allowed.
+        /// Allowed imbalance.
         threshold: Option<f64>,
     },
     /// `stateful-hash[:LAYOUT]`: a connection table in each load balancer, in front of a table of buckets.
@@ -24,7 +24,7 @@ pub enum Method {
     HistoryTag {
         /// Bits of the tag, 0 to [`TAG_BITS_MAX`].
         bits: u8,
-        /// Whether connections get fresher tags while they are open.
+        /// Whether open connections get newer tags.
         fresh: bool,
         /// Layout of the table of buckets.
         layout: HashLayout,
@@ -41,24 +41,24 @@ pub enum Method {
     },
     /// `cheetah:POLICY`: the cookie names the server, which a policy of the load balancer chose.
     Cheetah {
-        /// A name out of [`policy::names`].
+        /// One of [`policy::names`].
         policy: &'static str,
     },
 }
 
-/// Together with an index they fit into the 16 bits that a cookie has.
+/// Limit of tag bits: together with an index they fit the 16 bits of a cookie.
 pub const TAG_BITS_MAX: u8 = 12;
-/// 16 hash functions.
+/// Limit of index bits: 16 hash functions.
 pub const INDEX_BITS_MAX: u8 = 4;
 
 /// Layout of a table of buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HashLayout {
-    /// `hash`: bucket i goes to server i modulo their number.
+    /// `hash`: bucket i belongs to server i modulo the number of servers.
     Striped,
-    /// `consistent-hash`: to the next point on a ring.
+    /// `consistent-hash`: the server of the next point on a ring.
     Ring,
-    /// `maglev`: to the server that claimed it in its turn.
+    /// `maglev`: the server that claimed the bucket first, in Maglev's turns.
     Maglev,
 }
 
@@ -81,7 +81,7 @@ impl HashLayout {
         Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
     }
 
-    /// A method's last parameter, which may be left out for `hash`.
+    /// Returns the last parameter of a method, empty for the default `hash`.
     fn suffix(self) -> String {
         if self == HashLayout::Striped { String::new() } else { format!(":{}", self.name()) }
     }
@@ -89,29 +89,29 @@ impl HashLayout {
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MethodError {
-    /// No such method, layout or policy.
+    /// Unknown method, layout or policy.
     #[error(transparent)]
     Unknown(#[from] UnknownName),
-    /// `cheetah` alone.
+    /// `cheetah` without a policy.
     #[error("method \"cheetah\": expected cheetah:POLICY with a policy out of {list}", list = policy::names().join(", \
      "))]
     NoPolicy,
-    /// Not a threshold.
+    /// Text that is not a threshold.
     #[error("method \"beamer:{0}\": expected a threshold above 0, at most 100, as 0.1 for 10 % above the mean")]
     Threshold(String),
-    /// Not a size of a cookie.
+    /// Text that is not the size of a cookie.
     #[error(
         "method {0:?}: expected {name}:BITS with BITS from 0 to {max}, then, if not hash, :LAYOUT",
         name = .0.split(':').next().unwrap_or_default(),
         max = if .0.starts_with(HASH_INDEX) { "4, +TAG_BITS from 0 to 12 optionally" } else { "12" }
     )]
     Bits(String),
-    /// A parameter that the method does not have.
+    /// Parameter that the method does not have.
     #[error("method {0:?}: it takes no parameter")]
     Parameter(String),
 }
 
-/// Every method, with its parameters.
+/// All methods with their parameters.
 const SYNTAX: [&str; 11] = [
     "hash",
     "consistent-hash",
@@ -130,7 +130,7 @@ const HISTORY_TAG: &str = "history-tag";
 const HISTORY_TAG_KEPT: &str = "history-tag-kept";
 const HASH_INDEX: &str = "hash-index";
 
-/// `BITS[:LAYOUT]`, the bits not yet read.
+/// Splits `BITS[:LAYOUT]`; the bits stay text.
 fn bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodError> {
     match parameter.split_once(':') {
         None => Ok((parameter, HashLayout::Striped)),

@@ -1,4 +1,4 @@
-//! The web server's connections: how long they last and how much they carry.
+//! Mix of a web server's connections: their durations and sizes.
 
 use coreward_model::rss::uniform_below;
 
@@ -6,15 +6,15 @@ use super::clock::Nanoseconds;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kind {
-    /// From the first packet to the last.
+    /// Time from the first packet to the last.
     pub duration: Nanoseconds,
-    /// Packets that the server sends, evenly over the duration; at least 1. The client acknowledges each.
+    /// Packets from the server, at equal intervals over the duration; at least 1. The client acknowledges each.
     pub packets: u32,
 }
 
-/// The large web server's mix of Cheetah (Barbette et al., NSDI'20, Sect. 2.1 and 5.3): `includes/duration_high.path`
-/// of github.com/cheetahlb/experiments, 908 requests, summed up: duration in microseconds, size in bytes, how many.
-/// Median 0.54 s, mean 26.3 s, longest 150 s.
+/// Mix of Cheetah's large web server (Barbette et al., NSDI'20, Sect. 2.1 and 5.3): the 908 requests of
+/// `includes/duration_high.path` of github.com/cheetahlb/experiments, grouped. Each entry has duration (us), size
+/// (bytes) and count. Median 0.54 s, mean 26.3 s, maximum 150 s.
 const WEB_SERVER: [(u64, f64, u16); 33] = [
     (1_015, 58.988, 1),
     (1_015, 83.440, 11),
@@ -51,13 +51,13 @@ const WEB_SERVER: [(u64, f64, u16); 33] = [
     (150_403_355, 54_783.396, 28),
 ];
 
-/// Bytes of one write of the experiment's server (`includes/httpserver.py`).
+/// Bytes per write of the experiment's server (`includes/httpserver.py`).
 const BYTES_PER_PACKET: f64 = 125.0;
 
 #[derive(Debug, Clone)]
 pub struct Mix {
     kinds: Vec<Kind>,
-    /// Each kind as often as its weight.
+    /// Numbers of kinds, repeated by weight.
     drawn_from: Vec<u8>,
     mean_duration: f64,
 }
@@ -74,7 +74,7 @@ impl Mix {
         Self::new(WEB_SERVER.iter().map(kind).collect(), drawn_from)
     }
 
-    /// Connections that all last `seconds`.
+    /// Returns a mix of connections that all have the duration `seconds`.
     #[cfg(test)]
     pub fn constant(seconds: f64) -> Self {
         Self::new(vec![Kind { duration: super::clock::from_seconds(seconds), packets: 1 }], vec![0])
@@ -86,22 +86,22 @@ impl Mix {
         Self { kinds, drawn_from, mean_duration }
     }
 
-    /// The kinds; a kind's number is its position.
+    /// Returns the kinds; a kind's number is its position.
     pub fn kinds(&self) -> &[Kind] {
         &self.kinds
     }
 
-    /// The numbers of all connections' kinds, each as often as it occurs.
+    /// Returns the numbers of kinds, each repeated by its weight.
     pub fn weighted_kinds(&self) -> &[u8] {
         &self.drawn_from
     }
 
-    /// A kind's number at random.
+    /// Returns the number of a random kind.
     pub fn draw(&self, rng: &mut impl rand::Rng) -> u8 {
         self.drawn_from[uniform_below(rng, self.drawn_from.len() as u32) as usize]
     }
 
-    /// Mean duration in nanoseconds.
+    /// Returns the mean duration (ns).
     pub fn mean_duration(&self) -> f64 {
         self.mean_duration
     }
@@ -120,7 +120,7 @@ mod tests {
     fn web_server_mix_equals_the_published_one() {
         let mix = Mix::web_server();
         assert_eq!(mix.weighted_kinds().len(), 908);
-        // The file's: mean 26.3013 s, median 0.544234 s, longest 150.403355 s, mean size 6.2 KB.
+        // Values of the file: mean 26.3013 s, median 0.544234 s, maximum 150.403355 s, mean size 6.2 KB.
         assert!((mix.mean_duration() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration());
         assert_eq!(mix.kinds()[usize::from(mix.weighted_kinds()[454])].duration, from_seconds(0.544234));
         assert_eq!(mix.longest(), 150_403_355_000);

@@ -1,5 +1,5 @@
-//! `coreward-lab sim pcc`: connections that a reconfiguration breaks, and the balance of connections over servers, by
-//! method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/simulator.md describes the model.
+//! `coreward-lab sim pcc`: connections that a change of the pool breaks, and the imbalance of the servers' connections,
+//! by method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/simulator.md describes the model.
 
 mod arrivals;
 mod balancer;
@@ -35,7 +35,7 @@ use small_cookies::{Fields, SmallCookies};
 
 use crate::par_map_ordered;
 
-/// Load information of a policy under `cheetah`.
+/// Age of the load information of policies under `cheetah`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LoadInfo {
     /// pow2 and least compare present counts; awrr, crossrss and crossrss-plus get reports
@@ -44,39 +44,40 @@ pub enum LoadInfo {
     Reported,
 }
 
-/// A cluster, its load, and what is compared.
+/// Cluster, its load, and the compared methods.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// Nominal number of servers in the pool, 1 to 7000.
     pub servers: usize,
-    /// The load.
+    /// Arrivals of connections.
     pub arrivals: Arrivals,
-    /// Changes of servers and load balancers. Random ones also happen during the warm-up.
+    /// Changes of servers and load balancers; random ones also happen during the warm-up.
     pub updates: Updates,
-    /// Measured time, after the warm-up.
+    /// Measured time after the warm-up (minutes).
     pub minutes: f64,
     /// Nominal number of load balancers, 1 to 32.
     pub load_balancers: usize,
-    /// The methods, each with the same connections and changes.
+    /// Compared methods, each with the same connections and changes.
     pub methods: Vec<Method>,
-    /// Seeds 1 to this one.
+    /// Number of seeds, from 1.
     pub seeds: u64,
     /// Load information of the policies.
     pub load_info: LoadInfo,
-    /// Time between two reports, and between two tables computed from them: 10 to 60000 ms.
+    /// Interval of reports and of the tables computed from them (ms), 10 to 60000.
     pub report_ms: u64,
-    /// Buckets per server, at least, of hash, consistent-hash and beamer: 1 to 1000. (maglev has its published sizes.)
+    /// Minimum of buckets per server for hash, consistent-hash and beamer, 1 to 1000. (maglev has its published sizes.)
     pub buckets_per_server: u32,
-    /// Buckets of the tables that policies fill.
+    /// Buckets of placement tables.
     pub buckets: BucketCount,
     /// Cores of each server, for crossrss: 1 to 128.
     pub cores: u16,
-    /// Keep what happened second by second. Takes memory with the number of changes.
+    /// Whether results by second are kept; the memory grows with the number of changes.
     pub by_second: bool,
 }
 
 impl Default for Config {
-    /// The cluster of Cheetah's simulations (NSDI'20, Sect. 2.1), 70,000 connections, the most frequent updates.
+    /// Returns the cluster of Cheetah's simulations (NSDI'20, Sect. 2.1): 70,000 connections, the most frequent
+    /// updates.
     fn default() -> Self {
         Self {
             servers: 468,
@@ -97,15 +98,15 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The experiment of Cheetah's Fig. 9 (NSDI'20, Sect. 5.3): 24 servers, 1,500 to 2,500 requests a second over 40 s;
-    /// servers join while the load rises and are drained while it falls. The text has 7 joining and 8 leaving; the
-    /// times are those of the published counts of servers (`dynamic/BeamerNBSRV.csv` of
-    /// github.com/cheetahlb/experiments), by which 6 joined.
+    /// Returns the experiment of Cheetah's Fig. 9 (NSDI'20, Sect. 5.3): 24 servers, 1,500 to 2,500 requests per second
+    /// over 40 s. Servers join while the load rises, and drain while it falls. In the text 7 join and 8 leave. The
+    /// times follow the published counts of servers (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments), by
+    /// which 6 joined.
     pub fn cheetah_figure_9() -> Self {
         let steps = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
         let changes = steps.into_iter().flat_map(|(second, servers): (u32, i32)| {
             let change = if servers > 0 { Change::AddServer } else { Change::RemoveServer };
-            // A count is of the whole second before.
+            // A count covers the preceding second.
             std::iter::repeat_n((f64::from(second) - 0.5, change), servers.unsigned_abs() as usize)
         });
         Self {
@@ -127,50 +128,50 @@ impl Config {
     }
 }
 
-/// Compared methods when none are given.
+/// Compared methods by default.
 pub const DEFAULT_METHODS: [&str; 8] =
     ["hash", "consistent-hash", "maglev", "beamer", "stateful-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
 
-/// Fault of a configuration.
+/// Invalid value of a configuration.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// None, or more than there are ids and counters for.
+    /// Number of servers out of range.
     #[error("{0} servers: expected 1 to {SERVERS_MAX}")]
     Servers(usize),
-    /// Not a load.
+    /// Invalid number of connections.
     #[error("{0} connections: expected a number from 1 to {CONNECTIONS_MAX}")]
     Connections(f64),
-    /// Not a load.
+    /// Invalid rate of requests.
     #[error("{0} requests per second: expected a number from 1 to 1000000")]
     Requests(f64),
-    /// No client, or too many.
+    /// Number of clients out of range.
     #[error("{0} clients: expected 1 to 1000")]
     Clients(u32),
-    /// Not a rate.
+    /// Invalid rate of updates.
     #[error("{0} updates per minute: expected a number from 0 to {UPDATES_MAX}")]
     Updates(f64),
-    /// Not a moment of the run.
+    /// Time of a change outside the run.
     #[error("a change at second {0}: expected a number from 0 on, none before the one that it follows")]
     ChangeAt(f64),
-    /// Not a time.
+    /// Invalid duration.
     #[error("{0} minutes: expected a number above 0, at most 1440")]
     Minutes(f64),
-    /// None, or too many.
+    /// Number of load balancers out of range.
     #[error("{0} load balancers: expected 1 to {max}", max = LOAD_BALANCERS_MAX / 2)]
     LoadBalancers(usize),
-    /// Nothing to compare.
+    /// No methods.
     #[error("no methods: expected at least one")]
     NoMethods,
-    /// None, or too many.
+    /// Number of seeds out of range.
     #[error("{0} seeds: expected 1 to 1000")]
     Seeds(u64),
-    /// Not an interval.
+    /// Invalid report interval.
     #[error("reports every {0} ms: expected 10 to 60000")]
     Report(u64),
-    /// None, or too many.
+    /// Number of buckets per server out of range.
     #[error("{0} buckets per server: expected 1 to 1000")]
     BucketsPerServer(u32),
-    /// None, or more than an indirection table reaches.
+    /// Number of cores out of range; an indirection table limits it.
     #[error("{0} cores: expected 1 to 128")]
     Cores(u16),
 }
@@ -179,7 +180,7 @@ const SERVERS_MAX: usize = 7_000;
 const CONNECTIONS_MAX: u32 = 10_000_000;
 const UPDATES_MAX: u32 = 6_000;
 
-/// Runs every method with every seed, on all CPUs. Fails when a number is outside its range.
+/// Runs every method with every seed on all CPUs. Fails when a value is out of range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     check(config)?;
     let mix = Mix::web_server();

@@ -6,66 +6,66 @@ use super::method::Method;
 use crate::output::Printable;
 use crate::seed_summary::SeedSummary;
 
-/// One method with one seed.
+/// Results of one method with one seed.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Run {
     /// Connections that ended after the warm-up.
     pub ended: u64,
     /// Number of broken connections.
     pub broken: u64,
-    /// Max over mean of the servers' connections, averaged over time.
+    /// Max/mean of the servers' connections, averaged over time.
     pub imbalance: f64,
     /// Changes of servers and load balancers after the warm-up.
     pub updates: u64,
     pub open_at_end: usize,
-    /// Second by second after the warm-up, when [`super::Config::by_second`] is set.
+    /// Results of each second after the warm-up, if [`super::Config::by_second`] is set.
     pub seconds: Vec<Second>,
 }
 
-/// One second of one method with one seed.
+/// Results of one second of one method with one seed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Second {
     /// Connections that ended unbroken.
     pub completed: u64,
-    /// Connections whose client noticed that they are broken.
+    /// Connections whose client noticed the break.
     pub broken: u64,
-    /// Servers in the pool at its end.
+    /// Servers in the pool at the end of the second.
     pub servers: usize,
 }
 
 impl Run {
-    /// Broken connections in percent of those that ended.
+    /// Returns the broken connections in percent of the ended ones.
     pub fn broken_pct(&self) -> f64 {
         if self.ended == 0 { 0.0 } else { 100.0 * self.broken as f64 / self.ended as f64 }
     }
 }
 
 impl Second {
-    /// Broken connections in percent of those that completed (Cheetah, NSDI'20, Fig. 9).
+    /// Returns the broken connections in percent of the completed ones (Cheetah, NSDI'20, Fig. 9).
     pub fn broken_pct(&self) -> f64 {
         100.0 * self.broken as f64 / self.completed.max(1) as f64
     }
 }
 
-/// One method, over all seeds.
+/// Results of one method over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MethodOutcome {
     pub method: Method,
-    /// Connections that were mapped to at least two servers between start and end, in percent of all.
+    /// Connections that were mapped to at least two servers between their start and end, in percent of all.
     pub broken_pct: SeedSummary,
-    /// Max over mean of the servers' connections, averaged over time: 1 is perfect.
+    /// Max/mean of the servers' connections, averaged over time; 1 is perfect.
     pub imbalance: SeedSummary,
     /// Connections that ended after the warm-up, of all seeds.
     pub connections: u64,
     /// Changes of servers and load balancers after the warm-up, of all seeds.
     pub updates: u64,
-    /// Each seed's, in order.
+    /// Results of each seed, in order.
     #[serde(skip)]
     pub runs: Vec<Run>,
 }
 
 impl MethodOutcome {
-    /// `runs` of at least one seed.
+    /// Returns the results of at least one run.
     pub(super) fn of(method: Method, runs: Vec<Run>) -> Self {
         let spread = |value: fn(&Run) -> f64| {
             SeedSummary::of(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
@@ -81,7 +81,7 @@ impl MethodOutcome {
     }
 }
 
-/// Result of a configuration.
+/// Results of a configuration.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
     /// In the order of [`super::Config::methods`].

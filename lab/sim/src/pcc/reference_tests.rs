@@ -1,5 +1,4 @@
-//! The methods against a simulation that sends a packet of every open connection after every change and looks where it
-//! goes.
+//! Compares the methods with a reference simulation, which sends a packet of every open connection after every change.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,23 +18,23 @@ use super::mix::Mix;
 use super::small_cookies::{Fields, SmallCookies};
 use super::{Arrivals, Config, HashLayout, Run, Updates};
 
-/// Destination of a connection's packets, in the simplest words.
+/// Reference model of the destination of a connection's packets.
 trait Network<B> {
-    /// The tables may have changed. `stopped` load balancers have ended.
+    /// Updates to changed tables and to the end of `stopped` load balancers.
     fn observe(&mut self, balancer: &B, cluster: &Cluster);
 
-    /// The connection's first packet was placed.
+    /// Records the placement of a connection's first packet.
     fn begin(&mut self, connection: &Connection, cluster: &Cluster);
 
-    /// The server that a packet of the connection reaches.
+    /// Returns the server that a packet of the connection reaches.
     fn send(&mut self, connection: &Connection, balancer: &B, cluster: &Cluster) -> u16;
 }
 
-/// A balancer whose every connection is followed.
+/// Balancer that follows every connection in the reference model too.
 struct FollowedConnections<B, N> {
     balancer: B,
     network: N,
-    /// By identity: the connection, and when it was first seen at another server.
+    /// Connections by identity, with the first time at which another server was reached.
     open: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
 }
 
@@ -100,7 +99,7 @@ impl<B: Balancer, N: Network<B>> Balancer for FollowedConnections<B, N> {
     }
 }
 
-/// A packet goes where its bucket points.
+/// Model in which a packet goes to the current server of its bucket.
 struct ByBucket;
 
 impl Network<Hashed> for ByBucket {
@@ -113,7 +112,7 @@ impl Network<Hashed> for ByBucket {
     }
 }
 
-/// The server that the bucket points to, or, when it does not know the connection, the one that it pointed to before.
+/// Model with daisy chaining: the bucket's current server, or its previous one if the current one lacks the connection.
 #[derive(Default)]
 struct DaisyChained {
     current_servers: Vec<u16>,
@@ -144,7 +143,7 @@ impl Network<Beamer> for DaisyChained {
     }
 }
 
-/// Every load balancer has a table of connections.
+/// Model with a connection table in every load balancer.
 #[derive(Default)]
 struct ConnectionTables {
     tables: BTreeMap<u8, BTreeMap<u64, u16>>,
@@ -167,11 +166,11 @@ impl Network<Stateful> for ConnectionTables {
     }
 }
 
-/// The load balancer has a table per tag, and every connection a tag and an index.
+/// Model with a table per tag; every connection has a tag and an index.
 #[derive(Default)]
 struct TablesByTag {
     configurations: BTreeMap<u32, u32>,
-    /// By identity: the tag that the last packet had.
+    /// Tag of the last packet, by identity.
     tags: BTreeMap<u64, u32>,
 }
 
@@ -196,7 +195,7 @@ impl Network<SmallCookies> for TablesByTag {
     }
 }
 
-/// The packet names its server.
+/// Model in which the packet names its server.
 struct ByCookie;
 
 impl Network<Cheetah> for ByCookie {
@@ -212,7 +211,7 @@ impl Network<Cheetah> for ByCookie {
     }
 }
 
-/// A small cluster in which everything changes all the time.
+/// Returns a small cluster with continuous changes.
 fn churning_cluster(servers: usize, load_balancers: usize) -> Config {
     Config {
         servers,
@@ -281,7 +280,7 @@ proptest! {
     }
 }
 
-/// With counts of the moment, the policies choose by the counts of the moment.
+/// Tests that the policies use current counts when these are available.
 #[test]
 fn least_and_pow2_use_present_counts() {
     struct Checked(Cheetah, &'static str);

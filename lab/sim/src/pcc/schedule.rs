@@ -1,4 +1,4 @@
-//! Arrivals and departures of servers and load balancers.
+//! Schedule of additions and removals of servers and load balancers.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -10,39 +10,39 @@ use crate::random::{exponential, unit};
 /// [`seeded_rng`]'s stream for changes.
 const RNG_STREAM_CHANGES: u64 = 201;
 
-/// Changes over time.
+/// Changes of the pool.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Updates {
-    /// At random moments (Poisson). Additions are as likely as removals; where the pool would leave nominal size +- a
-    /// tenth, the other of the two.
+    /// Random changes (Poisson). Additions and removals have the same probability; a change that would leave the
+    /// nominal size +- 10 % is replaced by its opposite.
     PerMinute {
-        /// Servers added or removed.
+        /// Rate of added or removed servers (per minute).
         servers: f64,
         load_balancers: f64,
     },
-    /// At these seconds after the warm-up, in this order.
+    /// Changes at times after the warm-up (s), in this order.
     At(Vec<(f64, Change)>),
 }
 
-/// Deviation of the number of servers or load balancers from the nominal one.
+/// Returns the largest deviation of the number of servers or load balancers from the nominal one.
 pub fn max_deviation(nominal: usize) -> usize {
     (nominal / 10).max(1)
 }
 
-/// The changes of one simulation.
+/// Changes of one simulation.
 #[derive(Debug)]
 pub struct Schedule {
     updates: Updates,
     rng: Xoshiro256PlusPlus,
     next: Option<Nanoseconds>,
-    /// Position in [`Updates::At`].
+    /// Next position in [`Updates::At`].
     position: usize,
     nominal: (usize, usize),
     warm_up: Nanoseconds,
 }
 
 impl Schedule {
-    /// For a cluster that has its nominal size.
+    /// Creates the schedule for a cluster of nominal size.
     pub fn new(updates: &Updates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
         let nominal = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
@@ -51,12 +51,12 @@ impl Schedule {
         schedule
     }
 
-    /// Time of the next change.
+    /// Returns the time of the next change.
     pub fn next(&self) -> Option<Nanoseconds> {
         self.next
     }
 
-    /// Makes the change that is due. What could not be made (an addition when no server is left) is left out.
+    /// Applies the change that is due. An impossible change (an addition without a spare server) is skipped.
     pub fn apply_next(&mut self, cluster: &mut Cluster) -> Option<Change> {
         let change = match &self.updates {
             Updates::At(list) => list[self.position].1,

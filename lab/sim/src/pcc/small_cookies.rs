@@ -1,11 +1,11 @@
-//! `history-tag`, `hash-index`: cookies of a few bits (Cheetah, NSDI'20, Appendix B), for load balancers that hash.
+//! `history-tag`, `hash-index`: load balancers that hash, with cookies of a few bits (Cheetah, NSDI'20, Appendix B).
 //!
-//! **History tag.** The load balancer keeps the last n configurations of the pool, and the cookie names in log2(n) bits
-//! the one by which its connection is hashed. A tag is reused after n changes, and then names another configuration.
-//! The load balancer may give a connection a newer tag: that of a later configuration in which it has the same server.
+//! **History tag.** The load balancer stores the last n configurations of the pool. The cookie (log2(n) bits) names the
+//! configuration for the connection's hash. A tag is reused after n changes, and then names another configuration. A
+//! connection may get a newer tag: of a later configuration with the same server for the connection.
 //!
-//! **Hash index.** There are several hash functions; a new connection goes to the least loaded of their servers, and
-//! the cookie names the function. It is applied to the present pool, or, together with a tag, to the tag's.
+//! **Hash index.** A new connection goes to the least loaded of the servers that several hash functions select, and the
+//! cookie names the function. It is applied to the current pool, or, with a tag, to the tag's configuration.
 
 use std::collections::VecDeque;
 
@@ -20,44 +20,44 @@ use super::connections::Connection;
 use super::method::HashLayout;
 use super::{Config, LoadInfo};
 
-/// A cookie's fields.
+/// Sizes and use of a cookie's fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fields {
-    /// Bits of the tag: 2 to the power of it configurations are kept. 0: only the present one.
+    /// Bits of the tag: 2^bits configurations are stored. 0: only the current one.
     pub tag_bits: u8,
-    /// Whether connections get fresher tags.
+    /// Whether open connections get newer tags.
     pub fresh: bool,
-    /// Bits of the index: 2 to the power of it hash functions.
+    /// Bits of the index: 2^bits hash functions.
     pub index_bits: u8,
 }
 
-/// The pool between two changes.
+/// Configuration of the pool between two changes.
 #[derive(Debug)]
 struct Configuration {
-    /// Time when it came into force.
+    /// Start of the configuration.
     at: Nanoseconds,
-    /// By bucket, over and over: `hash` repeats itself, and a large table need not be kept for it.
+    /// Servers by bucket. The sequence repeats: `hash` is periodic and needs no large table.
     servers: Vec<u16>,
 }
 
-/// A table of buckets per configuration. A connection's mark is the configuration that it began in, and above 32 bits
-/// its hash index.
+/// Load balancers with a table of buckets per configuration. A connection's mark is its first configuration, with the
+/// hash index above 32 bits.
 #[derive(Debug)]
 pub struct SmallCookies {
     fields: Fields,
     layout: HashLayout,
     buckets: usize,
-    /// Configurations that an open connection may have seen, the present one last.
+    /// Configurations that an open connection may use, the current one last.
     configurations: VecDeque<Configuration>,
-    /// The number of the first of them.
+    /// Number of the first stored configuration.
     first: u32,
     longest: Nanoseconds,
-    /// Connections by server in the last report, for policies that use reports only.
+    /// Connections by server in the last report, for policies that only use reports.
     reported: Option<Vec<u32>>,
 }
 
 impl SmallCookies {
-    /// For the configured cluster, whose connections live for `longest` at most.
+    /// Creates load balancers for the configured cluster; `longest` is the longest duration of a connection.
     pub fn new(fields: Fields, layout: HashLayout, config: &Config, servers: usize, longest: Nanoseconds) -> Self {
         Self {
             fields,
@@ -70,12 +70,12 @@ impl SmallCookies {
         }
     }
 
-    /// Number of configurations with a tag of their own.
+    /// Returns the number of configurations with different tags.
     pub fn tags(&self) -> u32 {
         1 << self.fields.tag_bits
     }
 
-    /// Whether a connection gets the present tag where that leads to its server.
+    /// Returns whether a connection gets the current tag if the tag leads to its server.
     #[cfg(test)]
     pub fn renews_tags(&self) -> bool {
         self.fields.fresh
@@ -85,7 +85,7 @@ impl SmallCookies {
         self.first + self.configurations.len() as u32 - 1
     }
 
-    /// Server of a connection by its hash function of this index in this configuration, which is still kept.
+    /// Returns the server of a connection by hash function `index` in a stored configuration.
     pub fn server(&self, configuration: u32, identity: u64, index: u32) -> u16 {
         let hash = if index == 0 { identity } else { mix(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
         let servers = &self.configuration(configuration).servers;
@@ -100,8 +100,8 @@ impl SmallCookies {
         self.reported.as_ref().map_or_else(|| cluster.open(server), |reported| reported[usize::from(server)])
     }
 
-    /// Whether a load balancer can still find the connection's server in configuration `number`, `tagged` being the tag
-    /// that it has; then the tag that it has from now on.
+    /// Returns the connection's tag in configuration `number`, if a load balancer can still find its server; `tagged`
+    /// is its tag so far.
     fn surviving_tag(&self, connection: &Connection, tagged: u32, number: u32) -> Option<u32> {
         let index = (connection.mark >> 32) as u32;
         let same = self.server(number, connection.identity, index) == connection.server;
@@ -186,7 +186,8 @@ mod tests {
 
     #[test]
     fn each_tag_bit_helps_and_enough_bits_break_none() {
-        // 20 changes a minute for 150 s at most are 50, with 5 standard deviations 86: 7 bits outlast every connection.
+        // 20 changes per minute for at most 150 s are 50, with 5 standard deviations 86: 7 bits outlast every
+        // connection.
         let methods = ["history-tag:0", "history-tag:2", "history-tag:4", "history-tag:7", "history-tag-kept:7"];
         let broken = outcomes(&methods, 20.0);
         let [none, two, four, seven, kept] = [0, 1, 2, 3, 4].map(|method| broken[method].broken_pct.median);

@@ -1,4 +1,4 @@
-//! The options of `jbsrq-fifo`: priority classes where cores serve in the order of arrival.
+//! Options of `jbsrq-fifo`: priority classes for cores that serve in order of arrival.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,14 +7,14 @@ use coreward_model::dispatch::ClassBounds;
 
 use crate::names::UnknownName;
 
-/// Cores of each class; default: as `coreward dispatch --policy jbsrq`.
+/// Bounds of each class at a core; defaults as of `coreward dispatch --policy jbsrq`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBoundOptions {
-    /// `reserved`: the first cores, which are the shortest class's
+    /// `reserved`: number of first cores that are reserved for the shortest class
     pub reserved: u16,
-    /// `bound`: how many requests a core has under way before others are preferred
+    /// `bound`: number of outstanding requests at a core from which other cores are preferred
     pub bound: u16,
-    /// `reserved-bound`: the other classes go to a reserved core while it has fewer under way
+    /// `reserved-bound`: number of outstanding requests below which a reserved core also takes other classes
     pub reserved_bound: u16,
 }
 
@@ -32,7 +32,7 @@ impl ClassBoundOptions {
     }
 }
 
-/// `reserved=2,bound=4,...`; the error states the expectation.
+/// Parses `reserved=2,bound=4,...`; an error states the expected form.
 impl FromStr for ClassBoundOptions {
     type Err = String;
 
@@ -55,7 +55,7 @@ impl FromStr for ClassBoundOptions {
     }
 }
 
-/// The options that differ from the defaults.
+/// Writes the options that differ from the defaults.
 impl fmt::Display for ClassBoundOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();

@@ -109,7 +109,7 @@ struct RpcResult {
 }
 
 impl RpcResult {
-    /// `seconds`: how long it took.
+    /// `seconds`: duration of the simulation.
     fn new(outcome: Outcome, seconds: f64) -> Self {
         let Outcome { all, classes, requests, dropped_pct, windows } = outcome;
         Self { all, classes, requests, dropped_pct, windows, events_per_second: requests as f64 / seconds }
@@ -117,7 +117,7 @@ impl RpcResult {
 }
 
 impl RpcArgs {
-    /// Simulates; what came of it, to be printed.
+    /// Simulates and returns the printable result.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let config =
             Config { load: self.load, seed: self.seed, queue: self.queue, window: self.window, ..self.server.config() };
@@ -129,7 +129,7 @@ impl RpcArgs {
 }
 
 impl PeakArgs {
-    /// Searches; what was found, to be printed.
+    /// Searches and returns the printable result.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let found = peak(&PeakConfig {
             config: self.server.config(),

@@ -1,4 +1,4 @@
-//! Configuration of a simulation, and its faults.
+//! Configuration of a simulation, and its errors.
 
 use std::num::NonZeroU32;
 
@@ -7,26 +7,26 @@ use coreward_model::dispatch::Assignment;
 use super::ticks::{TICKS_PER_UNIT, Tick};
 use super::{Policy, Service};
 
-/// One simulation. Times are in units of service time (see [`Service`]).
+/// Configuration of a simulation. Times are in units of service time (see [`Service`]).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     pub policy: Policy,
-    /// Cores of the server, at least 1.
+    /// Number of cores of the server, at least 1.
     pub cores: u16,
     pub service: Service,
-    /// Latency of the interface between NIC and cores, one way.
+    /// One-way latency between NIC and cores.
     pub latency: f64,
-    /// Offered load as a fraction of what the cores could serve.
+    /// Offered load as a fraction of the cores' capacity.
     pub load: f64,
-    /// Requests to simulate; the first tenth is warm-up and is not counted.
+    /// Number of requests; the first tenth is warm-up and is not counted.
     pub requests: u64,
-    /// Seed; the same gives the same result.
+    /// Seed; equal seeds give equal results.
     pub seed: u64,
-    /// Connections that the requests belong to; `None`: every request is a connection of its own.
+    /// Number of connections of the requests; `None`: every request has its own connection.
     pub connections: Option<NonZeroU32>,
-    /// The i-th most frequent connection has a share proportional to 1 / i^skew; 0: all are alike.
+    /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^skew; 0: equal shares.
     pub skew: f64,
-    /// Largest number of requests inside the server; others are dropped. `None`: no bound.
+    /// Largest number of requests inside the server; others are dropped. `None`: no limit.
     pub queue: Option<u64>,
     /// Length of the windows of [`Outcome::windows`], in units of service time.
     pub window: Option<f64>,
@@ -50,16 +50,16 @@ impl Default for Config {
     }
 }
 
-/// Fault of a simulation.
+/// Invalid configuration, or a run without result.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
     /// No cores.
     #[error("0 cores: expected 1 to 65535")]
     NoCores,
-    /// Not a load.
+    /// Invalid load.
     #[error("load {0}: expected a number above 0")]
     Load(f64),
-    /// A load under which queues grow without end.
+    /// Load above the policy's capacity, at which queues grow without limit.
     #[error(
         "load {load}: expected less than {capacity}, which is what {policy} can carry with this service time and \
          latency, or a bound on the queue"
@@ -70,46 +70,46 @@ pub enum Error {
         capacity: f64,
         policy: Policy,
     },
-    /// Not a latency.
+    /// Invalid latency.
     #[error("latency {0}: expected a number from 0 to 1000000 service times")]
     Latency(f64),
-    /// Too few requests for any quantile, or too many for 64 bits of time.
+    /// Too few requests for quantiles, or too many for 64 bits of time.
     #[error("{requests} requests: expected 10 to {max} at this load")]
     Requests { requests: u64, max: u64 },
-    /// Not a skew.
+    /// Invalid skew.
     #[error("skew {0}: expected a number from 0 to 10")]
     Skew(f64),
-    /// Not a window.
+    /// Invalid window.
     #[error("window {0}: expected a number from 0.001 to 1000000000 service times")]
     Window(f64),
-    /// No room for any request.
+    /// Queue limit without room for a request.
     #[error("a queue of 0 requests: expected at least 1")]
     NoQueue,
-    /// The bounded queue was full all the time.
+    /// The bounded queue was always full.
     #[error("no request after the warm-up was answered: expected more requests, or a longer queue")]
     NothingMeasured,
-    /// Groups that do not make up the cores.
+    /// Groups that do not add up to the cores.
     #[error("policy {policy}: its groups have {grouped} cores, the server has {cores}")]
     Groups { policy: Policy, grouped: u32, cores: u16 },
-    /// Cores divided between other than two services, or fewer than two cores.
+    /// Cores divided between a number of services other than two, or fewer than two cores.
     #[error(
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
     )]
     TwoServices { policy: Policy, services: u8, cores: u16 },
-    /// Not a service level objective.
+    /// Invalid service level objective.
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
     Slo(f64),
     /// No seeds.
     #[error("no seeds: expected at least one")]
     NoSeeds,
-    /// Bisections beyond the precision of any run.
+    /// Number of bisections beyond the precision of a run.
     #[error("{0} steps of bisection: expected 1 to 30")]
     Steps(u32),
 }
 
 impl Config {
-    /// The load below which the queues are stable: [`Policy::capacity`], and under RSS with evenly drawn buckets, the
-    /// capacity of the cores with most of them. Few or uneven connections can still overload a core.
+    /// Returns the load below which queues are stable: [`Policy::capacity`], and under RSS with evenly drawn buckets
+    /// the capacity of the cores with the most buckets. Few or uneven connections can still overload a core.
     pub fn capacity(&self, buckets: u32) -> f64 {
         let of_policy = self.policy.capacity(self.service.mean(), self.latency);
         let cores = u32::from(self.cores);
@@ -120,7 +120,7 @@ impl Config {
         }
     }
 
-    /// Whether everything is in range and the policy can carry the load.
+    /// Checks that all values are in range and the policy can process the load.
     pub(crate) fn check_stable(&self, buckets: u32) -> Result<(), Error> {
         self.check()?;
         let capacity = self.capacity(buckets);
@@ -130,7 +130,7 @@ impl Config {
         Ok(())
     }
 
-    /// Whether everything but the load's height is in range.
+    /// Checks that all values except the load's height are in range.
     pub(super) fn check(&self) -> Result<(), Error> {
         let within = |value: f64, low: f64, high: f64| (low..=high).contains(&value);
         if self.cores == 0 {
@@ -142,7 +142,7 @@ impl Config {
         if !within(self.latency, 0.0, 1e6) {
             return Err(Error::Latency(self.latency));
         }
-        // Half of the 64 bits: the other half is for queues.
+        // Half of the 64 bits; the other half is for queues.
         let duration = self.service.mean() / (self.load * f64::from(self.cores));
         let max = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / duration;
         if self.requests < 10 || self.requests as f64 > max {

@@ -1,4 +1,4 @@
-//! The options of `jbsrq` (RingLeader, NSDI'23).
+//! Options of `jbsrq` (RingLeader, NSDI'23).
 
 use std::fmt;
 use std::num::NonZeroU16;
@@ -10,28 +10,28 @@ use coreward_model::dispatch::{
 
 use crate::names::UnknownName;
 
-/// Options of `jbsrq`; default: as published.
+/// Options of `jbsrq`; defaults as published.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JbsrqOptions {
-    /// `lambda`: what a request of lower priority counts for one of higher priority, 0 to 1
+    /// `lambda`: weight (0 to 1) of a request of lower priority for a request of higher priority
     pub lambda: Lambda,
-    /// `depth`: how many requests the queue of a core holds, with the one that is served
+    /// `depth`: capacity of a core's queue, including the request in service
     pub depth: NonZeroU16,
-    /// `rank`: which requests at a core count for a service
+    /// `rank`: requests at a core that count for a service
     pub rank: RankRule,
-    /// `scheduler`: whether a service that no core takes blocks the services after it
+    /// `scheduler`: whether a service that no core accepts blocks the services after it
     pub scheduler: Selection,
-    /// `quantum`: after how much of service a request yields to one of higher priority, in units of service time
+    /// `quantum`: service time after which a request yields to one of higher priority, in units of service time
     pub quantum: f64,
-    /// `priorities`: whether classes have priorities (the shorter first) or all requests are alike
+    /// `priorities`: whether shorter classes have priority, or all requests are equal
     pub priorities: Priorities,
-    /// `switch`: what a core needs to turn to a request of another service, in units of service time
+    /// `switch`: time in which a core switches to another service, in units of service time
     pub switch_cost: f64,
-    /// `assignment`: how cores are divided between two services
+    /// `assignment`: division of the cores between two services
     pub assignment: Assignment,
-    /// `interval`: time between two polls of the NIC's queues by the load monitors, in units of service time
+    /// `interval`: interval in which load monitors poll the NIC's queues, in units of service time
     pub interval: f64,
-    /// `reserved`: cores that each service keeps for itself, unless all share all
+    /// `reserved`: cores that each service keeps for itself, unless all services share all cores
     pub reserved: ReservedCores,
 }
 
@@ -62,8 +62,8 @@ impl Priorities {
 }
 
 impl Default for JbsrqOptions {
-    /// RingLeader, Sect. 7.1: lambda 0.2, depth 4; the yield interval and the interval of the load monitor
-    /// of 5 us are 5/3 of the 3 us of its Exp(3).
+    /// Defaults of RingLeader, Sect. 7.1: lambda 0.2, depth 4. The yield interval and the load monitor's interval of 5
+    /// us are 5/3 of the mean of Exp(3).
     fn default() -> Self {
         Self {
             lambda: Lambda::PUBLISHED,
@@ -93,7 +93,7 @@ const OPTIONS: [&str; 10] = [
     "reserved=N[:N]",
 ];
 
-/// `lambda=0.2,depth=4,...`; the error states the expectation.
+/// Parses `lambda=0.2,depth=4,...`; an error states the expected form.
 impl FromStr for JbsrqOptions {
     type Err = String;
 
@@ -136,11 +136,11 @@ impl FromStr for JbsrqOptions {
     }
 }
 
-/// RingLeader's own, RackSched's (OSDI'20) and nanoPU's (OSDI'21).
+/// Ranks of RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
 const RANKS: [(&str, RankRule); 3] =
     [("jbsrq", RankRule::Ranked), ("global", RankRule::Global), ("per-service", RankRule::PerService)];
 
-/// RingLeader's own, and SIGCOMM'16's.
+/// Schedulers of RingLeader and SIGCOMM'16.
 const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
 
 fn named<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
@@ -151,7 +151,7 @@ fn name_of<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
     names.iter().find(|(_, known)| *known == value).map_or("", |(name, _)| *name).to_owned()
 }
 
-/// In units of service time.
+/// Shortest time, in units of service time.
 const MIN_UNITS: f64 = 0.001;
 const INTERVAL: &str = "a time from 0.001 to 1000000 service times";
 const COUNT: &str = "a number from 1 to 65535";
@@ -160,7 +160,7 @@ fn time(text: &str, shortest: f64) -> Option<f64> {
     text.parse().ok().filter(|time| (shortest..=1e6).contains(time))
 }
 
-/// The options that differ from the defaults.
+/// Writes the options that differ from the defaults.
 impl fmt::Display for JbsrqOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();

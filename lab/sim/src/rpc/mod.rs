@@ -1,8 +1,8 @@
 //! `coreward-lab sim rpc` and `coreward-lab sim capacity`: requests at the cores of one server (Turbo, HPCA'23, Sect.
 //! III and VI; RingLeader, NSDI'23, Sect. 2.1).
 //!
-//! Requests arrive at a NIC (Poisson), a policy gives them to cores behind an interface that takes time to cross, cores
-//! serve them, and responses leave by the same NIC. docs/simulator.md describes the model.
+//! Requests arrive at a NIC (Poisson). A policy assigns them to cores behind an interface with latency, cores serve
+//! them, and responses leave by the same NIC. docs/simulator.md describes the model.
 
 mod class_bounds;
 pub mod cli;
@@ -30,22 +30,22 @@ pub use service::{LongClass, Sampler, Service, ServiceError};
 use ticks::{NEVER, ticks};
 use workload::Workload;
 
-/// Result of a simulation.
+/// Results of a simulation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     /// Latencies of all requests after the warm-up.
     pub all: Quantiles,
-    /// Latencies by class, the shortest class first. A class of which no request came is left out.
+    /// Latencies by class, the shortest class first. Classes without a request are omitted.
     pub classes: Vec<Class>,
-    /// Requests that came in, with those of the warm-up.
+    /// Requests that arrived, including the warm-up.
     pub requests: u64,
-    /// Share of them that was dropped because the server was full, in percent.
+    /// Share of the requests that were dropped because the server was full (%).
     pub dropped_pct: f64,
-    /// Latencies over time, when [`Config::window`] is set.
+    /// Latencies over time, if [`Config::window`] is set.
     pub windows: Vec<Window>,
 }
 
-/// Simulates. The error names the value that is out of range, and the range.
+/// Runs the simulation. An error names the value that is out of range, and the range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check_stable(BUCKETS)?;
     let times = config.service.class_times();
@@ -64,7 +64,7 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
 /// Entries of the indirection table (Turbo, HPCA'23, Sect. VII-E).
 const BUCKETS: u32 = 512;
 
-/// Simulates the configuration at `load`, which need not be its own; the number of requests that were dropped.
+/// Simulates the configuration at `load`, in place of its own. Returns the number of dropped requests.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
     let table = IndirectionTable::balanced(config.seed, BUCKETS as usize, config.cores).expect("512 is a power of two");
     let spec = ServerSpec {
@@ -77,7 +77,7 @@ fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
     spec.build(Runner { config, load, observer })
 }
 
-/// Generates a server's requests.
+/// Generator of a server's requests.
 struct Runner<'a, O> {
     config: &'a Config,
     load: f64,
@@ -85,7 +85,7 @@ struct Runner<'a, O> {
 }
 
 impl<O: Observer> WithServer<O> for Runner<'_, O> {
-    /// Requests that the server dropped.
+    /// Number of requests that the server dropped.
     type Output = u64;
 
     fn visit(self, mut server: impl Server<O>) -> u64 {

@@ -1,4 +1,4 @@
-//! Latencies of a simulation, as quantiles.
+//! Latencies of a simulation as quantiles.
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
@@ -6,37 +6,37 @@ use serde::Serialize;
 use super::server::{Response, Sink};
 use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, ticks, units};
 
-/// Time from a request's passing the NIC on its way in to its response's on its way out, in units of service time.
-/// Quantiles are within 0.05 %.
+/// Quantiles of the latency, from a request's arrival at the NIC to its response's departure, in units of service time,
+/// within 0.05 %.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Quantiles {
     pub mean: f64,
-    /// Half are at most this.
+    /// Median latency.
     pub p50: f64,
-    /// 90 % are at most this.
+    /// 90th percentile of the latency.
     pub p90: f64,
-    /// 99 % are at most this.
+    /// 99th percentile of the latency.
     pub p99: f64,
-    /// 99.9 % are at most this.
+    /// 99.9th percentile of the latency.
     pub p999: f64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Class {
-    /// Its service time in units; for a distribution without classes, the mean.
+    /// Service time of the class in units; for a distribution without classes the mean.
     pub service: f64,
-    /// Its latencies.
+    /// Latencies of the class.
     #[serde(flatten)]
     pub quantiles: Quantiles,
 }
 
-/// The latencies of the responses that left within one window.
+/// Latencies of the responses that left within one window.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Window {
-    /// Begin of the window, in units of service time.
+    /// Start of the window, in units of service time.
     pub from: f64,
     pub responses: u64,
-    /// Their latencies.
+    /// Latencies in the window.
     #[serde(flatten)]
     pub quantiles: Quantiles,
 }
@@ -44,7 +44,7 @@ pub struct Window {
 #[derive(Debug, Clone)]
 pub struct LatencyHistogram {
     histogram: Histogram<u64>,
-    /// Exact, unlike the histogram's.
+    /// Exact sum, unlike the histogram's.
     sum: u128,
 }
 
@@ -66,7 +66,7 @@ impl LatencyHistogram {
         self.sum += other.sum;
     }
 
-    /// `None` without any.
+    /// Returns the quantiles; `None` without latencies.
     fn quantiles(&self) -> Option<Quantiles> {
         let count = self.histogram.len();
         if count == 0 {
@@ -94,7 +94,7 @@ struct Windows {
 }
 
 impl Recorder {
-    /// For `classes` classes; with windows of that many units of time, if any.
+    /// Returns empty latencies of `classes` classes, with windows of `window` units of time, if any.
     pub fn new(classes: usize, window: Option<f64>) -> Self {
         let windows = window.map(|length| Windows {
             length: ticks(length),
@@ -105,14 +105,14 @@ impl Recorder {
         Self { from: NEVER, classes: (0..classes).map(|_| LatencyHistogram::new()).collect(), windows }
     }
 
-    /// The latencies of all classes together; `None` without any.
+    /// Returns the latencies of all classes together; `None` without any.
     pub fn all(&self) -> Option<Quantiles> {
         let mut all = LatencyHistogram::new();
         self.classes.iter().for_each(|class| all.add(class));
         all.quantiles()
     }
 
-    /// The latencies of each class; `None`: no request of that class.
+    /// Returns the latencies of each class; `None`: no request of that class.
     pub fn classes(&self) -> impl Iterator<Item = Option<Quantiles>> {
         self.classes.iter().map(LatencyHistogram::quantiles)
     }
@@ -143,12 +143,12 @@ impl Windows {
     }
 }
 
-/// Watches a simulation.
+/// Observer of a simulation.
 pub trait Observer: Sink {
-    /// The warm-up is over: later requests count.
+    /// Ends the warm-up: requests from this time on count.
     fn measure_from(&mut self, from: Tick);
 
-    /// Nothing that follows can change the result.
+    /// Returns whether further responses cannot change the result.
     fn is_decided(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! `coreward-lab sim capacity`: the highest load under which the 99th percentile stays within a bound.
+//! `coreward-lab sim capacity`: highest load at which the 99th percentile is within a bound.
 
 use std::ops::RangeInclusive;
 
@@ -10,16 +10,16 @@ use super::ticks::{NEVER, Tick, ticks};
 use super::{Config, Error, simulate};
 use crate::par_map_ordered;
 
-/// A search for the peak load.
+/// Search for the peak load.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PeakConfig {
-    /// The simulation; its load and its seed are ignored.
+    /// Simulation; its load and seed are ignored.
     pub config: Config,
-    /// The service level objective: a bound on the 99th percentile, in multiples of [`PeakConfig::unit`].
+    /// Service level objective: bound on the 99th percentile, in multiples of [`PeakConfig::unit`].
     pub slo: f64,
-    /// The seeds, one search each.
+    /// Seeds, with one search each.
     pub seeds: RangeInclusive<u64>,
-    /// Steps of bisection, 1 to 30: the load is found to 2^-steps.
+    /// Number of bisections, 1 to 30: the load is exact to 2^-steps.
     pub steps: u32,
     /// Requests whose 99th percentile the SLO bounds.
     pub measure: SloMetric,
@@ -60,20 +60,19 @@ impl Default for PeakConfig {
     }
 }
 
-/// The peak load, as a fraction of what the cores could serve.
+/// Peak load, as a fraction of the cores' capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Peak {
-    /// The mean over the seeds; 0: the SLO is missed at any load.
+    /// Mean over the seeds; 0: the SLO is missed at every load.
     pub peak_load: f64,
-    /// Lower end of the 95 % confidence interval of that mean (Student's t over the seeds, and half a step of
-    /// bisection).
+    /// Lower end of the mean's 95 % confidence interval (Student's t over the seeds, and half a step of bisection).
     pub low: f64,
-    /// Upper end.
+    /// Upper end of the confidence interval.
     pub high: f64,
 }
 
-/// Searches for the peak load by bisection: for each seed the same requests, closer together or further apart. The
-/// error names the value that is out of range, and the range.
+/// Searches for the peak load by bisection. Each seed has the same requests with scaled gaps. An error names the value
+/// that is out of range, and the range.
 pub fn peak(search: &PeakConfig) -> Result<Peak, Error> {
     if !(search.slo > 0.0 && search.slo.is_finite()) {
         return Err(Error::Slo(search.slo));
@@ -84,7 +83,7 @@ pub fn peak(search: &PeakConfig) -> Result<Peak, Error> {
     if search.seeds.is_empty() {
         return Err(Error::NoSeeds);
     }
-    // The longest run of the search is the one at the lowest load.
+    // Checks the lowest load of the search, which has the longest run.
     Config { load: 0.5f64.powi(search.steps as i32), ..search.config.clone() }.check()?;
     let configs: Vec<Config> =
         search.seeds.clone().map(|seed| Config { seed, queue: None, window: None, ..search.config.clone() }).collect();
@@ -105,7 +104,7 @@ fn bisect(search: &PeakConfig, config: &Config) -> f64 {
     met
 }
 
-/// Whether the 99th percentile is within the bound at this load.
+/// Returns whether the 99th percentile is within the bound at `load`.
 fn meets(search: &PeakConfig, config: &Config, load: f64) -> bool {
     let unit = if search.unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
     let measured = config.requests - config.requests / 10;
@@ -118,17 +117,17 @@ fn meets(search: &PeakConfig, config: &Config, load: f64) -> bool {
         late: 0,
     };
     simulate(config, load, &mut bound);
-    // The 99th percentile is within the bound when at most 1 % are late.
+    // The 99th percentile is within the bound when at most 1 % of the responses are late.
     bound.late * 100 <= bound.responses
 }
 
-/// Counts late responses: an SLO needs no histogram, and a run that misses it need not be finished.
+/// Counter of late responses: an SLO needs no histogram, and a run that misses it ends early.
 struct Bound {
     from: Tick,
     latency: Tick,
-    /// Requests of a class below this one count.
+    /// Only requests of classes below this one count.
     classes: u8,
-    /// More late responses than this miss the SLO in any case: 1 % of all that could count.
+    /// Number of late responses above which the SLO is missed: 1 % of all requests that count.
     max_late: u64,
     responses: u64,
     late: u64,
@@ -155,7 +154,7 @@ impl Observer for Bound {
     }
 }
 
-/// The mean and its 95 % confidence interval; `step`: how finely each value was found.
+/// Returns the mean and its 95 % confidence interval; `step`: precision of each value.
 fn interval(values: &[f64], step: f64) -> Peak {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
@@ -165,8 +164,8 @@ fn interval(values: &[f64], step: f64) -> Peak {
     Peak { peak_load: mean, low: (mean - half).max(0.0), high: (mean + half).min(1.0) }
 }
 
-/// The 97.5 % quantile of Student's t distribution (the standard table; between its rows the next smaller number of
-/// degrees of freedom, which makes the interval wider).
+/// Returns the 97.5 % quantile of Student's t distribution (standard table). Between its rows the next smaller number
+/// of degrees of freedom applies, which widens the interval.
 fn student_t(degrees_of_freedom: usize) -> f64 {
     const TABLE: [(usize, f64); 20] = [
         (1, 12.706),

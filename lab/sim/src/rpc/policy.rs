@@ -1,4 +1,4 @@
-//! The names of the policies inside a server.
+//! Policies inside a server, and their names.
 
 use std::fmt;
 use std::num::NonZeroU16;
@@ -8,53 +8,54 @@ use super::class_bounds::ClassBoundOptions;
 use super::jbsrq::{JbsrqOptions, Priorities};
 use crate::names::UnknownName;
 
-/// Policy by which a server gives requests to its cores. Times are in units of service time.
+/// Policy that assigns a server's requests to its cores. Times are in units of service time.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Policy {
-    /// `cfcfs`: one queue at the NIC; a core gets a request when it has reported to be free
+    /// `cfcfs`: one queue at the NIC; a core gets a request after it has reported to be free
     CentralFcfs,
-    /// `random`: a core at random for every request
+    /// `random`: a random core for every request
     Random,
-    /// `rr`: the cores in turn
+    /// `rr`: the cores in turn (round robin)
     RoundRobin,
     /// `jsq`: the core with the fewest outstanding requests
     ShortestQueue,
-    /// `jlq`: the core with the least work under way
+    /// `jlq`: the core with the least outstanding work
     LightestQueue,
-    /// `jbsq:N`: the core with the fewest, at most N, the others wait at the NIC
+    /// `jbsq:N`: the core with the fewest outstanding requests, at most N; other requests wait at the NIC
     BoundedShortestQueue(NonZeroU16),
     /// `jbsrq[:OPTIONS]`: RingLeader's bounded, ranked queues with priorities
     RankedQueue(JbsrqOptions),
-    /// `jbsrq-fifo[:OPTIONS]`: what of it holds where cores serve in the order of arrival, as stock servers do
+    /// `jbsrq-fifo[:OPTIONS]`: the variant of `jbsrq` for cores that serve in order of arrival, like stock servers
     ClassBoundedQueue(ClassBoundOptions),
     /// `rss`: connections hashed to buckets, buckets to cores
     Rss,
-    /// `rss-rebalanced:T`: as `rss`, and every T the buckets are regrouped as well as can be
+    /// `rss-rebalanced:T`: like `rss`, with an optimal regrouping of the buckets every T
     RssRebalanced(f64),
-    /// `work-stealing[:COST]`: as `rss`, and idle cores take from the longest queue; what is stolen takes COST longer
+    /// `work-stealing[:COST]`: like `rss`, but idle cores steal from the longest queue; a stolen request takes COST
+    /// longer
     WorkStealing(f64),
-    /// `ps`: all requests share all cores ideally
+    /// `ps`: ideal processor sharing of all cores by all requests
     ProcessorSharing,
-    /// `dfcfs:X,Y`: X groups of Y cores, each an ideal single queue; requests are hashed to groups
+    /// `dfcfs:X,Y`: X groups of Y cores, each with one ideal queue; requests are hashed to groups
     GroupedFcfs {
-        /// X
+        /// X, the number of groups
         groups: NonZeroU16,
-        /// Y
+        /// Y, the number of cores of each group
         cores_each: NonZeroU16,
     },
 }
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum PolicyError {
-    /// No such policy.
+    /// Unknown policy.
     #[error(transparent)]
     Unknown(#[from] UnknownName),
-    /// Not the parameters that it takes.
+    /// Invalid parameters of a policy.
     #[error("policy {given:?}: expected {expected}")]
     Parameters { given: String, expected: String },
 }
 
-/// Every policy, with its parameters.
+/// All policies with their parameters.
 pub const SYNTAX: [&str; 13] = [
     "cfcfs",
     "random",
@@ -71,9 +72,9 @@ pub const SYNTAX: [&str; 13] = [
     "dfcfs:X,Y",
 ];
 
-/// Default added time of a stolen request. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 % of ideal with 5 us requests and
-/// within 15 % from 20 us on, which a few microseconds of cost explain. Half a service time is the same order for
-/// requests of a few microseconds.
+/// Default additional time of a stolen request. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 % of ideal with 5 us
+/// requests, and within 15 % from 20 us on. A cost of a few microseconds explains this; half a service time is the same
+/// order for requests of a few microseconds.
 const STEALING_COST: f64 = 0.5;
 
 impl FromStr for Policy {
@@ -125,9 +126,9 @@ impl FromStr for Policy {
     }
 }
 
-/// Longest time that a policy takes, in units.
+/// Longest time of a policy, in units.
 const MAX_UNITS: f64 = 1e6;
-/// Shortest interval between regroupings: a shorter one is a mistake and takes hours.
+/// Shortest interval between regroupings (units); shorter ones would take hours.
 const MIN_INTERVAL: f64 = 0.01;
 
 impl fmt::Display for Policy {
@@ -167,10 +168,10 @@ impl Policy {
         matches!(self, Self::Rss | Self::RssRebalanced(_) | Self::WorkStealing(_))
     }
 
-    /// The load below which the queues of this policy are stable, as a fraction of the cores' capacity: requests of
-    /// `mean` service time, an interface of `latency` one way. A core whose place is taken until its response has
-    /// passed the NIC is idle for two crossings per request unless more places bridge them. Exact for `cfcfs`, an upper
-    /// bound for bounded queues with more than one place.
+    /// Returns the load below which the queues of this policy are stable, as a fraction of the cores' capacity. `mean`:
+    /// service time; `latency`: one-way latency of the interface. A core whose slot is occupied until its response has
+    /// passed the NIC is idle for two crossings per request, unless it has more slots. Exact for `cfcfs`, an upper
+    /// bound for bounded queues with more than one slot.
     pub fn capacity(&self, mean: f64, latency: f64) -> f64 {
         let places = |places: f64| (places * mean / (mean + 2.0 * latency)).min(1.0);
         match self {

@@ -9,58 +9,56 @@ use super::ticks::{TICKS_PER_UNIT, Tick, ticks};
 use crate::names::UnknownName;
 use crate::random::{exponential, log_normal};
 
-/// A distribution of service times. The unit of time is the service time of the shortest class; where there are no
-/// classes it is the mean.
+/// Distribution of service times. The unit of time is the service time of the shortest class; without classes it is the
+/// mean.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Service {
-    /// `fixed`: each takes 1
+    /// `fixed`: every request takes 1
     Fixed,
     /// `exp`: exponential with mean 1
     Exponential,
-    /// `lognormal:SIGMA`: mean 1, the logarithm has standard deviation SIGMA
+    /// `lognormal:SIGMA`: mean 1; SIGMA is the standard deviation of the logarithm
     LogNormal(f64),
-    /// `bimodal:FRACTION:FACTOR`, `trimodal:FRACTION:FACTOR:FRACTION:FACTOR`: these shares of the requests take FACTOR,
-    /// the others 1
+    /// `bimodal:FRACTION:FACTOR`, `trimodal:FRACTION:FACTOR:FRACTION:FACTOR`: these fractions of the requests take
+    /// FACTOR, the others 1
     Classes(Vec<LongClass>),
 }
 
-/// A class of longer requests.
+/// Class of longer requests.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LongClass {
-    /// Its share of all requests, 0 to 1.
+    /// Share of all requests, 0 to 1.
     pub fraction: f64,
-    /// Its service time, at least 1.
+    /// Service time in units, at least 1.
     pub factor: f64,
 }
 
-/// Text that is no distribution of service times.
+/// Text that is not a distribution of service times.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ServiceError {
-    /// No such distribution.
+    /// Unknown distribution.
     #[error(transparent)]
     Unknown(#[from] UnknownName),
-    /// Not the parameters that it takes.
+    /// Invalid parameters of a distribution.
     #[error("service {given:?}: expected {expected}")]
     Parameters {
         given: String,
         /// Expected parameters of the distribution.
         expected: &'static str,
     },
-    /// A share outside 0 to 1.
+    /// Share outside 0 to 1.
     #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
     Fraction {
         given: String,
-        /// The share.
         fraction: f64,
     },
-    /// Shares that are more than everything.
+    /// Shares whose sum is above 1.
     #[error("service {given:?}: the fractions add up to {sum}: expected at most 1")]
     Sum {
         given: String,
-        /// Sum of the shares.
         sum: f64,
     },
-    /// A long class that is shorter than the short one, or not a number.
+    /// Service time of a long class that is below 1, or not a number.
     #[error("service {given:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)")]
     Factor { given: String, factor: f64 },
 }
@@ -70,9 +68,9 @@ const EXPONENTIAL: &str = "exp";
 const LOG_NORMAL: &str = "lognormal:SIGMA";
 const BIMODAL: &str = "bimodal:FRACTION:FACTOR";
 const TRIMODAL: &str = "trimodal:FRACTION:FACTOR:FRACTION:FACTOR";
-/// Longest class, in units: keeps a run of any length within 64 bits of ticks.
+/// Longest service time of a class, in units: limits a run of any length to 64 bits of ticks.
 const MAX_CLASS_UNITS: f64 = 1e6;
-/// Above this sigma the mean of any run is that of its few longest requests.
+/// Largest sigma: above it the few longest requests of a run determine its mean.
 const WIDEST_SIGMA: f64 = 4.0;
 
 impl FromStr for Service {
@@ -146,13 +144,13 @@ impl Service {
         }
     }
 
-    /// The service time of each class, in units, class 0 first; without classes: the mean.
+    /// Returns the service time of each class in units, the shortest first; without classes the mean.
     pub fn class_times(&self) -> Vec<f64> {
         let long: &[LongClass] = if let Self::Classes(classes) = self { classes } else { &[] };
         std::iter::once(1.0).chain(long.iter().map(|class| class.factor)).collect()
     }
 
-    /// Draws from it.
+    /// Returns a sampler of the distribution.
     pub fn sampler(&self) -> Sampler {
         match self {
             Self::Fixed => Sampler::Classes(ClassDraw::new(&[])),
@@ -163,19 +161,19 @@ impl Service {
     }
 }
 
-/// Draws service times.
+/// Sampler of service times.
 #[derive(Debug, Clone)]
 pub enum Sampler {
-    /// Mean 1.
+    /// Exponential with mean 1.
     Exponential,
-    /// Its sigma.
+    /// Lognormal with mean 1 and this sigma.
     LogNormal(f64),
     Classes(ClassDraw),
 }
 
 const MAX_CLASSES: usize = 3;
 
-/// A draw of 32 bits below `thresholds[i]`, and not below the previous one, is class i.
+/// Selection of a class: a 32-bit draw below `thresholds[i]`, and not below the previous one, selects class i.
 #[derive(Debug, Clone)]
 pub struct ClassDraw {
     thresholds: [u64; MAX_CLASSES],
@@ -196,12 +194,12 @@ impl ClassDraw {
 }
 
 impl Sampler {
-    /// The class and the service time of a request.
+    /// Returns the class and the service time of a request.
     #[inline]
     pub fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {
             Self::Exponential => (0, ticks(exponential(rng))),
-            // The mean of a lognormal is exp(mu + sigma^2 / 2): 1.
+            // The mean of a lognormal, exp(mu + sigma^2 / 2), is then 1.
             Self::LogNormal(sigma) => (0, ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
             Self::Classes(draw) => {
                 let drawn = u64::from(rng.next_u32());
@@ -249,7 +247,7 @@ mod tests {
                 sum += units(time);
                 classes[usize::from(class)] += 1;
             }
-            // Standard deviations of these are at most 2.8: 200,000 draws give the mean to 0.02.
+            // The standard deviations are at most 2.8, so the mean of 200,000 draws is within 0.02.
             let mean = sum / f64::from(count);
             assert!((mean - service.mean()).abs() < 0.025, "{name}: {mean} against {}", service.mean());
             if name.starts_with("tri") {

@@ -1,21 +1,21 @@
-//! Simulated time: whole ticks, so that no order of events depends on rounding.
+//! Simulated time in whole ticks, so that the order of events does not depend on rounding.
 
-/// A moment or a length of time.
+/// Time or duration in ticks.
 pub type Tick = u64;
 
-/// Ticks of one unit of service time. Steps of 6e-8 of a service time; a run may last 1e12 of them.
+/// Ticks per unit of service time. A tick is 6e-8 units; a run may last 1e12 units.
 pub const TICKS_PER_UNIT: Tick = 1 << 24;
 
-/// After everything else.
+/// Time after all events.
 pub const NEVER: Tick = Tick::MAX;
 
-/// `units` of service time, rounded.
+/// Converts units of service time to ticks, rounded.
 #[inline]
 pub fn ticks(units: f64) -> Tick {
     (units * TICKS_PER_UNIT as f64 + 0.5) as Tick
 }
 
-/// In units of service time.
+/// Converts ticks to units of service time.
 pub fn units(ticks: Tick) -> f64 {
     ticks as f64 / TICKS_PER_UNIT as f64
 }

@@ -1,4 +1,4 @@
-//! Arriving requests: time, duration, connection.
+//! Arriving requests: their times, service times and connections.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
@@ -10,8 +10,8 @@ use super::ticks::{TICKS_PER_UNIT, Tick};
 use super::{Config, Priorities};
 use crate::random::exponential;
 
-/// Poisson arrivals. Each quantity has a random stream of its own: two policies, or two loads, see the same requests in
-/// the same order (common random numbers), so that they differ by what they do and not by luck.
+/// Poisson arrivals. Each quantity has its own random stream: two policies, or two loads, get the same requests in the
+/// same order (common random numbers), so random differences do not affect comparisons.
 #[derive(Debug)]
 pub struct Workload {
     mean_gap: f64,
@@ -30,7 +30,7 @@ const RNG_STREAM_HASHES: u64 = 0x7270_6303;
 const RNG_STREAM_CONNECTIONS: u64 = 0x7270_6304;
 
 impl Workload {
-    /// Requests at `load` times what the cores of `config` could serve.
+    /// Returns requests at `load` times the capacity of the cores in `config`.
     pub fn new(config: &Config, load: f64) -> Self {
         let connections = config.connections.map(|count| {
             Connections::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
@@ -64,16 +64,16 @@ impl Workload {
     }
 }
 
-/// Connections that requests belong to: the i-th most frequent has a share proportional to 1 / i^skew (Zipf).
+/// Connections of the requests: the i-th most frequent has a share proportional to 1 / i^skew (Zipf).
 #[derive(Debug)]
 struct Connections {
-    /// Walker's alias method (1977): a draw takes one entry, and then it or its alias.
+    /// Entries of Walker's alias method (1977): a draw selects an entry, and then its connection or its alias.
     entries: Vec<AliasEntry>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct AliasEntry {
-    /// Below this 32-bit draw it is the connection itself.
+    /// 32-bit draws below this threshold select the connection, others its alias.
     threshold: u64,
     hash: u32,
     alias_hash: u32,

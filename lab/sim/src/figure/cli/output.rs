@@ -1,4 +1,4 @@
-//! The directory that figures are written to.
+//! Output directory of figures.
 
 use std::path::{Path, PathBuf};
 
@@ -16,20 +16,20 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Creates it if needed. Fails when it cannot be created; names it.
+    /// Opens the directory, and creates it if necessary. Fails when it cannot be created; the error has its path.
     pub fn open(path: &Path, paper_figures: Vec<Embedded>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
         Ok(Self { path: path.to_owned(), paper_figures })
     }
 
-    /// The figure of that name that an earlier run left here, if it is whole and was made from the same.
+    /// Returns the stored figure of an earlier run, if it is complete and has the same inputs.
     fn load_stored(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
         result.provenance.has_same_inputs(provenance).then_some(result)
     }
 
-    /// Writes the files of one figure, then the page. Fails when a file cannot be written; names it.
+    /// Writes the files of one figure, then the page. Fails when a file cannot be written; the error has its path.
     pub fn write(
         &self,
         result: &FigureResult,
@@ -44,8 +44,8 @@ impl Directory {
         write_whole(&self.path, "index.html", &page::page(&self.with_earlier_figures(all)))
     }
 
-    /// The figures of this run, and those of the papers that an earlier run of this version left here, in the papers'
-    /// order; a user's own scenarios are last.
+    /// Returns the figures of this run, and those of papers that an earlier run of this version has stored, in the
+    /// papers' order. A user's own scenarios are last.
     fn with_earlier_figures(&self, made: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
         let made_named = |name: &str| made.iter().find(|(result, _)| result.name == name).cloned();
         let of_papers = self.paper_figures.iter().filter_map(|figure| {
@@ -56,7 +56,7 @@ impl Directory {
         of_papers.chain(own.cloned()).collect()
     }
 
-    /// Summary at the end of a run.
+    /// Returns the summary at the end of a run.
     pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
         let claims: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
         let holding: usize = figures.iter().map(|(result, _)| result.holding_claims()).sum();

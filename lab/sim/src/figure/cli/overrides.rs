@@ -1,4 +1,4 @@
-//! A live figure made smaller than its scenario: to see a part of it, or to try it out.
+//! Overrides that reduce a live figure to a part or a short trial.
 
 use anyhow::ensure;
 use coreward_config::Spanned;
@@ -7,7 +7,7 @@ use crate::figure::point::same_point;
 use crate::figure::scenario::Scenario;
 use crate::names::UnknownName;
 
-/// Differences from the scenario; for live figures only.
+/// Differences from the scenario, for live figures only.
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Live figures, smaller")]
 pub struct Overrides {
@@ -36,12 +36,12 @@ impl Overrides {
         self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
     }
 
-    /// Labels may have blanks and parentheses.
+    /// Returns the labels in quotes, because they may contain spaces and parentheses.
     fn quoted_series(&self) -> Vec<String> {
         if self.series.is_empty() { Vec::new() } else { vec![format!("'{}'", self.series.join(","))] }
     }
 
-    /// Options as given, for the command that makes the figure again.
+    /// Returns the overrides as options, for the command that reproduces the figure.
     pub fn as_options(&self) -> String {
         let list = |name: &str, items: Vec<String>| {
             if items.is_empty() { String::new() } else { format!(" --{name} {}", items.join(",")) }
@@ -55,8 +55,8 @@ impl Overrides {
         .concat()
     }
 
-    /// Changes the scenario. Claims on what is left out go with it. Fails when it is not a live one, or has no such
-    /// series or point.
+    /// Applies the overrides to the scenario, and removes claims on omitted parts. Fails when the scenario is not a
+    /// live one, or lacks such a series or point.
     pub fn apply(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
         if self.is_empty() {
             return Ok(());

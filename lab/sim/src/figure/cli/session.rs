@@ -1,4 +1,4 @@
-//! One run of `coreward-lab figure`: progress bars and the end by a signal.
+//! A run of `coreward-lab figure`: progress bars and the handling of signals.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,18 +13,18 @@ use crate::figure::scenario::Scenario;
 use crate::figure::table::Table;
 use crate::figure::{live, run};
 
-/// Exit code of a command that was interrupted (128 + SIGINT).
+/// Exit code after an interrupt (128 + SIGINT).
 const INTERRUPTED: i32 = 130;
 
-/// Files are written while this is locked, so that a signal does not end the process between two files of one figure.
+/// State locked during writes, so that a signal does not end the process between two files of one figure.
 #[derive(Debug, Default)]
 struct State {
-    /// While this machine is measured: ends that in order, instead of ending the process.
+    /// Interrupts a running measurement, which then cleans up; without one a signal ends the process.
     interrupt: Option<fn()>,
     interrupted: bool,
 }
 
-/// A run that has begun.
+/// Run in progress.
 pub struct Session {
     state: Arc<Mutex<State>>,
 }
@@ -34,8 +34,8 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Session {
-    /// From here on SIGINT, SIGTERM and SIGHUP end the process between two figures' files, a measurement in order.
-    /// Fails when signals cannot be handled.
+    /// Starts a run. From now on SIGINT, SIGTERM and SIGHUP end the process only between the files of two figures, and
+    /// a measurement after its cleanup. Fails when signals cannot be handled.
     pub fn begin() -> anyhow::Result<Self> {
         let state = Arc::new(Mutex::new(State::default()));
         let shared = Arc::clone(&state);
@@ -50,11 +50,11 @@ impl Session {
         Ok(Self { state })
     }
 
-    /// Simulates or measures a figure and judges its claims. Fails with the error of the simulation or the machine.
+    /// Simulates or measures a figure and checks its claims. Fails when the simulation or measurement fails.
     pub fn run(&self, figure: &RequestedFigure) -> anyhow::Result<FigureResult> {
         let began = Instant::now();
         let bar = ProgressBar::new(0).with_prefix(figure.name.clone());
-        // A template is wrong only if this text is.
+        // The template is constant and valid.
         let style = ProgressStyle::with_template("{prefix:24} {wide_bar} {pos}/{len} runs {elapsed}");
         bar.set_style(style.expect("the template is right"));
         bar.enable_steady_tick(Duration::from_millis(200));
@@ -75,7 +75,7 @@ impl Session {
         Ok(result)
     }
 
-    /// Measures; a signal meanwhile ends the process after the cleanup.
+    /// Measures; a signal ends the process after the cleanup.
     fn measure(&self, live: &LiveFigure, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
         lock(&self.state).interrupt = live.interrupt;
         let table = live.table(scenario, progress);
@@ -87,7 +87,7 @@ impl Session {
         table
     }
 
-    /// Writes a figure's files; a signal waits until all of them are there.
+    /// Writes a figure's files; a signal takes effect after the last one.
     pub fn writing(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let _state = lock(&self.state);
         write()

@@ -6,26 +6,26 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::style::Shape;
 
-/// A picture being drawn.
+/// Drawing area.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-/// Drawing into a string fails only when a shape is impossible, which would be an error of ours.
+/// Result of drawing. Drawing into a string fails only for an impossible shape, which would be a bug.
 pub type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
-/// Half of a marker's width in pixels.
+/// Half of a marker's width (pixels).
 const MARKER_RADIUS: i32 = 4;
 
-/// Text is put by one of its edges.
+/// Anchor of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Anchor {
-    /// The left edge, middle height.
+    /// Middle of the left edge.
     Left,
-    /// The middle of the top edge.
+    /// Middle of the top edge.
     Top,
-    /// The middle of the bottom edge.
+    /// Middle of the bottom edge.
     Bottom,
-    /// The right edge, middle height.
+    /// Middle of the right edge.
     Right,
-    /// The middle, and the text runs upwards.
+    /// Centre of a text that runs upwards.
     Upwards,
 }
 
@@ -52,7 +52,7 @@ pub fn dashed(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyle) -> Draw
     area.draw(&plotters::element::DashedPathElement::new(points.to_vec(), 6, 4, style))
 }
 
-/// A marker: filled, or open (white inside).
+/// Draws a marker: filled, or open (white inside).
 pub fn marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, open: bool) -> Drawn {
     let inside = if open { WHITE } else { colour };
     let corners: Vec<(i32, i32)> =
@@ -66,7 +66,7 @@ pub fn marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, o
     line(area, closed, colour.stroke_width(2))
 }
 
-/// From the lowest to the highest seed, with caps.
+/// Draws a line from the lowest to the highest seed, with caps.
 pub fn whisker(area: &Area<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> Drawn {
     if low == high {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The legend below the panels: one entry per series, and what filled and open means.
+//! Legend below the panels: one entry per series, and the meaning of filled and open markers.
 
 use plotters::style::Color;
 
@@ -7,24 +7,24 @@ use super::style::{self, SMALL, TEXT};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::Table;
 
-/// Pixels of a row, of a sample, and between entries.
+/// Height of a row, width of a sample, gap between entries (pixels).
 const ROW: i32 = 22;
 const SAMPLE: i32 = 34;
 const SPACING: i32 = 22;
 
-/// Entries with their places.
+/// Entries with their positions.
 pub struct Legend {
-    /// Index of the series, label, place.
+    /// Index of the series, label, position.
     entries: Vec<(usize, String, (i32, i32))>,
-    /// [`Scenario::look`] of each series.
+    /// [`Scenario::appearance`] of each series.
     looks: Vec<(usize, bool)>,
-    /// The explanation below, in lines.
+    /// Lines of the explanation below.
     remark: Vec<String>,
     rows: i32,
 }
 
 impl Legend {
-    /// Legend of everything that any panel shows, in rows of `width` pixels.
+    /// Returns the legend of all series in the panels, in rows of `width` pixels.
     pub fn of(scenario: &Scenario, table: &Table, width: i32) -> Self {
         let (mut x, mut row, mut entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {
@@ -40,12 +40,12 @@ impl Legend {
         Self { entries, looks, remark: style::wrapped(&remark(scenario, table), SMALL, width), rows: row + 1 }
     }
 
-    /// Pixels.
+    /// Returns the height (pixels).
     pub fn height(&self) -> i32 {
         (self.rows + self.remark.len() as i32) * ROW
     }
 
-    /// Draws it with its top left corner at `origin`.
+    /// Draws the legend with its top left corner at `origin`.
     pub fn draw(&self, area: &Area<'_>, origin: (i32, i32)) -> Drawn {
         for (index, label, place) in &self.entries {
             let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW / 2);

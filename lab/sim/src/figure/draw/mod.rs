@@ -1,5 +1,5 @@
-//! A figure as SVG: its panels side by side, one legend below. The axes are drawn here and not by a chart library, so
-//! that nothing overlaps: labels are measured before there is a place for the data.
+//! Figure as SVG: panels in a grid, with one legend below. The axes are drawn here and not by a chart library: labels
+//! are measured first, so that nothing overlaps.
 
 mod canvas;
 mod legend;
@@ -15,7 +15,7 @@ use canvas::{Anchor, Area, Drawn, text};
 
 const PANEL: (i32, i32) = (520, 390);
 const ONLY_PANEL: (i32, i32) = (900, 460);
-/// Panels in one row.
+/// Number of panels per row.
 const COLUMNS: usize = 2;
 const MARGIN: i32 = 14;
 
@@ -29,13 +29,13 @@ pub fn svg(scenario: &Scenario, table: &Table) -> String {
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (width as u32, height as u32)).into_drawing_area();
-        // Into a string: nothing can fail but our own arithmetic, which the tests of every scenario go through.
+        // Drawing into a string fails only after a wrong computation here; tests draw every scenario.
         draw(&area, scenario, table, &title, title_height, panel, &legend).expect("an SVG is drawn into memory");
     }
     svg
 }
 
-/// The width of the picture, and its title in lines.
+/// Returns the width of the picture, and the lines of its title.
 fn head(scenario: &Scenario) -> (i32, Vec<String>) {
     let width = match scenario.panel.len() {
         1 => ONLY_PANEL.0,

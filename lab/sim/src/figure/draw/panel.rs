@@ -1,4 +1,4 @@
-//! One panel: its frame, axes and data.
+//! Panel: frame, axes and data.
 
 use plotters::prelude::*;
 
@@ -8,36 +8,36 @@ use super::style::{self, GRID, INK, MARK, SMALL, TEXT, colour, shape};
 use crate::figure::scenario::{Draw, Panel, Scenario};
 use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, number};
 
-/// Pixels above, right of and below the place for data.
+/// Margins above, right of and below the data area (pixels).
 const TOP: i32 = 34;
 const RIGHT: i32 = 18;
 const BOTTOM: i32 = 62;
-/// Pixels from the panel's left edge to the middle of the vertical axis' name.
+/// Distance from the panel's left edge to the middle of the vertical axis' label (pixels).
 const NAME: i32 = 18;
 const MARK_NAMES: i32 = 52;
 const ABOVE_BARS: f64 = 0.1;
-/// More points than this are drawn as a line with a band instead of markers with whiskers.
+/// Number of points above which a curve is a line with a band instead of markers with whiskers.
 const MANY_POINTS: usize = 40;
-/// Part of a group's width that is left free between groups of bars.
+/// Fraction of a group's width between groups of bars.
 const GROUP_GAP: f64 = 0.2;
-/// Up to this number bars have their value written above.
+/// Largest number of bars whose values are written above.
 const BARS_WITH_VALUES: usize = 18;
 
-/// A panel with its place in the picture and its scales.
+/// Panel with its position in the picture and its scales.
 pub struct Frame<'a> {
     panel: &'a Panel,
     numbers: &'a PanelTable,
-    /// Each curve's series whose colour and shape it has, and whether it is drawn open.
+    /// For each curve, the series whose colour and shape it uses, and whether it is drawn open.
     styles: Vec<(usize, bool)>,
     x: Scale,
     y: Scale,
-    /// Left, top, right, bottom of the place for data.
+    /// Left, top, right, bottom of the data area.
     data: (i32, i32, i32, i32),
     origin: (i32, i32),
 }
 
 impl<'a> Frame<'a> {
-    /// Lays the panel out in `size` pixels from `origin`.
+    /// Computes the layout of the panel in `size` pixels from `origin`.
     pub fn new(
         scenario: &Scenario,
         panel: &'a Panel,
@@ -177,7 +177,7 @@ impl<'a> Frame<'a> {
         Ok(())
     }
 
-    /// In each group a bar per series, and an open one next to it if the paper has a value.
+    /// Draws in each group a bar per series, and an open bar next to it for the paper's value, if any.
     fn draw_bars(&self, area: &Area<'_>) -> Drawn {
         let groups = groups(self.numbers);
         let published = self.numbers.curves.iter().any(|curve| !curve.published.is_empty());
@@ -236,7 +236,7 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Bar's value in as few digits as distinguish it from the others.
+/// Returns the value of a bar with few digits.
 fn format_short(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),
@@ -247,7 +247,7 @@ fn format_short(value: f64) -> String {
     }
 }
 
-/// Every value that the vertical axis should show.
+/// Returns all values that the vertical axis must include.
 fn heights(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     let ours = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
     let published = curve.published.iter().flat_map(|cell| {
@@ -261,7 +261,7 @@ fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     curve.cells.iter().map(|cell| cell.x).chain(curve.published.iter().map(|cell| cell.x))
 }
 
-/// The x values that have bars, ascending.
+/// Returns the x values that have bars, ascending.
 fn groups(numbers: &PanelTable) -> Vec<f64> {
     let mut groups: Vec<f64> = numbers.curves.iter().flat_map(x_values).collect();
     groups.sort_by(f64::total_cmp);

@@ -1,6 +1,6 @@
-//! One axis: from values to pixels, and the positions of its ticks.
+//! Axis: maps values to pixels, and places ticks.
 
-/// The part of the values that an axis shows, and the pixels that show it.
+/// Range of the values of an axis, and the range of its pixels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scale {
     low: f64,
@@ -12,12 +12,12 @@ pub struct Scale {
 
 /// Approximate number of ticks on a linear axis.
 const TICKS: f64 = 6.0;
-/// A logarithmic axis of fewer decades has ticks between them too.
+/// Number of decades below which a logarithmic axis has ticks between them too.
 const FEW_DECADES: f64 = 2.2;
 
 impl Scale {
-    /// An axis over `values`, with a little room; `range` wins over the values. A linear vertical axis begins at 0
-    /// (`from_zero`) unless a value is negative.
+    /// Returns an axis over `values` with a margin; `range` overrides the values. With `from_zero`, a linear axis
+    /// starts at 0 unless a value is negative.
     pub fn new(values: &[f64], range: Option<[f64; 2]>, log: bool, from_zero: bool, pixels: (i32, i32)) -> Self {
         let usable = values.iter().copied().filter(|value| value.is_finite() && (!log || *value > 0.0));
         let (least, greatest) =
@@ -35,12 +35,12 @@ impl Scale {
         Self { low, high, log, pixels }
     }
 
-    /// This axis, longer by this part of it.
+    /// Returns the axis, extended by a fraction of its length.
     pub fn extended_by(self, part: f64) -> Self {
         Self { high: self.value(1.0 + part), ..self }
     }
 
-    /// The lower end.
+    /// Returns the lower end.
     pub fn low(&self) -> f64 {
         self.low
     }
@@ -58,7 +58,7 @@ impl Scale {
         }
     }
 
-    /// The pixel of a value; values outside lie on the axis' end.
+    /// Returns the pixel of a value; values outside are at the end of the axis.
     pub fn pixel(&self, value: f64) -> i32 {
         let (from, to) = self.pixels;
         from + (f64::from(to - from) * self.position(value).clamp(0.0, 1.0)).round() as i32
@@ -69,7 +69,7 @@ impl Scale {
         value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.position(value))
     }
 
-    /// Values and labels of the ticks.
+    /// Returns values and labels of the ticks.
     pub fn ticks(&self) -> Vec<(f64, String)> {
         let values = if self.log { self.log_ticks() } else { self.linear_ticks() };
         values.into_iter().filter(|value| self.is_visible(*value)).map(|value| (value, label(value))).collect()
@@ -91,7 +91,8 @@ impl Scale {
         decades.flat_map(|decade| within.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 
-    /// The line through `points` (whose x are all shown), cut where it leaves this vertical axis: pieces to draw.
+    /// Returns the pieces of the line through `points` within the vertical axis. All x must be within the horizontal
+    /// axis.
     pub fn clip(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
         let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();
         let mut piece: Vec<(f64, f64)> = Vec::new();
@@ -120,7 +121,7 @@ impl Scale {
     }
 }
 
-/// Short, with k and M.
+/// Returns a short label, with k and M.
 fn label(value: f64) -> String {
     let value = if value.abs() < 1e-12 { 0.0 } else { value };
     match value.abs() {

@@ -2,7 +2,7 @@
 
 use plotters::style::RGBColor;
 
-/// Okabe and Ito's colours, distinguishable with colour-blindness (yellow left out: too pale on white).
+/// Okabe and Ito's colours, distinguishable with colour-blindness, without yellow, which is too pale on white.
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -13,44 +13,44 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 0, 0),
 ];
 
-/// Text and axes.
+/// Colour of text and axes.
 pub const INK: RGBColor = RGBColor(40, 40, 40);
-/// Lines behind the data.
+/// Colour of lines behind the data.
 pub const GRID: RGBColor = RGBColor(225, 225, 225);
 pub const MARK: RGBColor = RGBColor(110, 110, 110);
 
-/// Sizes of text as plotters counts them; in the SVG it is that divided by 1.24.
+/// Size of titles in plotters' unit; the SVG has the size divided by 1.24.
 pub const TITLE: u32 = 20;
 /// See [`TITLE`].
 pub const TEXT: u32 = 17;
 /// See [`TITLE`].
 pub const SMALL: u32 = 15;
 
-/// The colour of the `index`-th series.
+/// Returns the colour of series `index`.
 pub fn colour(index: usize) -> RGBColor {
     COLOURS[index % COLOURS.len()]
 }
 
-/// A marker: series differ by shape too, for print without colour.
+/// Shape of a marker: series also differ by shape, for print without colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shape {
     /// Round.
     Circle,
-    /// On its side.
+    /// Square with horizontal sides.
     Square,
-    /// On its corner.
+    /// Square on its corner.
     Diamond,
     Up,
     Down,
 }
 
-/// The shape of the `index`-th series.
+/// Returns the shape of series `index`.
 pub fn shape(index: usize) -> Shape {
     [Shape::Circle, Shape::Square, Shape::Up, Shape::Diamond, Shape::Down][index % 5]
 }
 
 impl Shape {
-    /// The corners around (0, 0), for markers about `size` wide; none for a circle.
+    /// Returns the corners around (0, 0) of a marker about `size` wide; none for a circle.
     pub fn corners(self, size: i32) -> Vec<(i32, i32)> {
         match self {
             Self::Circle => Vec::new(),
@@ -62,12 +62,12 @@ impl Shape {
     }
 }
 
-/// About how wide a text is: SVG leaves fonts to the reader, so with some room.
+/// Returns the approximate width of a text (pixels), with a margin, because the SVG's viewer chooses the font.
 pub fn width(text: &str, size: u32) -> i32 {
     (text.chars().count() as f64 * f64::from(size) * 0.5).ceil() as i32
 }
 
-/// `text` in lines of at most about `pixels`.
+/// Returns `text` in lines of at most about `pixels`.
 pub fn wrapped(text: &str, size: u32, pixels: i32) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
@@ -82,7 +82,7 @@ pub fn wrapped(text: &str, size: u32, pixels: i32) -> Vec<String> {
     lines
 }
 
-/// [`wrapped`] with lines of about the same length: no word alone in the last one.
+/// Returns [`wrapped`] text in lines of similar length, without a single word in the last line.
 pub fn balanced(text: &str, size: u32, pixels: i32) -> Vec<String> {
     let lines = wrapped(text, size, pixels).len() as i32;
     let narrowest = width(text, size) / lines;

@@ -9,40 +9,40 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::lb::Config;
 use crate::trace::Source;
 
-/// The name of this kind in scenario files.
+/// Name of this kind in scenario files.
 pub const KIND: &str = "lb";
 
-/// Draw of the servers' indirection tables.
+/// Distribution of cores over the servers' indirection tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IndirectionTables {
     /// Every core has the same number of entries.
     Balanced,
-    /// Every entry on its own, as in CrossRSS.
+    /// Every entry has an independent random core, as in CrossRSS.
     Independent,
 }
 
 parameters! {
-    /// `[lb]`: see `coreward-lab sim lb --help`, which has the same names.
+    /// Parameters of `[lb]`, with the names of `coreward-lab sim lb --help`.
     pub struct Lb {
         /// Policy that places connections.
         pub policy: String,
-        /// The traffic.
+        /// Traffic.
         pub trace: Text<Source>,
         /// Servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
-        /// Packets a second that a core serves; without it cores have no limit.
+        /// Packets per second that a core serves; unlimited by default.
         pub core_capacity: f64,
-        /// Draw of the servers' indirection tables; default: `balanced`.
+        /// Distribution of cores over the servers' indirection tables; default: `balanced`.
         pub indirection_tables: IndirectionTables,
         /// Speed of the trace over the recorded one.
         pub replay_speed: f64,
         /// Rack controllers between servers and controller; default: none.
         pub racks: u16,
-        /// Limit of the candidates that a rack sends for each bucket.
+        /// Largest number of candidates that a rack sends per bucket.
         pub rack_candidates: u8,
-        /// From the reports until the table that is made of them is in force (ms).
+        /// Time from the reports until their table is in force (ms).
         pub table_delay_ms: u32,
     }
 }
@@ -59,8 +59,8 @@ impl Lb {
         Ok(with)
     }
 
-    /// Returns the run for this metric and these parameters, and the part of its outcome that counts. One run processes
-    /// the traffic once for all `policies`, and for all seeds if they share the traffic.
+    /// Returns the run for a metric, and the query for its value. One run replays the traffic for all `policies`, and
+    /// for all seeds if they share the traffic.
     pub fn job(
         &self,
         measure: Metric,
@@ -85,7 +85,7 @@ impl Lb {
             },
             policies: policies.to_vec(),
             racks: self.racks,
-            // Without racks they do not matter: one run for all.
+            // Without racks the value has no effect; a common value lets all runs be one.
             rack_candidates: self.racks.and(self.rack_candidates).unwrap_or(default.rack_candidates),
             table_delay_ms: self.table_delay_ms.unwrap_or(default.table_delay_ms),
             ..default

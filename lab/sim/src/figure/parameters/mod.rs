@@ -1,5 +1,5 @@
-//! The parameters of each kind of simulation, as scenario files name them. Every one may be given for the whole
-//! scenario, for a panel or for a series (the later wins), and some are swept.
+//! Parameters of each kind of simulation, by their names in scenario files. Each may be set for the scenario, a panel
+//! or a series (the last one wins), and some are swept.
 
 mod lb;
 mod path;
@@ -18,46 +18,44 @@ pub use rpc::{Rpc, throughput};
 use super::axes::{Metric, SweepAxis};
 use crate::names::UnknownName;
 
-/// Why parameters make no simulation.
+/// Reason why parameters are invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ParameterError {
-    /// Given nowhere.
+    /// A required parameter is missing.
     #[error("`{kind}.{parameter}` is missing: expected in [{kind}], in the panel or in the series")]
     Missing {
-        /// The kind of simulation.
+        /// Kind of simulation.
         kind: &'static str,
-        /// Missing parameter.
         parameter: &'static str,
     },
-    /// Nothing that this kind has.
+    /// The kind does not have the swept parameter.
     #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", word(swept))]
     NotSwept {
-        /// The kind of simulation.
+        /// Kind of simulation.
         kind: &'static str,
         swept: SweepAxis,
         /// Further reason.
         detail: &'static str,
     },
-    /// Not a value that it can have.
+    /// The parameter cannot have this value.
     #[error("`{}` cannot be {value}", word(swept))]
     Value {
         swept: SweepAxis,
-        /// The value.
         value: f64,
     },
-    /// Nothing that this kind measures.
+    /// The kind does not measure the metric.
     #[error("a simulation of kind `{kind}` does not measure `{}`", word(measure))]
     NotMeasured {
-        /// The kind of simulation.
+        /// Kind of simulation.
         kind: &'static str,
         measure: Metric,
     },
-    /// The simulator's own words.
+    /// Error of the simulator.
     #[error("{0}")]
     Rejected(String),
 }
 
-/// A variant as scenario files write it.
+/// Returns the name of a variant in scenario files.
 fn word(variant: &impl std::fmt::Debug) -> String {
     let name = format!("{variant:?}");
     let parts = name.char_indices().map(|(index, letter)| match letter {
@@ -67,7 +65,7 @@ fn word(variant: &impl std::fmt::Debug) -> String {
     parts.collect()
 }
 
-/// A parameter that is written as text, as on the command line.
+/// Parameter written as text, as on the command line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Text<T>(pub T);
 
@@ -78,7 +76,7 @@ impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for Text<T> {
     }
 }
 
-/// A parameter that is one of a few words, as on the command line.
+/// Parameter with a few possible words, as on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Choice<T>(pub T);
 
@@ -92,7 +90,7 @@ impl<'de, T: clap::ValueEnum> Deserialize<'de> for Choice<T> {
     }
 }
 
-/// A struct whose fields may each be absent, and how one is laid over another.
+/// Defines a struct of optional fields that another one can override.
 macro_rules! parameters {
     ($(#[$about:meta])* pub struct $name:ident { $($(#[$field_about:meta])* pub $field:ident: $type:ty,)* }) => {
         $(#[$about])*
@@ -111,7 +109,7 @@ macro_rules! parameters {
 }
 use parameters;
 
-/// `value` as a whole number.
+/// Returns `value` as an integer.
 fn to_integer<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, ParameterError> {
     let unfit = ParameterError::Value { swept, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {

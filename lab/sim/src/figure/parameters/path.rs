@@ -1,4 +1,4 @@
-//! Connections placed by a load balancer, their requests queued at cores.
+//! Connections placed by a load balancer, with requests queued at cores.
 
 use super::{ParameterError, Text, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
@@ -6,16 +6,16 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::path::{Config, ReportPhase};
 use crate::rpc::{Policy, Service};
 
-/// The name of this kind in scenario files.
+/// Name of this kind in scenario files.
 pub const KIND: &str = "path";
 
 parameters! {
-    /// `[path]`: see `coreward-lab sim path --help`, which has the same names. Times without a unit are in short
+    /// Parameters of `[path]`, with the names of `coreward-lab sim path --help`. Times without a unit are in short
     /// service times.
     pub struct Path {
         /// Policy of the load balancer.
         pub policy: String,
-        /// Inside the servers.
+        /// Policy inside the servers.
         pub dispatch: Text<Policy>,
         /// Servers behind the load balancer.
         pub servers: u16,
@@ -26,18 +26,18 @@ parameters! {
         pub unit_us: f64,
         /// One-way latency between NIC and cores.
         pub latency: f64,
-        /// Offered load as a part of what all cores could serve.
+        /// Offered load as a fraction of all cores' capacity.
         pub load: f64,
         pub requests_per_connection: f64,
         /// Mean time between two requests of a connection.
         pub request_gap: f64,
-        /// Time between two reports.
+        /// Interval of reports (ms).
         pub report_ms: f64,
         /// Time at which agents read their core loads: `aligned` or `random`.
         pub report_phase: ReportPhase,
-        /// Length of the windows in which variance is measured.
+        /// Duration of the windows in which variance is measured (ms).
         pub window_ms: f64,
-        /// Time of new requests (s).
+        /// Duration of arrivals (s).
         pub seconds: f64,
     }
 }
@@ -55,7 +55,7 @@ impl Path {
         Ok(with)
     }
 
-    /// Returns the load of this many requests a second and server.
+    /// Returns the load of `requests_per_s` requests per second and server.
     fn load_of(&self, requests_per_s: f64) -> Result<f64, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         let mean = self.service.as_ref().ok_or(missing("service"))?.0.mean();
@@ -63,7 +63,7 @@ impl Path {
         Ok(requests_per_s * service_us / 1e6 / f64::from(self.cores.ok_or(missing("cores"))?))
     }
 
-    /// Returns the run for this metric and these parameters, and the part of its outcome that counts.
+    /// Returns the run for a metric, and the query for its value.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {

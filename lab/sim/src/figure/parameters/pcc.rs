@@ -7,40 +7,40 @@ use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
 
-/// The name of this kind in scenario files.
+/// Name of this kind in scenario files.
 pub const KIND: &str = "pcc";
 
 /// Set of defaults of a scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Experiment {
-    /// The cluster of Cheetah's simulations (NSDI'20, Sect. 2.1).
+    /// Cluster of Cheetah's simulations (NSDI'20, Sect. 2.1).
     CheetahSimulations,
-    /// The experiment of Cheetah's Figure 9 with its moments of change, second by second.
+    /// Experiment of Cheetah's Figure 9 with its times of changes, by second.
     #[serde(rename = "cheetah-figure-9")]
     CheetahFigure9,
 }
 
 parameters! {
-    /// `[pcc]`: see `coreward-lab sim pcc --help`, which has the same names.
+    /// Parameters of `[pcc]`, with the names of `coreward-lab sim pcc --help`.
     pub struct Pcc {
-        /// Defaults of all that is not given.
+        /// Defaults of all other parameters.
         pub experiment: Experiment,
         /// Method by which load balancers find a connection's server.
         pub method: Text<Method>,
-        /// Servers in the pool, on average.
+        /// Mean number of servers in the pool.
         pub servers: usize,
-        /// Connections that are open at a time, on average.
+        /// Mean number of open connections.
         pub connections: f64,
-        /// Servers added or removed.
+        /// Servers added or removed per minute.
         pub updates_per_minute: f64,
-        /// Load balancers added or removed.
+        /// Load balancers added or removed per minute.
         pub lb_updates_per_minute: f64,
         /// Load balancers behind equal-cost multi-path.
         pub load_balancers: usize,
-        /// Length of each run after its warm-up.
+        /// Duration of each run after its warm-up (minutes).
         pub minutes: f64,
-        /// Policies' load information about the servers' connections.
+        /// Age of the load information that policies have.
         pub load_info: Choice<LoadInfo>,
     }
 }
@@ -62,8 +62,7 @@ impl Pcc {
         Ok(with)
     }
 
-    /// Returns the run for this metric and these parameters, and the part of its outcome that counts. One run has all
-    /// seeds.
+    /// Returns the run for a metric, and the query for its value. One run has all seeds.
     pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         if !matches!(

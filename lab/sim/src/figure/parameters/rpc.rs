@@ -8,37 +8,37 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
 use coreward_model::dispatch::Lambda;
 
-/// The name of this kind in scenario files.
+/// Name of this kind in scenario files.
 pub const KIND: &str = "rpc";
 
 parameters! {
-    /// `[rpc]`: see `coreward-lab sim rpc --help`, which has the same names. Times are in units of the short service
-    /// time.
+    /// Parameters of `[rpc]`, with the names of `coreward-lab sim rpc --help`. Times are in short service times.
     pub struct Rpc {
-        /// Policy that gives requests to cores.
+        /// Policy that assigns requests to cores.
         pub policy: Text<Policy>,
         pub cores: u16,
         /// Distribution of service times.
         pub service: Text<Service>,
         /// One-way latency between NIC and cores.
         pub latency: f64,
-        /// Offered load as a part of what the cores could serve.
+        /// Offered load as a fraction of the cores' capacity.
         pub load: f64,
-        /// Requests of each run; the first tenth is warm-up.
+        /// Number of requests of each run; the first tenth is warm-up.
         pub requests: u64,
-        /// Connections that the requests belong to.
+        /// Number of connections of the requests.
         pub connections: NonZeroU32,
-        /// Length of a window, for figures over time.
+        /// Duration of a window, for figures over time.
         pub window: f64,
-        /// Requests in a short service time that a dispatcher in front of the cores can pass; below, it costs nothing.
+        /// Requests per short service time that a dispatcher in front of the cores can process; below this limit it
+        /// adds no delay.
         pub dispatcher_limit: f64,
         /// Bound on p99, for peak loads.
         pub slo: f64,
-        /// Requests of the SLO's p99: `short` (default) or `all`.
+        /// Requests whose p99 the SLO bounds: `short` (default) or `all`.
         pub slo_of: Choice<rpc::SloMetric>,
-        /// Service time that the SLO is a multiple of: `short` (default) or `mean`.
+        /// Service time in whose multiples the SLO is given: `short` (default) or `mean`.
         pub slo_unit: Choice<rpc::SloUnit>,
-        /// Bisections of a search for a peak load.
+        /// Number of bisections of a search for a peak load.
         pub steps: u32,
     }
 }
@@ -59,8 +59,8 @@ impl Rpc {
         Ok(with)
     }
 
-    /// Returns the run for this metric and these parameters, and the part of its outcome that counts. `None` if the
-    /// offered load exceeds the policy's capacity: latency has no bound there, so there is no point to draw.
+    /// Returns the run for a metric, and the query for its value. `None` if the offered load exceeds the policy's
+    /// capacity: latency is unbounded there, so the point is not drawn.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
@@ -109,7 +109,7 @@ impl Rpc {
     }
 }
 
-/// Requests in a short service time that this load is.
+/// Returns the throughput of a load, in requests per short service time.
 pub fn throughput(config: &Config, load: f64) -> f64 {
     load * f64::from(config.cores) / config.service.mean()
 }

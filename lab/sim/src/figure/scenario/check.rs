@@ -1,4 +1,4 @@
-//! Checks that types cannot express: names that must exist, values that must fit together.
+//! Checks that types cannot express: existence of names, and combinations of values.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ const MAX_SEEDS: u64 = 1_000;
 
 type CheckError = (Range<usize>, String);
 
-/// The error names the mistake and its place.
+/// Checks a scenario. An error names the invalid value and its position.
 pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
     let checks = [check_seeds, check_kinds, check_names, check_axes, check_published, check_claims, check_runs];
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.error(span, &message))
@@ -27,7 +27,7 @@ fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
     Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MAX_SEEDS}")))
 }
 
-/// Kinds that the scenario has, of rpc, lb, pcc and path.
+/// Returns the kinds of the scenario: rpc, lb, pcc, path.
 fn simulated_kinds(kinds: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"].into_iter().zip(kinds).filter_map(|(kind, there)| there.then_some(kind)).collect()
 }
@@ -39,7 +39,7 @@ fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
         scenario.pcc.is_some(),
         scenario.path.is_some(),
     ]);
-    // Measured metrics may be simulated, too.
+    // Metrics of a live figure may be simulated too.
     let kind = match (&common[..], &scenario.live) {
         ([kind], _) => *kind,
         ([], Some(_)) => "live",
@@ -126,7 +126,7 @@ fn check_axes(scenario: &Scenario) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// Returns the panel of that name, or all without a name.
+/// Returns the panel with a name, or all panels without a name.
 fn panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, CheckError> {
     let Some(name) = name else { return Ok(scenario.panel.iter().collect()) };
     scenario.panel_named(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {
@@ -154,7 +154,7 @@ fn check_claims(scenario: &Scenario) -> Result<(), CheckError> {
 }
 
 impl Scenario {
-    /// Whether everything is there that the claim names.
+    /// Returns whether the scenario has all panels, series and points of the claim.
     pub fn can_judge(&self, claim: &Assertion) -> bool {
         check_claim(self, claim).is_ok()
     }
@@ -196,7 +196,7 @@ fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -
     check_point(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
-/// The panels must measure the same, and the point must be one that is simulated.
+/// Checks that the panels have the same metric, and that the point is simulated.
 fn check_point(
     scenario: &Scenario,
     claim: &Assertion,

@@ -1,11 +1,11 @@
-//! Reading of a scenario file.
+//! Parser of scenario files.
 
 use coreward_config::{Diagnostic, Source};
 
 use super::{Scenario, check};
 
 impl Scenario {
-    /// Reads the scenario `text`; `name` is what errors show. The error names the mistake and its place.
+    /// Parses the scenario `text`; errors show `name`. An error names the invalid value and its position.
     pub fn parse(name: &str, text: &str) -> Result<Self, Diagnostic> {
         let source = Source::from_text(name, text);
         let scenario: Self = source.parse()?;

@@ -55,7 +55,7 @@ fn run_shared_by_two_panels_is_simulated_once() {
 #[test]
 fn points_above_what_a_policy_carries_are_left_out() {
     let text = RIGHT.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
-    // A core is idle for two crossings per request: 1 / 1.5 of the load is the most.
+    // A core is idle for two crossings per request, so the highest load is 1 / 1.5.
     let plan = Scenario::parse("s.toml", &text).unwrap().expand().unwrap();
     assert_eq!(plan.places.iter().map(|place| place.x).collect::<Vec<_>>(), [0.5]);
 }

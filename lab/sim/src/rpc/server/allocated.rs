@@ -14,8 +14,9 @@ use crate::rpc::ticks::{NEVER, Tick};
 
 type RankedServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCores<PriorityCores>>;
 
-/// The NIC's monitors send hints to the cores, the core allocator there decides, and its answer goes back to the NIC;
-/// each way takes the latency of the interface. A core that changes hands first serves what it has.
+/// Server whose NIC monitors send load hints to the core allocator at the cores. The allocator's decision returns to
+/// the NIC; each way takes the latency of the interface. A core that changes its service first serves its queued
+/// requests.
 #[derive(Debug)]
 pub struct RingLeaderServer {
     server: RankedServer,
@@ -27,11 +28,11 @@ pub struct RingLeaderServer {
     answers: DelayLine<(u8, Vec<Change>)>,
 }
 
-/// RingLeader gives no number.
+/// Number of calm epochs before a service gives up a core; RingLeader does not publish it.
 const CALM_EPOCHS: u32 = 4;
 
 impl RingLeaderServer {
-    /// `interval`: between two checks of the load monitors. `latency`: of the interface, one way.
+    /// `interval`: interval of the load monitors' checks. `latency`: one-way latency of the interface.
     pub fn new(
         mut server: RankedServer,
         cores: u16,
@@ -94,7 +95,7 @@ impl RingLeaderServer {
 
 impl<S: Sink> Server<S> for RingLeaderServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
-        // At the end of a run, until everything is answered.
+        // At the end of a run, until every request is answered.
         let ending = until == NEVER - 1;
         while self.next_event() <= until && !(ending && self.server.outstanding == 0) {
             let now = self.next_event();

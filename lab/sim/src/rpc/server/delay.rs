@@ -1,10 +1,10 @@
-//! The interface between NIC and cores: everything takes equally long, so nothing overtakes.
+//! Interface between NIC and cores: a constant delay, so the order is kept.
 
 use std::collections::VecDeque;
 
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// Items under way, in one direction.
+/// Items in transit in one direction.
 #[derive(Debug)]
 pub struct DelayLine<T> {
     latency: Tick,
@@ -12,12 +12,12 @@ pub struct DelayLine<T> {
 }
 
 impl<T> DelayLine<T> {
-    /// Everything takes `latency`.
+    /// Returns an empty line with a delay of `latency`.
     pub fn new(latency: Tick) -> Self {
         Self { latency, in_flight: VecDeque::new() }
     }
 
-    /// Sends something at `now`, not before what was sent last.
+    /// Sends an item at `now`, which must not be before the last send.
     #[inline]
     pub fn send(&mut self, now: Tick, what: T) {
         self.in_flight.push_back((now + self.latency, what));
@@ -28,7 +28,7 @@ impl<T> DelayLine<T> {
         self.in_flight.front().map_or(NEVER, |(at, _)| *at)
     }
 
-    /// The first to arrive, and when it does.
+    /// Returns the first item to arrive, with its arrival time.
     #[inline]
     pub fn receive(&mut self) -> Option<(Tick, T)> {
         self.in_flight.pop_front()

@@ -5,19 +5,19 @@ use coreward_model::dispatch::{Dispatcher, Header, LeastTree};
 use crate::rpc::ticks::Tick;
 
 /// X groups of Y cores, each with one ideal queue in order of arrival; requests are hashed to groups (RingLeader,
-/// NSDI'23, Sect. 2.1, D-ideal). Ideal means that a core takes the next request from its group's queue without delay.
-/// No real NIC can do that: this one knows service times and arrivals at the cores. An ideal queue in order of arrival
-/// gives each request the core that becomes free first (Kiefer and Wolfowitz, 1955).
+/// NSDI'23, Sect. 2.1, D-ideal). In an ideal queue a core gets the next request of its group without delay. No real NIC
+/// can do that: it would have to know service times and arrivals at the cores in advance. Such a queue assigns each
+/// request to the core that becomes free first (Kiefer and Wolfowitz, 1955).
 #[derive(Debug)]
 pub struct IdealGroups {
     latency: Tick,
     cores_each: u16,
-    /// By group: from when on each of its cores is free.
+    /// Times from which each core is free, by group.
     idle_from: Vec<LeastTree<Tick>>,
 }
 
 impl IdealGroups {
-    /// `latency`: of the interface between NIC and cores, one way.
+    /// `latency`: one-way latency between NIC and cores.
     pub fn new(groups: u16, cores_each: u16, latency: Tick) -> Self {
         Self { latency, cores_each, idle_from: vec![LeastTree::new(cores_each, 0); usize::from(groups)] }
     }

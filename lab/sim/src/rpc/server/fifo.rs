@@ -1,4 +1,4 @@
-//! Cores that serve what they got in the order in which it came, to completion.
+//! Cores that serve requests to completion in order of arrival.
 
 use std::collections::VecDeque;
 
@@ -7,33 +7,34 @@ use coreward_model::dispatch::LeastTree;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// Nothing overtakes, so the end of a request is known when it is dispatched (Lindley's recursion, 1952): it starts
-/// when it arrives at the core or when the one before it ends. One event per request: its response passes the NIC.
+/// The order is fixed, so the end of a request is known when it is dispatched (Lindley's recursion, 1952): a request
+/// starts when it arrives at the core, or when the previous one ends. The only event per request is its response at the
+/// NIC.
 #[derive(Debug)]
 pub struct FifoCores {
     latency: Tick,
     cores: Vec<Core>,
-    /// Time when the first response of each core passes the NIC.
+    /// Time when the first response of each core reaches the NIC.
     next_response: LeastTree<Tick>,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Core {
     idle_from: Tick,
-    /// Work of all requests that were ever dispatched here.
+    /// Work of all requests that were ever dispatched to the core.
     total_work: Tick,
     under_way: VecDeque<Response>,
 }
 
 impl FifoCores {
-    /// `latency`: of the interface between NIC and cores, one way.
+    /// `latency`: one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self { latency, cores: vec![Core::default(); usize::from(cores)], next_response: LeastTree::new(cores, NEVER) }
     }
 }
 
 impl FifoCores {
-    /// For each core how long it takes to serve what it was given until `now`.
+    /// Returns for each core the remaining time of the requests dispatched until `now`.
     pub fn backlog(&self, now: Tick) -> impl Iterator<Item = Tick> {
         self.cores.iter().map(move |core| core.idle_from.saturating_sub(now))
     }

@@ -1,7 +1,7 @@
-//! A server: a dispatcher at the NIC, and cores behind an interface that takes time to cross.
+//! Server: a dispatcher at the NIC, and cores behind an interface with latency.
 //!
-//! A server is stepped from outside: [`Server::advance`] to a time, then [`Server::offer`] the requests of that time.
-//! So one simulation can have many servers and touches each only at its own events.
+//! The caller steps a server: [`Server::advance`] to a time, then [`Server::offer`] for the requests of that time. A
+//! simulation can therefore have many servers, and step each only at its own events.
 
 mod allocated;
 mod delay;
@@ -31,18 +31,18 @@ use super::ticks::Tick;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// Arrival at the NIC.
+    /// Arrival time at the NIC.
     pub arrived: Tick,
     /// Service time.
     pub work: Tick,
     pub hash: u32,
-    /// The hash of its connection, as RSS takes it.
+    /// RSS hash of the connection.
     pub flow_hash: u32,
-    /// Its connection, where it matters.
+    /// Connection, if the policy uses it.
     pub connection: u32,
-    /// Its class of service time, as in [`super::Service::class_times`].
+    /// Class of service time, as in [`super::Service::class_times`].
     pub class: u8,
-    /// Its service: its rank in priority, 0 is served first.
+    /// Service by priority; 0 is served first.
     pub service: u8,
 }
 
@@ -53,31 +53,31 @@ impl Request {
     }
 }
 
-/// A response that passes the NIC on its way out.
+/// Response that leaves the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Response {
-    /// Departure.
+    /// Departure time.
     pub departed: Tick,
     pub request: Request,
 }
 
 pub trait Sink {
-    /// A response passed the NIC. Called in the order of time.
+    /// Processes a response that leaves the NIC. Called in order of time.
     fn response(&mut self, response: &Response);
 }
 
-/// A server as a simulation sees it.
+/// Interface of a server to a simulation.
 pub trait Server<S: Sink> {
-    /// Lets everything happen up to and including the moment `until`.
+    /// Processes all events up to and including the time `until`.
     fn advance(&mut self, until: Tick, sink: &mut S);
 
-    /// A request arrives. Everything up to `request.arrived` must have happened.
+    /// Adds a request. All events up to `request.arrived` must have been processed.
     fn offer(&mut self, request: Request);
 
-    /// Requests that came in and whose responses have not left.
+    /// Returns the number of requests whose responses have not left.
     fn outstanding(&self) -> u64;
 
-    /// For each core the time that it has been busy until `now`; everything up to `now` must have happened.
+    /// Returns each core's busy time until `now`; all events up to `now` must have been processed.
     fn busy(&self, now: Tick) -> Vec<Tick>;
 }
 
@@ -86,13 +86,13 @@ pub trait Cores {
     /// The NIC sends `request` to `core` at `now`.
     fn dispatch(&mut self, now: Tick, core: u16, request: Request);
 
-    /// Time of the next event; [`super::ticks::NEVER`]: nothing is under way.
+    /// Returns the time of the next event; [`super::ticks::NEVER`] without outstanding requests.
     fn next_event(&self) -> Tick;
 
-    /// Lets the next event happen; the response and its core, when the event is that one passes the NIC.
+    /// Processes the next event. Returns the response and its core, if a response reaches the NIC.
     fn step(&mut self) -> Option<(u16, Response)>;
 
-    /// For each core the time that it has been busy until `now`.
+    /// Returns each core's busy time until `now`.
     fn busy(&self, now: Tick) -> Vec<Tick>;
 }
 
@@ -105,12 +105,12 @@ pub struct NicServer<D, C> {
 }
 
 impl<D: Dispatcher, C: Cores> NicServer<D, C> {
-    /// `services`: how many kinds of requests are queued apart at the NIC.
+    /// Creates a server with a queue at the NIC for each of `services`.
     pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
         Self { dispatcher, cores, waiting: vec![VecDeque::new(); usize::from(services)], outstanding: 0 }
     }
 
-    /// Sends what waits at the NIC and may go now.
+    /// Sends the waiting requests that the dispatcher now allows.
     #[inline]
     fn release(&mut self, now: Tick) {
         while let Some(release) = self.dispatcher.release(now) {

@@ -1,4 +1,4 @@
-//! Cores that serve by priority and yield (RingLeader, NSDI'23, Sect. 3.1 and 4.2).
+//! Cores with priorities and yielding (RingLeader, NSDI'23, Sect. 3.1 and 4.2).
 
 use std::collections::VecDeque;
 
@@ -8,8 +8,8 @@ use super::Request;
 use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
-/// Each core has a queue per service and serves the one of highest priority, in order of arrival within it. A running
-/// request yields only at the end of a quantum, and only to a higher priority; it continues later where it stopped.
+/// Each core has a queue per service, serves the service of highest priority, and within it in order of arrival. A
+/// running request yields only at the end of a quantum, and only to a higher priority; it continues later.
 #[derive(Debug)]
 pub struct PriorityCores {
     quantum: Tick,
@@ -20,12 +20,12 @@ pub struct PriorityCores {
 #[derive(Debug, Clone)]
 struct Core {
     running: Option<Job>,
-    /// Begin of the service, after any switch.
+    /// Start of the service, after a switch.
     started: Tick,
     last_service: u8,
     /// By service.
     queues: Vec<VecDeque<Job>>,
-    /// Time given to all requests that ran here, and to switches; of what runs, all that is left of it.
+    /// Time of all requests that ran here, and of switches; includes the remaining time of the running request.
     busy: Tick,
 }
 
@@ -36,7 +36,7 @@ struct Job {
 }
 
 impl PriorityCores {
-    /// `quantum`: after how much service a request can yield. `switch_cost`: what a core needs to turn to another
+    /// `quantum`: service time after which a request can yield. `switch_cost`: time in which a core switches to another
     /// service.
     pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
         let core = Core {
@@ -70,7 +70,7 @@ impl Discipline for PriorityCores {
             Some(job) if request.service < job.request.service => {
                 let quanta = now.saturating_sub(entry.started).div_ceil(self.quantum);
                 let end_of_quantum = (entry.started + quanta * self.quantum).max(now);
-                // A timer before the end of the request means that it yields then.
+                // A timer before the end of the request makes it yield.
                 timers.set(core, timers.get(core).min(end_of_quantum));
             }
             Some(_) => {}

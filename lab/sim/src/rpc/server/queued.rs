@@ -7,18 +7,18 @@ use super::delay::DelayLine;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// The cores' treatment of their requests.
+/// Order in which cores serve requests.
 pub trait Discipline {
     fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>);
 
-    /// The timer of a core goes off (it was cleared); the request that this core has finished, if it has.
+    /// Processes the timer of a core, which is already cleared. Returns the request that the core has finished, if any.
     fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request>;
 
-    /// For each core the time that it has been busy until `now`.
+    /// Returns each core's busy time until `now`.
     fn busy(&self, now: Tick) -> Vec<Tick>;
 }
 
-/// Cores behind the interface, one timer each.
+/// Cores behind the interface, with one timer each.
 #[derive(Debug)]
 pub struct DisciplineCores<Q> {
     discipline: Q,
@@ -28,7 +28,7 @@ pub struct DisciplineCores<Q> {
 }
 
 impl<Q: Discipline> DisciplineCores<Q> {
-    /// `latency`: of the interface between NIC and cores, one way.
+    /// `latency`: one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick, discipline: Q) -> Self {
         Self {
             discipline,

@@ -1,4 +1,4 @@
-//! `rss-rebalanced:T`: RSS whose buckets are regrouped all the time, without cost.
+//! `rss-rebalanced:T`: RSS with periodic regrouping of the buckets, without cost.
 
 use coreward_model::dispatch::{BucketHash, regroup};
 use coreward_model::rss::IndirectionTable;
@@ -6,25 +6,24 @@ use coreward_model::rss::IndirectionTable;
 use super::{FifoCores, NicServer, Request, Server, Sink};
 use crate::rpc::ticks::Tick;
 
-/// Every T the buckets are regrouped, so that the cores' queued work plus the buckets' expected work within the next T
-/// (by their share of all work so far) is as equal as possible.
+/// Server that regroups the buckets every T. Each core's queued work plus the expected work of its buckets within the
+/// next T (by their shares so far) becomes as equal as possible.
 ///
-/// Requests that are queued stay where they are: what was delivered to a core's memory is out of the NIC's reach.
-/// Moving them, too, gives a lower tail than published: with exponential service on 12 cores at 80 % load, latency
-/// 0.275 and T of 50 service times, p99 is 2.2 times JSQ's then and 2.7 times without; Turbo (HPCA'23, Sect. I and
-/// VII-E) has 2.7 for 100 us and
-/// 3.4 for 1 ms, which is 3.4 here.
+/// Queued requests stay at their cores: the NIC cannot move requests that it has delivered to a core's memory. If they
+/// moved, the tail would be lower than published. With exponential service on 12 cores at 80 % load, latency 0.275 and
+/// T of 50 service times, p99 would be 2.2 times JSQ's; without moves it is 2.7 times. Turbo (HPCA'23, Sect. I and
+/// VII-E) has 2.7 for 100 us; for 1 ms it has 3.4, as this simulation.
 #[derive(Debug)]
 pub struct RebalancedServer {
     server: NicServer<BucketHash, FifoCores>,
     interval: Tick,
     next: Tick,
-    /// Work that came in so far, by bucket.
+    /// Work that arrived so far, by bucket.
     work: Vec<u64>,
 }
 
 impl RebalancedServer {
-    /// Regroups every `interval` ticks.
+    /// Creates a server that regroups every `interval` ticks.
     pub fn new(server: NicServer<BucketHash, FifoCores>, interval: Tick) -> Self {
         let buckets = server.dispatcher.table().entry_count();
         Self { server, interval, next: interval, work: vec![0; buckets] }
@@ -41,7 +40,7 @@ impl RebalancedServer {
 
 impl<S: Sink> Server<S> for RebalancedServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
-        // Without outstanding requests nothing would be different after many regroupings than after the last one.
+        // Without outstanding requests many regroupings have the same result as one.
         while self.next <= until && self.server.outstanding > 0 {
             self.server.advance(self.next, sink);
             self.regroup(self.next);

@@ -1,4 +1,4 @@
-//! `ps`: ideal processor sharing, the bound that no policy without preemption reaches for long-tailed service times.
+//! `ps`: ideal processor sharing, a bound for policies without preemption under long-tailed service times.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,11 +7,11 @@ use super::delay::DelayLine;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// n requests share k cores: each gets min(1, k/n) of a core, without cost (Turbo, HPCA'23, Sect. VII-F, cycles through
-/// the requests every 10 ns instead).
+/// n requests share k cores: each request gets min(1, k/n) of a core, without cost. (Turbo, HPCA'23, Sect. VII-F,
+/// instead switches requests every 10 ns.)
 ///
-/// In virtual time, which runs at the rate of service of each request, the end of a request does not depend on later
-/// arrivals (Demers, Keshav and Shenker, SIGCOMM'89), so a heap of virtual ends suffices.
+/// Virtual time runs at the rate of each request's service, so the virtual end of a request does not depend on later
+/// arrivals (Demers, Keshav and Shenker, SIGCOMM'89), and a heap of virtual ends suffices.
 #[derive(Debug)]
 pub struct ProcessorSharing {
     cores: u64,
@@ -26,11 +26,11 @@ pub struct ProcessorSharing {
     next_end: Tick,
     /// Number of the next job, which orders ties.
     arrival_number: u64,
-    /// Time that cores were busy until `updated_at`, all together.
+    /// Busy time of all cores together until `updated_at`.
     busy: Tick,
 }
 
-/// One tick in virtual time: 32 bits of fraction keep the rate exact to 1e-9 for any number of requests that fits
+/// One tick in virtual time: 32 fractional bits keep the rate exact to 1e-9 for any number of requests that fits into
 /// memory.
 const FIXED_POINT_ONE: u128 = 1 << 32;
 
@@ -54,7 +54,7 @@ impl PartialOrd for Job {
 }
 
 impl ProcessorSharing {
-    /// `latency`: of the interface between NIC and cores, one way.
+    /// `latency`: one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self {
             cores: u64::from(cores),
@@ -80,7 +80,7 @@ impl ProcessorSharing {
         (now - self.updated_at) * self.cores.min(self.jobs.len() as u64)
     }
 
-    /// After the number of jobs changed.
+    /// Updates the rate after a change of the number of jobs.
     fn set_rate(&mut self) {
         let jobs = self.jobs.len() as u128;
         self.rate = if jobs <= u128::from(self.cores) {
@@ -124,7 +124,7 @@ impl Cores for ProcessorSharing {
     }
 
     fn busy(&self, now: Tick) -> Vec<Tick> {
-        // All cores share all work.
+        // All cores share all work equally.
         vec![(self.busy + self.busy_between(now)) / self.cores; self.cores as usize]
     }
 }

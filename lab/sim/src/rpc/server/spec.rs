@@ -19,27 +19,26 @@ use crate::rpc::{JbsrqOptions, Policy};
 #[derive(Debug, Clone, Copy)]
 pub struct ServerSpec<'a> {
     pub policy: &'a Policy,
-    /// Cores, at least 1.
+    /// Number of cores, at least 1.
     pub cores: u16,
-    /// Classes of service time.
+    /// Number of classes of service time.
     pub classes: u8,
-    /// Latency of the interface between NIC and cores, one way.
+    /// One-way latency between NIC and cores.
     pub latency: Tick,
-    /// RSS delivery, for the policies that start from it.
+    /// Indirection table of the policies that use RSS.
     pub indirection_table: &'a IndirectionTable,
 }
 
-/// Does something with a server, whichever type it is: each type gets code of its own, without calls through tables.
+/// Generic visitor of a server: each server type gets specialized code without dynamic calls.
 pub trait WithServer<S: Sink> {
-    /// Result.
     type Output;
 
-    /// Does it.
+    /// Uses the server.
     fn visit(self, server: impl Server<S> + 'static) -> Self::Output;
 }
 
 impl ServerSpec<'_> {
-    /// Builds the server and hands it to `visitor`.
+    /// Builds the server and passes it to `visitor`.
     pub fn build<S: Sink, V: WithServer<S>>(&self, visitor: V) -> V::Output {
         let Self { cores, latency, .. } = *self;
         let fifo = || FifoCores::new(cores, latency);

@@ -1,4 +1,4 @@
-//! `work-stealing`: cores with queues of their own that help each other.
+//! `work-stealing`: cores with their own queues; idle cores steal requests.
 
 use std::collections::VecDeque;
 
@@ -8,8 +8,8 @@ use super::Request;
 use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
-/// Each core serves its queue in order of arrival. When a core has nothing to do and another has requests waiting, it
-/// takes one, and needs `cost` longer for it.
+/// Each core serves its queue in order of arrival. An idle core steals a waiting request of another core; a stolen
+/// request takes `cost` longer.
 #[derive(Debug)]
 pub struct StealingCores {
     cost: Tick,
@@ -22,12 +22,12 @@ struct Core {
     in_service: Option<Request>,
     busy_until: Tick,
     queue: VecDeque<Request>,
-    /// Time spent on all requests begun here, and on stealing them.
+    /// Time of all requests that started here, including the cost of stealing.
     busy: Tick,
 }
 
 impl StealingCores {
-    /// `cost`: of a stolen request, to the thief.
+    /// `cost`: additional time of a stolen request.
     pub fn new(cores: u16, cost: Tick) -> Self {
         Self { cost, policy: LongestQueueStealing::new(cores), cores: vec![Core::default(); usize::from(cores)] }
     }
