@@ -1,9 +1,9 @@
-//! Several copies of a trace at once, for traces that are too thin to load a fleet.
+//! Overlay of several copies of a trace, for traces that are too thin to load a fleet.
 //!
-//! Copy k of n starts k/n of the trace's duration into it, and continues from its beginning after its end, so that all
-//! copies last as long as the trace, and their busy times do not coincide. A flow that is cut in two by this is two
-//! flows. Each copy has addresses of its own. Of a generator without a file, every copy is drawn from a seed of its own
-//! instead: that is the same, without the cut.
+//! Copy k of n starts k/n of the trace's duration into the trace, and continues at its beginning after its end. All
+//! copies then last as long as the trace, and their busy times do not coincide. A flow that this cuts in two counts as
+//! two flows. Each copy has its own addresses. Every copy of a generator's trace is drawn from its own seed instead,
+//! which needs no cut.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -16,26 +16,26 @@ use super::{Batch, Event, Opening, Packet, Service, Skipped, Trace, TraceError};
 /// Packets of a merged batch.
 const BATCH: usize = 16_384;
 
-/// Part of a trace: from one time to another, as a trace of its own that starts at 0.
+/// Part of a trace between two times, as a trace that starts at 0.
 pub struct Cut {
     trace: Box<dyn Trace>,
     from_ns: u64,
     until_ns: u64,
     /// Flows that began before the part and have not sent in it yet.
     waiting: HashMap<u32, Opening>,
-    /// Flows that have sent in the part and not ended.
+    /// Flows that have sent in the part and have not ended.
     open: HashMap<u32, ()>,
     ended: bool,
 }
 
 impl Cut {
-    /// Panics when the trace has a history: it would have to be cut too.
+    /// Creates the part. Panics when the trace has a history, which would have to be cut too.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
         Self { trace, from_ns, until_ns, waiting: HashMap::new(), open: HashMap::new(), ended: false }
     }
 
-    /// Takes over what lies in the part, with its times.
+    /// Copies the packets within the part, with adjusted times.
     fn cut(&mut self, whole: &Batch, part: &mut Batch) {
         let mut openings = whole.openings.iter();
         for packet in &whole.packets {
@@ -90,7 +90,7 @@ impl Trace for Cut {
             self.cut(&whole, batch);
         }
         if self.ended {
-            // Flows that are open when the part ends send nothing more.
+            // Flows that are open at the end of the part send nothing more.
             let mut open: Vec<u32> = self.open.drain().map(|(flow, ())| flow).collect();
             open.sort_unstable();
             let time_ns = self.until_ns - self.from_ns;
@@ -131,7 +131,7 @@ struct Part {
 }
 
 impl Part {
-    /// Its next packet, in the whole's time; `None` at its end.
+    /// Returns the part's next packet, in the time of the overlay; `None` at its end.
     fn peek(&mut self) -> Result<Option<Packet>, TraceError> {
         if self.next == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
@@ -142,16 +142,16 @@ impl Part {
     }
 }
 
-/// Several traces at once.
+/// Overlay of several traces.
 pub struct Overlay {
     parts: Vec<Part>,
-    /// The time of each part's next packet.
+    /// Next packet of each part, by time.
     next: BinaryHeap<Reverse<(u64, usize)>>,
     started: bool,
 }
 
 impl Overlay {
-    /// Traces with the time at which each starts and the copy to which it belongs.
+    /// Creates an overlay of traces, each with its start time (ns) and the number of its copy.
     pub fn new(parts: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
         let part =
             |(trace, start_ns, copy)| Part { trace, start_ns, copy, batch: Batch::default(), next: 0, next_opening: 0 };
@@ -217,8 +217,8 @@ impl Trace for Overlay {
     }
 }
 
-/// Returns the tuple of a copy; in copy 0 itself. Toeplitz is linear: addresses that differ by one constant from copy
-/// to copy would let flows that share a bucket share one in every copy. So they are mixed.
+/// Returns the tuple of a copy; copy 0 keeps its own. Addresses are mixed, because Toeplitz is linear: with a constant
+/// difference between copies, flows that share a bucket would share one in every copy.
 fn fresh(tuple: &FourTuple, copy: u32) -> FourTuple {
     let side = |socket: SocketAddr| SocketAddr::new(fresh_address(socket.ip(), copy), socket.port());
     FourTuple::new(side(tuple.client()), side(tuple.vip())).expect("families stay as they are")
@@ -230,14 +230,14 @@ fn fresh_address(address: IpAddr, copy: u32) -> IpAddr {
     }
     match address {
         IpAddr::V4(v4) => {
-            // The finaliser of MurmurHash3, 32 bits: different addresses stay different.
+            // The finaliser of MurmurHash3 (32 bits) keeps different addresses different.
             let mut x = v4.to_bits() ^ copy.wrapping_mul(0x9e37_79b9);
             x = (x ^ x >> 16).wrapping_mul(0x85eb_ca6b);
             x = (x ^ x >> 13).wrapping_mul(0xc2b2_ae35);
             Ipv4Addr::from_bits(x ^ x >> 16).into()
         }
         IpAddr::V6(v6) => {
-            // The 64 bits of the interface's half, with the network's mixed in.
+            // The 64 interface bits, mixed with the network bits.
             let (network, interface) = ((v6.to_bits() >> 64) as u64, v6.to_bits() as u64);
             let mut x = interface ^ u64::from(copy).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ network.rotate_left(32);
             x = (x ^ x >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -298,7 +298,7 @@ mod tests {
             [(5, 5, Event::OPENS), (10, 6, Event::ONLY), (15, 5, Event::NONE), (20, 5, Event::EXPIRES)]
         );
         assert_eq!(openings.iter().map(|opening| opening.tuple.client().port()).collect::<Vec<_>>(), [1, 2]);
-        // From its beginning it is the trace itself, with an end.
+        // From its beginning the part equals the trace, plus the ends of flows.
         let (packets, _) = all(Cut::new(small(), 0, 100));
         assert_eq!((packets.len(), packets[12]), (13, (100, 5, Event::EXPIRES)));
     }

@@ -1,4 +1,4 @@
-//! The arrival logs that the demo keeps, as a trace: a request is a packet.
+//! Arrival logs of the demo as a trace: each request is a packet.
 
 use coreward_model::arrivals::ArrivalLog;
 
@@ -7,17 +7,17 @@ use super::{Batch, Event, Opening, Packet, Service, Trace, TraceError};
 /// Packets of a batch.
 const BATCH: usize = 16_384;
 
-/// An arrival log, request by request.
+/// Trace of an arrival log.
 pub struct ArrivalTrace {
     log: ArrivalLog,
-    /// Time of each request (us), its connection and its number there.
+    /// Time of each request (us), its connection, and its number on the connection.
     requests: Vec<(u64, u32, u32)>,
     next: usize,
     service: Service,
 }
 
 impl ArrivalTrace {
-    /// `path` is named in errors. Fails when requests take unlike times.
+    /// Creates the trace; errors name `path`. Fails when service times of requests differ.
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
         let first = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
         if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first) {

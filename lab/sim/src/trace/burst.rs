@@ -1,7 +1,8 @@
-//! `burst`: connections that all open within 100 ms, and none after: too fast for any report.
+//! `burst`: connections that all open within 100 ms, faster than any report.
 //!
-//! The fleet is idle for half a second before, and has reported that. Each connection sends evenly spaced packets until
-//! the end, at a rate drawn as [`super::campus`] draws it (lognormal, median 150 packets/s, sigma 1.3, at most 4,000).
+//! The fleet is idle for half a second before, and has reported this. Each connection sends evenly spaced packets until
+//! the end, at a rate with the distribution of [`super::campus`] (lognormal, median 150 packets/s, sigma 1.3, at most
+//! 4,000).
 
 use std::str::FromStr;
 
@@ -9,19 +10,19 @@ use super::campus::{Active, Draw, Sorted, emit, sort};
 use super::settings::{SettingError, settings};
 use super::{Batch, Trace, TraceError};
 
-/// The burst starts then (ns): within the first window, which is not measured.
+/// Start of the burst (ns), within the first window, which is not measured.
 const START_NS: u64 = 500_000_000;
-/// And has ended so much later (ns).
+/// Duration of the burst (ns).
 const WIDTH_NS: u64 = 100_000_000;
-/// Packets are drawn and sorted this much at a time (ns).
+/// Slice of time in which packets are drawn and sorted (ns).
 const SLICE_NS: u64 = 20_000_000;
 
 /// Parameters of a burst.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Burst {
-    /// Draws everything; `None`: each run draws traffic of its own from its own seed.
+    /// Seed of the traffic; `None`: each run draws its traffic from its own seed.
     pub seed: Option<u64>,
-    /// Opened connections, 1 to 1,000,000.
+    /// Number of connections, 1 to 1,000,000.
     pub connections: u32,
     /// Duration (s), 2 to 3,600.
     pub seconds: u64,
@@ -36,7 +37,7 @@ impl Default for Burst {
 impl FromStr for Burst {
     type Err = SettingError;
 
-    /// Reads `seed=1,connections=1000,seconds=5`; what is missing has its default.
+    /// Parses `seed=1,connections=1000,seconds=5`; missing settings have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut burst = Self::default();
         for setting in settings("burst", text) {
@@ -52,7 +53,7 @@ impl FromStr for Burst {
     }
 }
 
-/// The traffic of one seed.
+/// Burst traffic of one seed.
 pub struct BurstTrace {
     active: Vec<Active>,
     slice_start_ns: u64,
@@ -60,14 +61,14 @@ pub struct BurstTrace {
 }
 
 impl BurstTrace {
-    /// The traffic of `burst`, with this seed if it names none.
+    /// Returns the traffic of `burst`, with `seed` if the settings have none.
     pub fn new(burst: &Burst, seed: u64) -> Self {
         let mut draw = Draw::new(burst.seed.unwrap_or(seed));
         let end_ns = burst.seconds * 1_000_000_000;
         let active = (0..burst.connections).map(|number| {
             let start_ns = START_NS as f64 + draw.uniform() * WIDTH_NS as f64;
             let rate = draw.rate();
-            // More than it can send until the end.
+            // More packets than the connection can send until the end.
             let packets = rate * end_ns as f64 / 1e9 + 1.0;
             Active::new(number, start_ns, rate, packets as u32, draw.tuple())
         });

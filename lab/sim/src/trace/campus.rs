@@ -1,20 +1,20 @@
-//! `campus`: the traffic of a university's uplink, drawn from a seed.
+//! `campus`: traffic of a university's uplink, drawn from a seed.
 //!
-//! Flows arrive as a Poisson process. Packets per flow are drawn from the mixture that was fitted to one hour of the
+//! Flows arrive as a Poisson process. Packets per flow are drawn from a mixture that was fitted to one hour of the
 //! uplink of AGH University (6.5 million flows, 681 million packets): flow-models, agh_2015061019_IPv4_anon, `length`
-//! of all flows; Jurkiewicz, "flow-models 2.0", SoftwareX 24 (2023) 101506. A flow sends its packets evenly spaced, the
-//! first when it arrives, at a rate of its own: lognormal, median 150 packets/s, sigma 1.3, between length / 300 s and
-//! 4,000 packets/s.
+//! of all flows; Jurkiewicz, "flow-models 2.0", SoftwareX 24 (2023) 101506. A flow sends evenly spaced packets, the
+//! first one at its arrival. Its rate is lognormal: median 150 packets/s, sigma 1.3, between length / 300 s and 4,000
+//! packets/s.
 //!
-//! The two limits of the rate leave room for lengths up to 1.2 million packets; longer ones (1 of 240,000 flows) are
-//! drawn again. The mean length is then 106 (the data: 104.5; the mixture without a bound: 116), and flows over 57,000
-//! packets carry 47 % of all packets.
+//! The limits of the rate allow lengths up to 1.2 million packets; longer ones (1 of 240,000 flows) are drawn again.
+//! The mean length is then 106 (data: 104.5; mixture without a limit: 116), and flows over 57,000 packets carry 47 % of
+//! all packets.
 //!
-//! A flow lives 300 s at most. So the arrivals of the 300 s before time 0 are drawn too, and what is left of each at
-//! time 0 is part of the trace: the traffic is stationary from its first packet on. Half of all packets belong to flows
-//! that live for minutes, and a load balancer decides about a flow once. So it matters when it met those that are under
-//! way: by default it was there when they arrived, and the history (flows and rates, no packets) is part of the trace;
-//! with `history=0` it is switched on at time 0 and meets them all at once, before any core has reported a load.
+//! A flow lasts at most 300 s. The arrivals of the 300 s before time 0 are therefore drawn too, and their remaining
+//! packets are part of the trace: the traffic is stationary from its first packet on. Half of all packets belong to
+//! flows of minutes, and a load balancer places a flow only once, so the time of placement matters. By default the load
+//! balancer placed these flows when they arrived, and the history (flows and rates, without packets) is part of the
+//! trace. With `history=0` it starts at time 0 and places them all at once, before any core has reported a load.
 
 use std::net::Ipv4Addr;
 use std::str::FromStr;
@@ -28,15 +28,14 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::settings::{SettingError, settings};
 use super::{Batch, Event, Opening, Packet, Trace, TraceError};
 
-/// A part of the mixture of packets per flow: its weight, and what is drawn (SciPy's parameters; `loc` is 0
-/// throughout).
+/// Component of the mixture of packets per flow: its weight and distribution (SciPy's parameters with `loc` 0).
 struct Part {
     weight: f64,
     length: Length,
 }
 
 enum Length {
-    /// Uniform between 0 and this.
+    /// Uniform between 0 and this value.
     Uniform(f64),
     /// `scale` x exp(`s` x a standard normal number).
     Lognormal { s: f64, scale: f64 },
@@ -62,20 +61,20 @@ const MIXTURE: [Part; 10] = [
     },
 ];
 
-/// No flow lives longer (s).
+/// Longest duration of a flow (s).
 const MAX_FLOW_SECONDS: f64 = 300.0;
-/// No flow is faster (packets/s).
+/// Highest rate of a flow (packets/s).
 const MAX_RATE: f64 = 4_000.0;
-/// The rate that half of the flows are below (packets/s), and the spread of its logarithm.
+/// Median rate of the flows (packets/s), followed by the standard deviation of its logarithm.
 const MEDIAN_RATE: f64 = 150.0;
 const RATE_SIGMA: f64 = 1.3;
-/// Most packets by the limits of the rate.
+/// Largest number of packets that the limits of the rate allow.
 const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE;
-/// The mean over the hour's packets: 547 GB in 681 million packets.
+/// Mean size of the hour's packets (bytes): 547 GB in 681 million packets.
 const PACKET_BYTES: u16 = 803;
-/// Packets are drawn and sorted this much at a time (ns).
+/// Slice of time in which packets are drawn and sorted (ns).
 const SLICE_NS: u64 = 20_000_000;
-/// Slice of the history, where a flow has two events and not some hundred.
+/// Slice of the history (ns), longer because a flow has only two events there.
 const HISTORY_SLICE_NS: u64 = 100_000_000;
 
 /// [`seeded_rng`]'s stream for this generator.
@@ -84,13 +83,13 @@ const RNG_STREAM_CAMPUS_TRAFFIC: u64 = 20;
 /// Parameters of the generator.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Campus {
-    /// Draws everything; `None`: each run draws traffic of its own from its own seed.
+    /// Seed of the traffic; `None`: each run draws its traffic from its own seed.
     pub seed: Option<u64>,
     /// Flow arrivals per second, 1 to 1,000,000.
     pub flows_per_s: f64,
     /// Duration (s), 1 to 3,600.
     pub seconds: u64,
-    /// For how long the load balancer was there before the first packet (s), 0 to 300.
+    /// Time for which the load balancer ran before the first packet (s), 0 to 300.
     pub history_s: u64,
 }
 
@@ -103,7 +102,7 @@ impl Default for Campus {
 impl FromStr for Campus {
     type Err = SettingError;
 
-    /// Reads `seed=1,flows=3000,seconds=10,history=300`; what is missing has its default.
+    /// Parses `seed=1,flows=3000,seconds=10,history=300`; missing settings have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut campus = Self::default();
         for setting in settings("campus", text) {
@@ -120,9 +119,9 @@ impl FromStr for Campus {
     }
 }
 
-/// A flow that has packets left. Times are in ns after the start of the history.
+/// Flow with remaining packets. Times are in ns after the start of the history.
 pub(super) struct Active {
-    /// Time of its next packet.
+    /// Time of the flow's next packet.
     next_ns: f64,
     interval_ns: f64,
     remaining_packets: u32,
@@ -140,13 +139,13 @@ impl Active {
         Opening { tuple: self.tuple, rate: Some(1e9 / self.interval_ns) }
     }
 
-    /// End of the flow: each packet fills one interval.
+    /// Returns the end of the flow: one interval after its last packet.
     fn end_ns(&self) -> f64 {
         self.next_ns + f64::from(self.remaining_packets) * self.interval_ns
     }
 }
 
-/// The traffic of one seed.
+/// Campus traffic of one seed.
 pub struct CampusTrace {
     draw: Draw,
     /// Arrival of the next flow (s after the end of the history).
@@ -156,7 +155,7 @@ pub struct CampusTrace {
     slice_start_ns: u64,
     end_ns: u64,
     active: Vec<Active>,
-    /// Numbers of flows that have ended, and the first one that was never used.
+    /// Reusable numbers of ended flows, and the first unused number.
     free: Vec<u32>,
     unused: u32,
 }
@@ -164,7 +163,7 @@ pub struct CampusTrace {
 pub(super) type Sorted = ((u64, u32), Opening);
 
 impl CampusTrace {
-    /// The traffic of `campus`, with this seed if it names none.
+    /// Returns the traffic of `campus`, with `seed` if the settings have none.
     pub fn new(campus: &Campus, seed: u64) -> Self {
         let history_ns = campus.history_s * 1_000_000_000;
         let mut trace = Self {
@@ -182,7 +181,7 @@ impl CampusTrace {
         trace
     }
 
-    /// Draws the flows that arrive before this time (ns after the start of the history).
+    /// Draws the flows that arrive before `until_ns` (after the start of the history).
     fn arrivals_until(&mut self, until_ns: u64) {
         let history_s = self.history_ns as f64 / 1e9;
         let until_s = until_ns as f64 / 1e9 - history_s;
@@ -193,7 +192,7 @@ impl CampusTrace {
             let (length, rate) = (self.draw.length(), self.draw.rate());
             let rate = rate.max(length / MAX_FLOW_SECONDS);
             let tuple = self.draw.tuple();
-            // Packets that were sent before the trace (with its history) starts.
+            // Packets that were sent before the start of the trace and its history.
             let sent = (-(arrival_s + history_s) * rate).ceil().max(0.0);
             if sent >= length {
                 continue;
@@ -207,7 +206,7 @@ impl CampusTrace {
         }
     }
 
-    /// The next slice of the history: flows begin and expire.
+    /// Reads the next slice of the history, in which flows begin and expire.
     fn read_history(&mut self, batch: &mut Batch) {
         let until_ns = (self.slice_start_ns + HISTORY_SLICE_NS).min(self.history_ns);
         self.arrivals_until(until_ns);
@@ -242,7 +241,7 @@ impl CampusTrace {
 impl Trace for CampusTrace {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        // Many slices of a quiet generator are empty, and an empty batch would mean the end.
+        // Slices may be empty, but an empty batch would mean the end of the trace.
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
             if self.slice_start_ns < self.history_ns {
                 self.read_history(batch);
@@ -262,7 +261,7 @@ impl Trace for CampusTrace {
     }
 }
 
-/// Brings the packets of a batch into the order of their times, and the flows' openings with them.
+/// Sorts the packets of a batch by time, and the flows' openings with them.
 pub(super) fn sort(batch: &mut Batch, mut openings: Vec<Sorted>) {
     // A flow that begins and ends in the same ns begins first.
     batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow, packet.event.closes()));
@@ -270,7 +269,7 @@ pub(super) fn sort(batch: &mut Batch, mut openings: Vec<Sorted>) {
     batch.openings.extend(openings.into_iter().map(|(_, opening)| opening));
 }
 
-/// Appends what happens to the flow up to a time of the history.
+/// Appends the events of the flow up to a time of the history.
 fn begin_or_expire(flow: &mut Active, until_ns: f64, events: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
     let event = |time_ns, event| Packet { time_ns, flow: flow.number, bytes: 0, event };
     if flow.is_new {
@@ -285,14 +284,14 @@ fn begin_or_expire(flow: &mut Active, until_ns: f64, events: &mut Vec<Packet>, o
     }
 }
 
-/// The history has ended at this time, and what the flow sent in it was sent.
+/// Skips the packets that the flow sent in the history, which has ended at `now_ns`.
 fn skip_packets_before(flow: &mut Active, now_ns: f64) {
     let sent = ((now_ns - flow.next_ns) / flow.interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
     flow.next_ns += sent * flow.interval_ns;
     flow.remaining_packets -= sent as u32;
 }
 
-/// Appends the flow's packets up to a time.
+/// Appends the flow's packets up to `until_ns`.
 pub(super) fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
     while flow.remaining_packets > 0 && flow.next_ns < until_ns {
         let time_ns = flow.next_ns as u64;
@@ -312,11 +311,11 @@ pub(super) fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, 
     }
 }
 
-/// Draws what flows are like.
+/// Random generator of flows.
 pub(super) struct Draw {
     rng: Xoshiro256PlusPlus,
     rate: LogNormal<f64>,
-    /// Parts of the mixture: the sum of the weights up to each, and its distribution.
+    /// Components of the mixture: cumulative weight and distribution.
     parts: Vec<(f64, Sampler)>,
 }
 
@@ -343,7 +342,7 @@ impl Draw {
         Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), rate, parts }
     }
 
-    /// Packets of a flow: a whole number from 1 to [`MAX_FLOW_PACKETS`].
+    /// Returns the packets of a flow: an integer from 1 to [`MAX_FLOW_PACKETS`].
     fn length(&mut self) -> f64 {
         loop {
             let (whole, _) = self.parts[self.parts.len() - 1];
@@ -359,17 +358,17 @@ impl Draw {
         }
     }
 
-    /// Packets per second, of a flow of any length.
+    /// Returns the packets per second of a flow of any length.
     pub fn rate(&mut self) -> f64 {
         (MEDIAN_RATE * self.rate.sample(&mut self.rng)).min(MAX_RATE)
     }
 
-    /// Uniform below 1.
+    /// Returns a uniform number below 1.
     pub fn uniform(&mut self) -> f64 {
         self.rng.random()
     }
 
-    /// A client somewhere, to one service.
+    /// Returns a random client's tuple to the only service.
     pub fn tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from_bits(self.rng.next_u32());
         let port = 1_024 + uniform_below(&mut self.rng, 64_512) as u16;
@@ -418,7 +417,8 @@ mod tests {
         assert!((per_second[0] / per_second[5] - 1.0).abs() < 0.05, "{per_second:?}");
     }
 
-    /// Packets, flows begun, flows under way at the first packet, highest number of a flow.
+    /// Returns the numbers of packets, of started flows and of flows open at the first packet, and the highest flow
+    /// number.
     fn checked(campus: Campus) -> (u64, usize, usize, u32) {
         let mut trace = CampusTrace::new(&campus, 1);
         let (mut batch, mut last_ns, mut open) = (Batch::default(), 0, std::collections::HashSet::new());
@@ -459,7 +459,7 @@ mod tests {
         let (cold, begun, under_way, highest) = checked(campus);
         assert!(cold > 10_000 && (600..900).contains(&begun) && under_way == 0 && highest < 900, "{cold} {begun}");
         let (packets, begun, under_way, highest) = checked(Campus { history_s: 300, ..campus });
-        // The same flows: only who has met them before differs. A packet at time 0, to the ns, may fall on either side.
+        // The flows are the same, only their placement differs. A packet at time 0 may be rounded to either side.
         assert!(packets.abs_diff(cold) <= 2, "{packets} and {cold} packets");
         assert!((58_000..63_000).contains(&begun) && (80..200).contains(&under_way) && highest < 900, "{under_way}");
     }

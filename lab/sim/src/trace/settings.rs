@@ -1,43 +1,43 @@
-//! `name=value,name=value`: how a generator is configured on the command line.
+//! Settings of a generator on the command line: `name=value,name=value`.
 
 use std::ops::RangeInclusive;
 
 use crate::names::UnknownName;
 
-/// Meaningless text after a generator's name.
+/// Invalid settings of a generator.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SettingError {
-    /// Not `name=value`.
+    /// Text that is not `name=value`.
     #[error("{generator}: {text:?}: expected name=value")]
     NotAPair { generator: &'static str, text: String },
-    /// There is no such name.
+    /// Unknown setting.
     #[error("{generator}: {name}")]
     Name {
         generator: &'static str,
-        /// The name, with those that are known.
+        /// Error with the known names.
         name: UnknownName,
     },
-    /// The value does not fit.
+    /// Value out of range.
     #[error("{generator}: {name}={value}: expected a whole number from {low} to {high}")]
     Value {
         generator: &'static str,
         name: String,
         value: String,
-        /// The least that would do.
+        /// Minimum.
         low: u64,
-        /// The most that would do.
+        /// Maximum.
         high: u64,
     },
 }
 
-/// One `name=value`.
+/// Setting `name=value`.
 pub struct Setting<'a> {
     generator: &'static str,
     pub name: &'a str,
     value: &'a str,
 }
 
-/// The settings in `text`, in their order.
+/// Parses the settings in `text`, in their order.
 pub fn settings<'a>(
     generator: &'static str,
     text: &'a str,
@@ -49,7 +49,7 @@ pub fn settings<'a>(
 }
 
 impl Setting<'_> {
-    /// The value as a whole number. Fails when it is none, or out of the range.
+    /// Returns the value as an integer. Fails when it is not one, or out of range.
     pub fn to_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
         self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| SettingError::Value {
             generator: self.generator,

@@ -15,21 +15,21 @@ use super::{Batch, Trace, TraceError};
 /// Value of `--trace`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Source {
-    /// The generator.
+    /// Generator of campus traffic.
     Campus(Campus),
-    /// Connections opened all at once.
+    /// Generator of a burst of connections.
     Burst(Burst),
-    /// A capture or an arrival log.
+    /// File: a capture or an arrival log.
     File(PathBuf),
 }
 
-/// Text that names no trace.
+/// Text that is not a trace.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SourceError {
-    /// A generator's settings are wrong.
+    /// Invalid settings of a generator.
     #[error(transparent)]
     Setting(#[from] SettingError),
-    /// Nothing is named.
+    /// Empty name.
     #[error("a trace without a name: expected a file, or campus[:seed=1,flows=3000,seconds=10]")]
     Empty,
 }
@@ -56,7 +56,7 @@ impl FromStr for Source {
 }
 
 impl Source {
-    /// Whether each seed sees traffic of its own.
+    /// Returns whether each seed has its own traffic.
     pub fn varies_with_seed(&self) -> bool {
         matches!(self, Source::Campus(Campus { seed: None, .. }) | Source::Burst(Burst { seed: None, .. }))
     }
@@ -71,8 +71,8 @@ impl Source {
         }
     }
 
-    /// Several copies of the traffic at once: see [`super::overlay`]. A file is read once to find its end, and then
-    /// once for each copy (twice for those that start in its midst).
+    /// Opens an overlay of several copies of the traffic: see [`super::amplify`]. A file is read once to find its end,
+    /// then once for each copy (twice for a copy that starts in the middle).
     pub fn overlaid(&self, seed: u64, copies: u32, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         if copies == 1 {
             return self.open(seed, options);
@@ -80,7 +80,7 @@ impl Source {
         let mut parts: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
         if let Source::Campus(campus) = self {
             for copy in 0..copies {
-                // Seeds far from those that a user counts up.
+                // Seeds far from those that a user chooses.
                 let seed = campus.seed.unwrap_or(seed).wrapping_add(u64::from(copy) << 32);
                 let campus = Campus { seed: Some(seed), ..*campus };
                 parts.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy));
@@ -98,7 +98,7 @@ impl Source {
         Ok(Box::new(Overlay::new(parts)))
     }
 
-    /// Until just after the last packet.
+    /// Returns the time just after the last packet (ns).
     fn duration_ns(&self, seed: u64, options: ReadOptions) -> Result<u64, TraceError> {
         let mut trace = self.open(seed, options)?;
         if let Some(end_ns) = trace.end_ns() {

@@ -1,4 +1,4 @@
-//! Processes of coreward.
+//! Processes of coreward's daemons.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -15,31 +15,30 @@ use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Returns the path of the command `coreward`, which is built into the same directory as this program. Fails when there
-/// is none.
+/// Returns the path of the command `coreward`, which is in the directory of this program. Fails when it does not exist.
 pub fn coreward_command() -> anyhow::Result<PathBuf> {
     command_named("coreward")
 }
 
-/// Returns the path of the command `coreward-lab`. Fails when there is none.
+/// Returns the path of the command `coreward-lab`. Fails when it does not exist.
 pub fn lab_command() -> anyhow::Result<PathBuf> {
     command_named("coreward-lab")
 }
 
 fn command_named(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe()?;
-    // Tests are built into a directory below.
+    // Test executables are in a subdirectory.
     let found = own.ancestors().skip(1).take(2).map(|directory| directory.join(name)).find(|path| path.is_file());
     found.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own.display()))
 }
 
-/// `coreward ARGUMENTS` with the operator's token, on the machine of the only controller. Fails when there is no
-/// `coreward`.
+/// Returns the command `coreward ARGUMENTS` with the operator's token, on the machine of the only controller. Fails
+/// when `coreward` does not exist.
 pub fn operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
     operator_command_for(testbed, [1], arguments)
 }
 
-/// A command that asks whichever of these controllers leads. Fails when there is no `coreward`.
+/// Returns a command that queries the leader of these controllers. Fails when `coreward` does not exist.
 pub fn operator_command_for(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -52,7 +51,7 @@ pub fn operator_command_for(
     Ok(command)
 }
 
-/// The last lines of every daemon's log.
+/// Returns the last lines of every daemon's log.
 pub(crate) fn logs(testbed: &Testbed) -> String {
     let mut all = String::new();
     let files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -65,8 +64,8 @@ pub(crate) fn logs(testbed: &Testbed) -> String {
     all
 }
 
-/// The capabilities that the daemon's systemd unit leaves it, as in `CAP_BPF CAP_NET_ADMIN`. Fails when there is no
-/// such daemon.
+/// Returns the capabilities that the daemon's systemd unit grants, as in `CAP_BPF CAP_NET_ADMIN`. Fails when the daemon
+/// does not exist.
 pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     let unit = match daemon {
         "controller" => include_str!("../../../../packaging/systemd/coreward-controller.service"),
@@ -80,7 +79,7 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     Ok(line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
 }
 
-/// setpriv(1) does with the bounding set what systemd does.
+/// Returns a command with the unit's bounding set, which setpriv(1) sets as systemd does.
 fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     let mut bounding_set = "-all".to_owned();
     for capability in unit_capabilities(daemon)? {
@@ -92,7 +91,7 @@ fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     Ok(command)
 }
 
-/// `daemon`: sub-command of coreward; `name`: of its files.
+/// Starts a daemon. `daemon`: sub-command of coreward; `name`: of the daemon's files.
 pub(super) fn start_daemon(
     testbed: &Testbed,
     namespace: &Namespace,
@@ -113,7 +112,7 @@ pub(super) fn start_daemon(
     command.arg(daemon).arg("--config").arg(configuration(testbed, name));
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     let mut process = testbed.spawn(namespace, command)?;
-    // A configuration that is wrong shows at once.
+    // An invalid configuration ends the daemon soon.
     std::thread::sleep(Duration::from_millis(20));
     let ended = process.try_wait()?;
     ensure!(ended.is_none(), "{name} ended: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());

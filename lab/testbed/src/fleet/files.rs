@@ -1,4 +1,4 @@
-//! The daemons' files: contents and certificates.
+//! Files of the daemons: configurations and certificates.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,7 +19,7 @@ use super::options::{AdminState, FleetOptions, LoadSource};
 use crate::addresses::{DEVICE, Family, SERVICE, load_balancer_address, load_balancer_name, rack_name, server_address};
 use crate::topology::Testbed;
 
-/// File in which the paced server of a server publishes the busy time of its workers.
+/// Returns the path of the file in which a paced server publishes the busy time of its workers.
 pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("busy-s{number}"))
 }
@@ -41,7 +41,7 @@ pub(super) fn write_controller_files(
         for number in 1..=options.controllers {
             if !options.etcd.is_empty() {
                 let (listen, endpoints, lease) = (controller_address_of(number), &options.etcd, options.lease_s);
-                // All of them are on one machine.
+                // All controllers are on one machine.
                 let api = api_address_of(number);
                 text = format!(
                     "listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n\n[etcd]\n\
@@ -118,7 +118,8 @@ pub(super) fn write_rack_file(testbed: &Testbed, options: &FleetOptions, number:
     write(&configuration(testbed, &name), &(text + &tls_table_if(options.tls, testbed, Role::Rack, &name)))
 }
 
-/// Load balancers whose packets agents take, if they encapsulate, as a line of agents' files.
+/// Returns the line of agents' files with the load balancers whose packets are decapsulated; empty without
+/// encapsulation.
 fn decapsulation(testbed: &Testbed, options: &FleetOptions) -> String {
     if !options.forwarding.encapsulates() {
         return String::new();
@@ -153,7 +154,7 @@ pub(super) fn fleet_name() -> anyhow::Result<Name> {
     "testbed".parse().map_err(anyhow::Error::msg)
 }
 
-/// Directory of the testbed's authority.
+/// Returns the directory of the testbed's certificate authority.
 pub fn certificates(testbed: &Testbed) -> PathBuf {
     testbed.directory().join("certs")
 }
@@ -173,13 +174,13 @@ pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: 
     Ok(directory)
 }
 
-/// Returns `[tls]` of a daemon's file; nothing without TLS.
+/// Returns the table `[tls]` of a daemon's file; empty without TLS.
 fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
     let CredentialFiles { ca, certificate, key } = certificate_files(testbed, role, name);
     if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
-/// The files of a [`bundle`].
+/// Returns the paths of the files of a [`bundle`].
 pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
     let file = |file: &str| bundle(testbed, role, name).join(file);
     CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }

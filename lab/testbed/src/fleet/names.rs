@@ -1,4 +1,4 @@
-//! Names of daemons, and addresses of controllers.
+//! Names of daemons and addresses of controllers.
 
 use std::net::SocketAddr;
 
@@ -7,43 +7,43 @@ use anyhow::Context as _;
 use crate::addresses::{CONTROLLER_ADDRESS, Family, rack_address};
 
 pub const CONTROLLER_PORT: u16 = 7400;
-/// The port of the first controller's HTTP API, on its own host only; those of others follow.
+/// Port of the first controller's HTTP API, on its own host only; other controllers use the following ports.
 const API_PORT: u16 = 7401;
 
 pub fn controller_address() -> String {
     controller_address_of(1)
 }
 
-/// Address of controller `number`, counted from 1.
+/// Returns the address of controller `number`, counted from 1.
 pub fn controller_address_of(number: u16) -> String {
     controller_address_in(Family::Ipv4, number)
 }
 
-/// The same of a family.
+/// Returns the address of controller `number` in a family.
 pub fn controller_address_in(family: Family, number: u16) -> String {
     SocketAddr::new(family.address(CONTROLLER_ADDRESS), CONTROLLER_PORT + number - 1).to_string()
 }
 
-/// Address of rack controller `number`, counted from 1.
+/// Returns the address of rack controller `number`, counted from 1.
 pub fn rack_listen_address(number: u16) -> String {
     format!("{}:{CONTROLLER_PORT}", rack_address(number))
 }
 
-/// Address of the HTTP API of controller `number`, for clients on its host.
+/// Returns the address of the HTTP API of controller `number`, for clients on its host.
 pub fn api_address_of(number: u16) -> String {
     format!("127.0.0.1:{}", API_PORT + number - 1)
 }
 
-/// The name of controller `number`: the first is just `controller`.
+/// Returns the name of controller `number`: the first is `controller`, others have their number.
 pub fn controller_name(number: u16) -> String {
     if number == 1 { CONTROLLER.to_owned() } else { format!("{CONTROLLER}{number}") }
 }
 
 const AGENT_PREFIX: &str = "agent-s";
-/// The first controller's name; those of others have a number.
+/// Name of the first controller.
 pub const CONTROLLER: &str = "controller";
 
-/// The name of the agent of server `number`.
+/// Returns the name of the agent of server `number`.
 pub fn agent_name(number: u16) -> String {
     format!("{AGENT_PREFIX}{number}")
 }

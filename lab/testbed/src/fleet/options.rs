@@ -16,58 +16,57 @@ pub struct FleetOptions {
     pub policy: String,
     /// Consistency of every service.
     pub consistency: Consistency,
-    /// Stamper of the cookies of every service.
+    /// Part that stamps the cookies of every service.
     pub timestamps: Timestamps,
     /// Forwarding of the services.
     pub forwarding: Forwarding,
-    /// Family of the servers' addresses in the fleet's file; IPv6 needs a testbed of that family, or routed servers.
+    /// Family of the servers' addresses in the fleet's file; IPv6 needs an IPv6 testbed or routed servers.
     pub servers_family: Family,
-    /// Time between two reports.
+    /// Interval of reports (ms).
     pub report_interval_ms: u32,
-    /// Make tables once per report interval, as in the simulator, instead of at each report.
+    /// Whether tables are made once per report interval, as in the simulator, instead of at each report.
     pub tables_by_interval: bool,
     /// Agents' source of the load of a server's cores.
     pub load: LoadSource,
     /// Whether agents steer connections to the workers of their cores.
     pub steer: bool,
-    /// Run agents on servers; without them nothing reports, and only load balancers can stamp.
+    /// Whether agents run on servers; without agents only load balancers can stamp.
     pub agents: bool,
-    /// Added text of the fleet's file: more services, for one.
+    /// Additional text of the fleet's file, such as further services.
     pub fleet_text: String,
-    /// Added text of load balancers' files.
+    /// Additional text of load balancers' files.
     pub load_balancer_text: String,
-    /// Added text of every agent's file.
+    /// Additional text of every agent's file.
     pub agent_text: String,
     pub json_logs: bool,
-    /// Run daemons with the rights of their systemd units only.
+    /// Whether daemons run only with the rights of their systemd units.
     pub confined: bool,
-    /// Text of the controller's file in place of a store of its own and the fleet's file.
+    /// Text of the controller's file that replaces its own store and the fleet's file.
     pub shared_store: Option<String>,
     /// Addresses of other controllers, for the files of agents and load balancers.
     pub other_controllers: Vec<String>,
-    /// The fleet's document, applied by `coreward apply`; `None`: it is a file of the controller's, which
+    /// Document of the fleet, applied by `coreward apply`; `None`: the controller reads a file, which
     /// [`Fleet::set_pool`] writes.
     pub applied: Option<String>,
-    /// Directory of the controller's records; `None`: in the testbed's directory.
+    /// Directory of the controller's records; `None`: a part of the testbed's directory.
     pub store: Option<PathBuf>,
-    /// Family of the first controller's address and of load balancers' for each other; IPv6 needs a testbed of that
-    /// family.
+    /// Family of the first controller's address, and of the load balancers' addresses for each other; IPv6 needs an
+    /// IPv6 testbed.
     pub control_family: Family,
-    /// Number of controllers. Several keep their records in etcd, and the document is `applied`.
+    /// Number of controllers. Several controllers store their records in etcd and need `applied`.
     pub controllers: u16,
-    /// Addresses of etcd's members, for several controllers.
+    /// Addresses of etcd's members for several controllers.
     pub etcd: Vec<String>,
-    /// Lease of the controller that leads, in etcd (s). It is lost when the machine stalls for that long.
+    /// Lease of the leading controller in etcd (s). A stall of the machine for this time loses the lease.
     pub lease_s: u32,
-    /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have
-    /// the machine's.
+    /// Faults of each daemon's wall clock and disk; `None`: daemons use those of the machine.
     pub preload: Option<Preload>,
-    /// By server: the testbed's racks that its agent uses, in order, before the controllers. Every rack of the testbed
-    /// has its daemon.
+    /// Racks that the agent of each server uses, in order, before the controllers. Every rack of the testbed has a
+    /// daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,
-    /// By server: further lines in the fleet's file.
+    /// Additional lines of each server in the fleet's file.
     pub server_lines: BTreeMap<u16, String>,
-    /// Whether all parts have certificates of an authority of the testbed's own; otherwise they talk in plain.
+    /// Whether all parts have certificates of the testbed's authority; otherwise connections have no TLS.
     pub tls: bool,
 }
 
@@ -106,7 +105,7 @@ impl Default for FleetOptions {
 }
 
 impl FleetOptions {
-    /// Controllers in the files of load balancers and racks.
+    /// Returns the controllers for the files of load balancers and racks.
     pub(super) fn controllers(&self) -> String {
         format!("{:?}", self.controller_addresses())
     }
@@ -123,20 +122,20 @@ impl FleetOptions {
     }
 }
 
-/// An agent's source of the load of the cores.
+/// Source of the cores' load at an agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadSource {
     /// Busy time of the machine's CPUs.
     Cpu,
-    /// The core load file of the paced server ([`busy_file`]): the emulated cores.
+    /// Core load file of the paced server ([`busy_file`]), for emulated cores.
     PacedServer,
 }
 
-/// State of a server in the controller's file.
+/// Admin state of a server in the controller's file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminState {
     /// Takes new connections.
     Active,
-    /// Keeps what it has.
+    /// Only keeps its open connections.
     Draining,
 }

@@ -1,4 +1,4 @@
-//! Whether a fleet is at work: everybody reports, and the tables in force have every server that takes new connections.
+//! Readiness of a fleet: all daemons report, and the tables in force have every server that takes new connections.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -27,7 +27,7 @@ impl Fleet {
         let services = array(&status["services"]).iter();
         let whole: Vec<(&str, u64)> =
             services.map(|service| self.complete_table(testbed, service)).collect::<Result<_, _>>()?;
-        // Requested later, so that it has the fate of these tables; loads cause new ones all the time.
+        // Requested after the tables: loads cause new tables all the time.
         let status = self.status(testbed)?;
         for (service, whole) in whole {
             for number in self.load_balancers.keys() {
@@ -39,7 +39,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Whether every rack has a controller.
+    /// Checks that every rack has a controller.
     pub(super) fn check_racks(&self, testbed: &Testbed) -> anyhow::Result<()> {
         if self.racks.is_empty() {
             return Ok(());
@@ -49,8 +49,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Returns the name of the service, and the generation of its newest table if that has all servers that take new
-    /// connections. Tables are made on change: the first may precede the last server's MAC address or report.
+    /// Returns the name of the service and the generation of its newest table, if the table has all servers that take
+    /// new connections. Tables are made on change: the first one may precede the last server's MAC address or report.
     fn complete_table<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
         let name = service["name"].as_str().context("a service without a name")?;
         let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
@@ -66,7 +66,7 @@ impl Fleet {
         Ok((name, table["generation"].as_u64().context("a table without a generation")?))
     }
 
-    /// A service's newest table, as `GET /v1/tables/SERVICE` of the controller that leads.
+    /// Returns a service's newest table from `GET /v1/tables/SERVICE` of the leading controller.
     fn table(&self, testbed: &Testbed, service: &str) -> anyhow::Result<Value> {
         let token = fs::read_to_string(testbed.directory().join("viewer.token"))?;
         let ask = |number: &u16| {

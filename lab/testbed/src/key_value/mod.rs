@@ -1,11 +1,11 @@
 //! A key-value server: GET, PUT and SCAN over an ordered store in memory, one UDP socket per worker.
 //!
-//! Its workers are the choices of dispatchers: all sockets have one address (SO_REUSEPORT), and a worker reads only its
-//! own. Worker K is named `coreK`. By default each is a process with a store of its own, all filled alike: processes
-//! can be killed and stopped one by one, and a GET sees a PUT only at the same worker. With `--threads` they share one
-//! store behind a lock, and a GET sees every PUT.
+//! The workers are targets of dispatchers: all sockets have one address (SO_REUSEPORT), and a worker reads only its
+//! own. Worker K is named `coreK`. By default each worker is a process with its own store, with equal initial contents:
+//! processes can be killed and stopped separately, and a GET returns the values of PUTs at the same worker. With
+//! `--threads` all workers share one store behind a lock.
 //!
-//! * [`server`]: starting and restarting workers; [`handle`]: a server on a testbed's server
+//! * [`server`]: starts and restarts workers; [`handle`]: a key-value server in a testbed
 
 pub mod handle;
 pub mod server;

@@ -33,10 +33,10 @@ pub struct KeyValueServerArgs {
     /// Number of workers, each with its own socket
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: u8,
-    /// Number of keys at the start: user0000000000 and on
+    /// Initial number of keys: user0000000000 and on
     #[arg(long, default_value_t = 10_000)]
     pub keys: u32,
-    /// Length of their values (bytes)
+    /// Length of the initial values (bytes)
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_MAX as i64))]
     pub value_bytes: u16,
     /// Use threads with one store, instead of processes with one store each
@@ -72,13 +72,13 @@ pub struct KeyValueServerArgs {
 /// Counts of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct WorkerCounters {
-    /// Datagrams that it read.
+    /// Datagrams that the worker read.
     pub received: u64,
-    /// Requests that it answered.
+    /// Requests that the worker answered.
     pub answered: u64,
-    /// Datagrams that were no requests, or none that it could serve.
+    /// Datagrams that the worker could not serve, including invalid ones.
     pub refused: u64,
-    /// Time that it spent on requests (ns).
+    /// Time that the worker spent on requests (ns).
     pub busy_ns: u64,
 }
 
@@ -88,8 +88,8 @@ impl From<&[u64; Counters::COUNT]> for WorkerCounters {
     }
 }
 
-/// Serves until SIGINT or SIGTERM, then prints what each worker has done as one line of JSON. Fails when it cannot
-/// listen, when an option makes no sense, or when all workers have ended.
+/// Serves until SIGINT or SIGTERM, then prints the counts of each worker as one line of JSON. Fails when it cannot
+/// listen, when an option is invalid, or when all workers have ended.
 pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let mut server = Server::new(args)?;
@@ -103,9 +103,9 @@ struct Server<'a> {
     store: Arc<Store>,
     pace: Pace,
     file: BusyFile,
-    /// For an agent.
+    /// Busy times for an agent.
     busy: Option<BusyFile>,
-    /// By worker; `None` where only the worker has it.
+    /// Sockets by worker; `None` if only the worker has its socket.
     sockets: Vec<Option<UdpSocket>>,
 }
 
@@ -196,12 +196,12 @@ impl<'a> Server<'a> {
     fn run_processes(&mut self) -> anyhow::Result<()> {
         let mut workers = Vec::new();
         for worker in 0..self.args.workers {
-            // In order: the kernel numbers the sockets of a group as they were bound.
+            // The kernel numbers the sockets of a group in the order of their binding.
             self.sockets.push(None);
             workers.push(self.start_process(worker)?);
         }
         self.publish()?;
-        // Not wait(2): a signal just before it would not end it.
+        // Polls instead of wait(2): a signal just before wait(2) would not end the call.
         while interrupt::check().is_ok() {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
@@ -219,12 +219,12 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Forks a worker, with the socket that the master kept or a new one.
+    /// Forks a worker with the master's copy of its socket, or with a new socket.
     fn start_process(&mut self, number: u8) -> anyhow::Result<Option<Pid>> {
         let index = usize::from(number);
         let socket = self.sockets[index].take().map_or_else(|| self.open_socket(), Ok)?;
         let pid = fork_worker("key-value server", number, || self.run_worker(number, &socket))?;
-        // Without the master's copy the socket is closed when its worker ends, and leaves the group.
+        // Without a copy in the master, the socket is closed when its worker ends, and leaves the group.
         self.sockets[index] = self.args.keep_sockets.then_some(socket);
         Ok(Some(pid))
     }

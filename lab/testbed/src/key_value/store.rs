@@ -7,22 +7,22 @@ use coreward_load::key_value::{self, Request, ResponseWriter, Status};
 use coreward_load::request_type::RequestType;
 use parking_lot::RwLock;
 
-/// Further keys that clients may add to those that are there from the start.
+/// Number of keys that clients may add to the initial ones.
 pub(crate) const MORE_PAIRS: usize = 1_000_000;
 
 type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
-/// The store of a worker, or of all of them.
+/// Store of one worker, or shared by all.
 #[derive(Debug)]
 pub(crate) struct Store {
     pairs: RwLock<Pairs>,
-    /// A PUT of a further key is refused: clients must not fill the machine's memory.
+    /// Limit of keys, so that clients cannot fill the machine's memory; a PUT of a further key is rejected.
     pairs_max: usize,
 }
 
 impl Store {
-    /// A store with the keys that [`key_value::key_name`] gives the numbers below `keys`, each with a value of this
-    /// length.
+    /// Returns a store with the keys [`key_value::key_name`] of the numbers below `keys`, each with a value of length
+    /// `value_length`.
     pub(crate) fn with_keys(keys: u32, value_length: usize, pairs_max: usize) -> Self {
         let pair = |number: u32| {
             let value: Box<[u8]> = (0..value_length).map(|index| (number as usize + index) as u8).collect();
@@ -31,7 +31,7 @@ impl Store {
         Self { pairs: RwLock::new((0..keys).map(pair).collect()), pairs_max }
     }
 
-    /// Does what is asked for and writes the response.
+    /// Executes the request and writes the response.
     pub(crate) fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
         match request.request_type {
             RequestType::GET => self.get(request, worker, response),
@@ -58,7 +58,7 @@ impl Store {
     }
 
     fn put(&self, key: &[u8], value: &[u8]) -> Status {
-        // A writer that panicked left the map as it was before or after its PUT.
+        // A writer that panicked left the map valid, before or after its PUT.
         let mut pairs = self.pairs.write();
         if let Some(present) = pairs.get_mut(key) {
             *present = value.into();
@@ -88,7 +88,7 @@ mod tests {
 
     use super::*;
 
-    /// Status and pairs of an answer, from all its datagrams.
+    /// Status and pairs of a response, from all its datagrams.
     type Answer = (u8, Vec<(Vec<u8>, Vec<u8>)>);
 
     fn request(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {
@@ -128,7 +128,7 @@ mod tests {
         expected.insert(2, format!("{}x", key_name(500)).into_bytes());
         let keys: Vec<Vec<u8>> = pairs.into_iter().map(|(key, _)| key).collect();
         assert_eq!((status, keys), (0, expected));
-        // From the first key on; over the last one.
+        // From the first key, and beyond the last one.
         assert_eq!(request(&store, "SCAN1", b"", b"").1[0].0, key_name(0).into_bytes());
         assert_eq!(request(&store, "SCAN127", key_name(995).as_bytes(), b"").1.len(), 5);
         assert_eq!(request(&store, "WORK3", b"", b""), (0, vec![]));

@@ -1,8 +1,8 @@
-//! A worker: reads one request, serves it, answers it, and only then reads the next.
+//! Worker: reads a request, serves it, answers it, and only then reads the next one.
 //!
-//! Waiting requests stay in the socket's receive queue. With paced service times the worker is a core in virtual time
-//! ([`VirtualCore`]): a request that arrived at t, by the kernel's time stamp, completes at max(t, busy until) + its
-//! service time. So a late wake-up delays answers but takes nothing away from the core's capacity.
+//! Waiting requests stay in the socket's receive queue. With paced service times the worker emulates a core in virtual
+//! time ([`VirtualCore`]): a request that arrived at t (the kernel's time stamp) completes at max(t, busy until) + its
+//! service time. A late wake-up therefore delays responses but does not reduce the core's capacity.
 
 use std::net::UdpSocket;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,44 +20,44 @@ use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 use super::store::Store;
 use crate::core_load_file::VirtualCore;
 
-/// Delay behind the clock that a core catches up (ns). The machine wakes us microseconds to milliseconds late, which is
-/// none of the core's time; a worker that was stopped for longer has lost that time.
+/// Largest delay that a core catches up (ns). The machine's late wake-ups (microseconds to milliseconds) do not cost
+/// the core time; a worker that was stopped for longer has lost that time.
 pub(crate) const CATCH_UP_NS: u64 = 20_000_000;
 
-/// A worker's counts, in memory that the master and the readers of the counter file share.
+/// Counts of a worker, in memory shared by the master and the readers of the counter file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Counters(pub(crate) &'static [AtomicU64; Counters::COUNT]);
 
 impl Counters {
-    /// Numbers per worker.
+    /// Number of counts per worker.
     pub(crate) const COUNT: usize = 4;
     const RECEIVED: usize = 0;
     const ANSWERED: usize = 1;
     const REJECTED: usize = 2;
     const BUSY_NS: usize = 3;
 
-    /// Each has one writer, and readers need no order with other memory.
+    /// Adds to a count. Each count has one writer, and readers need no ordering with other memory.
     fn add(&self, which: usize, more: u64) {
         let sum = u64::from_le(self.0[which].load(Ordering::Relaxed)) + more;
         self.0[which].store(sum.to_le(), Ordering::Relaxed);
     }
 
-    /// The numbers as they are now.
+    /// Returns the current counts.
     pub(crate) fn read(&self) -> [u64; Self::COUNT] {
         self.0.each_ref().map(|number| u64::from_le(number.load(Ordering::Relaxed)))
     }
 }
 
-/// A worker's pace.
+/// Service time of requests.
 #[derive(Debug, Clone)]
 pub(crate) enum Pace {
-    /// Their real time.
+    /// Real time of the work.
     Work,
-    /// By the clock: as long as in the request or, if it has no time, as in this table.
+    /// Emulated time: of the request, or without one of its type in this table.
     Clock(ServiceTimes),
 }
 
-/// Why a datagram was not answered.
+/// Reason why a datagram was not answered.
 #[derive(Debug, thiserror::Error)]
 enum Rejection {
     #[error(transparent)]
@@ -74,12 +74,12 @@ pub(crate) struct Worker<'a> {
     pub store: &'a Store,
     pub pace: &'a Pace,
     pub counters: Counters,
-    /// Busy time (ns), read by an agent.
+    /// Busy time (ns), published for an agent.
     pub busy_ns: Option<&'a AtomicU64>,
 }
 
 impl Worker<'_> {
-    /// Serves; returns only when something broke.
+    /// Serves; returns only after an error.
     pub(crate) fn run(self) -> anyhow::Result<std::convert::Infallible> {
         // The default of 50 us is as long as a paced request (prctl(2), PR_SET_TIMERSLACK).
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
@@ -102,7 +102,7 @@ impl Worker<'_> {
             match outcome {
                 Ok(()) => {
                     let client = received.sender.context("a datagram without a sender")?;
-                    // A full send buffer waits; what the network refuses is lost, as any datagram may be.
+                    // A full send buffer blocks; datagrams that the network rejects are lost.
                     let sent = response.finish().all(|datagram| self.socket.send_to(datagram, client).is_ok());
                     self.counters.add(Counters::ANSWERED, sent.into());
                 }
@@ -121,7 +121,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Does what is asked for, and takes as long as it should.
+    /// Serves a request and takes its service time.
     fn serve(
         &self,
         request: &Request<'_>,
@@ -152,20 +152,20 @@ impl Worker<'_> {
     }
 }
 
-/// Until a moment of CLOCK_MONOTONIC (ns).
+/// Sleeps until a time of CLOCK_MONOTONIC (ns).
 pub(crate) fn sleep_until(moment_ns: u64) {
     let moment = TimeSpec::from_duration(Duration::from_nanos(moment_ns));
     while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &moment) == Err(Errno::EINTR) {}
 }
 
-/// Gives the receive queue `bytes`, beyond net.core.rmem_max if we may. Fails when it gets less.
+/// Sets the receive buffer to `bytes`, beyond net.core.rmem_max if permitted. Fails when the kernel grants less.
 pub(crate) fn set_receive_buffer(socket: &UdpSocket, bytes: usize) -> anyhow::Result<()> {
     use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
     use nix::sys::socket::{getsockopt, setsockopt};
     if setsockopt(socket, RcvBufForce, &bytes).is_err() {
         setsockopt(socket, RcvBuf, &bytes)?;
     }
-    // The kernel doubles what it is given, for its own bookkeeping (socket(7)).
+    // The kernel doubles the requested size for its bookkeeping (socket(7)).
     let given = getsockopt(socket, RcvBuf)? / 2;
     if given < bytes {
         bail!("receive buffer of {bytes} bytes: this process gets {given} at most (net.core.rmem_max)");

@@ -1,4 +1,4 @@
-//! Stock Knot DNS on a server: a UDP service with one SO_REUSEPORT socket per worker, which knows nothing of coreward.
+//! Stock Knot DNS on a server: a UDP service with one SO_REUSEPORT socket per worker, unaware of coreward.
 
 use std::fs;
 use std::net::{SocketAddrV4, UdpSocket};
@@ -15,11 +15,11 @@ use crate::{Process, TIMEOUT};
 
 /// Address of the service, on every server.
 pub const DNS: SocketAddrV4 = SocketAddrV4::new(VIP, 53);
-/// A query that is answered from memory.
+/// Query that knotd answers from memory.
 pub const PLAIN: &str = "www.plain.test/A";
-/// A query whose answer is signed when it is asked for (RSA, 2048 bits).
+/// Query whose answer is signed on demand (RSA, 2048 bits).
 pub const SIGNED: &str = "www.signed.test/A/dnssec";
-/// Debian's path; `/usr/sbin` is not in every PATH.
+/// Debian's path, because PATH may lack `/usr/sbin`.
 pub const PROGRAM: &str = "/usr/sbin/knotd";
 
 const ZONE: &str = "$TTL 300
@@ -29,16 +29,15 @@ ns A 192.0.2.1
 www A 192.0.2.2
 ";
 
-/// A knotd on a server; ends with this value.
+/// knotd on a server; ends with this value.
 #[derive(Debug)]
 pub struct Knot {
     process: Process,
 }
 
 impl Testbed {
-    /// Starts knotd on a server with this number of UDP workers, and waits until it answers both [`PLAIN`] and
-    /// [`SIGNED`]. Fails when there is no such server or no knotd, or it does not answer in time; the error has its
-    /// output.
+    /// Starts knotd on a server with `workers` UDP workers, and waits until it answers [`PLAIN`] and [`SIGNED`]. Fails
+    /// when the server or knotd does not exist, or knotd does not answer in time; the error contains its output.
     pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<Knot> {
         let directory = self.directory().join(format!("knot-s{number}"));
         fs::create_dir_all(&directory)?;
@@ -65,7 +64,7 @@ impl Testbed {
     }
 }
 
-/// Whether the server in this namespace answers without error.
+/// Returns whether the server in this namespace answers without error.
 fn answers(query: &str) -> anyhow::Result<bool> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.connect(DNS)?;

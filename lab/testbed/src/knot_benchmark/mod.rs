@@ -15,7 +15,7 @@ use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS, PLAIN, SIGNED};
 
-/// Name of the kernel's own choice in [`KnotBenchmarkArgs::policies`].
+/// Name of the kernel's selection in [`KnotBenchmarkArgs::policies`].
 const KERNEL: &str = "kernel";
 
 /// Options of `coreward-lab testbed knot-benchmark`.
@@ -62,45 +62,45 @@ fn seconds(text: &str) -> Result<f64, String> {
     between(text, 0.1, 600.0)
 }
 
-/// Results of one policy; spreads are over the runs.
+/// Results of one policy, with spreads over the runs.
 #[derive(Debug, Clone, Serialize)]
 pub struct Measured {
-    /// The policy, or `kernel`.
+    /// Name of the policy, or `kernel`.
     pub policy: String,
-    /// Answers a second.
+    /// Answers per second.
     pub answered_rps: SeedSummary,
-    /// Median latency of queries that are answered from memory (us).
+    /// Median latency of queries answered from memory (us).
     pub plain_p50_us: SeedSummary,
-    /// Their 99th percentile (us).
+    /// 99th percentile of the latency of queries answered from memory (us).
     pub plain_p99_us: SeedSummary,
-    /// 99th percentile of those that are signed (us).
+    /// 99th percentile of the latency of signed queries (us).
     pub signed_p99_us: SeedSummary,
-    /// Queries without an answer, in all runs.
+    /// Number of queries without an answer in all runs.
     pub lost: u64,
 }
 
 /// Results of all policies.
 #[derive(Debug, Clone, Serialize)]
 pub struct Comparison {
-    /// UDP workers of knotd.
+    /// Number of UDP workers of knotd.
     pub workers: u16,
-    /// Queries a second that were due.
+    /// Queries due per second.
     pub rate: f64,
-    /// Share of signed ones.
+    /// Share of signed queries.
     pub signed: f64,
-    /// In the order asked for.
+    /// Results in the requested order.
     pub policies: Vec<Measured>,
 }
 
-/// Measures and prints.
+/// Runs the benchmark and prints its results.
 pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     print!("{}", compare(args)?.render(args.format));
     Ok(())
 }
 
-/// Runs knotd on a server of a testbed of its own, and measures every policy in turns. Fails without root or knotd,
-/// when something does not start, an answer is an error, or the machine is too busy.
+/// Runs knotd on a server of a new testbed, and measures every policy in turn. Fails without root or knotd, when a
+/// process does not start, an answer has an error, or the machine is too busy.
 pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
@@ -119,7 +119,7 @@ pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies })
 }
 
-/// A DNS message's id assigns the answer to its query.
+/// Returns the dispatch's service. The id of a DNS message matches the answer with its query.
 fn service(policy: &str) -> String {
     format!("listen = \"{DNS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }

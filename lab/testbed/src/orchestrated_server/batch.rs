@@ -1,4 +1,4 @@
-//! A batch service that always has work: its units are requests, which it sends itself.
+//! Batch service with continuous work: its units are requests that it sends itself.
 
 use std::net::UdpSocket;
 use std::path::Path;
@@ -12,13 +12,13 @@ use coreward_runtime::worker::Runtime;
 
 use super::RETRY_INTERVAL;
 
-/// Service of the units.
+/// Number of the batch service.
 const SERVICE: u8 = 1;
-/// Time without any response after which all units count as lost.
+/// Time without a response after which all units count as lost.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keeps `window` units of that service time under way until `stop` is set. Begins again after an error, as when the
-/// orchestrator ends.
+/// Keeps `window` units of service time `service_us` outstanding until `stop` is set. Restarts after an error, such as
+/// the orchestrator's end.
 pub fn feed(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
     while !stop.load(Relaxed) {
         if let Err(error) = try_feed(memory, window, service_us, stop) {

@@ -1,4 +1,4 @@
-//! A core by the clock: it sleeps for the service times of its requests, so that two CPUs carry many cores.
+//! Clock of an emulated core, which sleeps for the service times of its requests, so that two CPUs run many cores.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -7,17 +7,17 @@ use coreward_load::event_loop::now_ns;
 
 use crate::key_value::worker::{CATCH_UP_NS, sleep_until};
 
-/// Virtual time of a core.
+/// Virtual time of an emulated core.
 ///
-/// A late wake-up delays a response and takes nothing from the core's capacity: the next request starts when the
-/// previous one ended in virtual time.
+/// A late wake-up delays a response but does not reduce the core's capacity: the next request starts at the virtual end
+/// of the previous one.
 #[derive(Debug)]
 pub struct CoreClock {
     /// Service time between two yield points (ns).
     slice_ns: u64,
-    /// Time that an idle worker sleeps, at least (ns).
+    /// Minimum sleep of an idle worker (ns).
     sleep_ns: u64,
-    /// Time that the core needs to turn to a request of another service (ns).
+    /// Time in which the core switches to another service (ns).
     switch_ns: u64,
     /// Service of the last slice.
     service: Cell<u8>,
@@ -28,15 +28,15 @@ pub struct CoreClock {
 }
 
 impl CoreClock {
-    /// `slice`: service time between two yield points. `sleep`: time that the idle worker sleeps, at least. `switch`:
-    /// time that the core needs to turn to a request of another service.
+    /// `slice`: service time between two yield points. `sleep`: minimum sleep of the idle worker. `switch`: time in
+    /// which the core switches to another service.
     pub fn new(slice: Duration, sleep: Duration, switch: Duration) -> Self {
         let [slice_ns, sleep_ns, switch_ns] = [slice, sleep, switch].map(|time| time.as_nanos() as u64);
         let (virtual_ns, woke_ns) = (Cell::new(0), Cell::new(0));
         Self { slice_ns, sleep_ns, switch_ns, service: Cell::new(0), virtual_ns, woke_ns }
     }
 
-    /// Sleeps for the time of a request of a service. `yield_point` may serve other requests meanwhile.
+    /// Sleeps for the service time of a request. `yield_point` may serve other requests meanwhile.
     pub fn serve(&self, service: u8, time: Duration, mut yield_point: impl FnMut()) {
         self.begin(now_ns());
         let mut left_ns = time.as_nanos() as u64;
@@ -53,14 +53,14 @@ impl CoreClock {
         }
     }
 
-    /// Begins a request: now if the worker has slept since the last one, else where that one ended.
+    /// Starts a request: now if the worker has slept since the last one, else at the last one's virtual end.
     fn begin(&self, now_ns: u64) {
         let has_slept = now_ns - self.woke_ns.get() >= self.sleep_ns;
         let earliest_ns = if has_slept { now_ns } else { now_ns.saturating_sub(CATCH_UP_NS) };
         self.virtual_ns.set(self.virtual_ns.get().max(earliest_ns));
     }
 
-    /// Returns the begin of a slice.
+    /// Returns the start of a slice.
     fn begin_slice(&self, service: u8) -> u64 {
         let switch_ns = if self.service.replace(service) == service { 0 } else { self.switch_ns };
         self.virtual_ns.get() + switch_ns

@@ -1,4 +1,4 @@
-//! `coreward-lab figure cheetah-9-live`: runs of every method for the figure's panels.
+//! `coreward-lab figure cheetah-9-live`: runs every method for the figure's panels.
 
 use anyhow::{Context as _, anyhow};
 use coreward_sim::figure::axes::Metric;
@@ -11,13 +11,13 @@ use super::timeline;
 use crate::interrupt;
 use crate::stream::client::Streams;
 
-/// Ends a measurement that is going on, in order.
+/// Interrupts the running measurement.
 pub fn interrupt() {
     interrupt::request();
 }
 
-/// Measures every series of `scenario`, whose labels are names of methods, with every seed. Fails when a series is no
-/// method's name, a panel's measure is none of ours, or a run fails.
+/// Measures every series of `scenario` with every seed; labels of series are names of methods. Fails when a label is
+/// not a method, a panel's metric is not supported, or a run fails.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     let methods: Vec<Method> = scenario
         .series
@@ -33,7 +33,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         progress(done.get(), of);
     };
     let mut samples = Vec::new();
-    // Seed by seed, so that disturbances of the machine affect all methods.
+    // Ordered by seed, so that disturbances of the machine affect all methods.
     for seed in 1..=seeds {
         for method in &methods {
             let run = Run::measure(*method, &Streams { seed, ..streams.clone() }, &tick)?;
@@ -54,7 +54,7 @@ fn sample(panel: &Panel, run: &Run, x: f64, y: f64) -> Sample {
     Sample { panel: panel.title.get_ref().clone(), series: run.method.to_owned(), x, run: run.seed, y }
 }
 
-/// A panel's values of a run: (x, y). The value of a second is known at its end.
+/// Returns a panel's values (x, y) of a run. The value of a second belongs to the end of that second.
 fn values(panel: &Panel, run: &Run) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends = (1..).map(f64::from);
     let seconds = run.seconds.iter();

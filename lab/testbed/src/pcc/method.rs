@@ -1,11 +1,11 @@
-//! The methods of the comparison: a consistency and the policy that chooses where new connections go.
+//! Compared methods: a consistency mode, and a policy that places new connections.
 
 use coreward_model::consistency::Consistency;
 
 /// Method by which packets find their servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Method {
-    /// For the command line and the series of the figure.
+    /// Name on the command line, and label of the figure's series.
     pub name: &'static str,
     /// Consistency in the controller's file.
     pub consistency: Consistency,
@@ -13,8 +13,8 @@ pub struct Method {
     pub policy: &'static str,
 }
 
-/// Compared methods. The paper has AWRR under Cheetah; a hash table is as good as what it falls back on, and the best
-/// that others use is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
+/// Compared methods. The paper has AWRR under Cheetah. A connection table is as good as its fallback, and the best
+/// fallback of other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
 pub const METHODS: [Method; 6] = [
     Method { name: "stateless", consistency: Consistency::Stateless, policy: "awrr" },
     Method { name: "stateful", consistency: Consistency::Stateful, policy: "awrr" },
@@ -25,7 +25,7 @@ pub const METHODS: [Method; 6] = [
 ];
 
 impl Method {
-    /// The method of that name. Fails when there is none; names those that are.
+    /// Returns a method by name. Fails when it does not exist; the error lists the known names.
     pub fn parse(name: &str) -> Result<Self, String> {
         let names = || METHODS.map(|method| method.name).join(", ");
         let found = METHODS.into_iter().find(|method| method.name == name);

@@ -1,11 +1,11 @@
 //! Broken connections while servers and load balancers come and go: Cheetah's Fig. 9 (NSDI'20, Sect. 5.3), measured
 //! with the real controller, load balancers and agents, and connections of stock kernels.
 //!
-//! Every method has a run of its own for every seed, in a testbed of its own, with the same requests at the same
-//! moments and the same changes of the pool.
+//! Every method runs once per seed in a new testbed, with the same requests at the same times and the same changes of
+//! the pool.
 //!
-//! * [`method`]: what is compared
-//! * [`timeline`]: what happens when
+//! * [`method`]: compared methods
+//! * [`timeline`]: changes of the pool
 //! * [`run`]: one run
 //! * [`figure`]: `coreward-lab figure cheetah-9-live`
 
@@ -29,8 +29,8 @@ pub struct PccArgs {
     streams: Streams,
 }
 
-/// Makes one run and prints what was seen, second by second, as JSON. Fails without root, when something does not
-/// start, or when interrupted; nothing is left behind.
+/// Runs once and prints results by second as JSON. Fails without root, when a process does not start, or when
+/// interrupted; removes the testbed in any case.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let run = Run::measure(args.method, &args.streams, &|| ())?;

@@ -1,4 +1,4 @@
-//! One method with one seed, from a new testbed to what its client saw.
+//! Run of one method with one seed in a new testbed.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -19,39 +19,39 @@ use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 use crate::{instance, interrupt};
 use coreward_load::event_loop::now_ns;
 
-/// Interval of tables; the paper's servers report ten times a second or more, but changes occur once a second.
+/// Interval of tables (ms); the paper's servers report at least ten times a second, but changes occur once a second.
 const REPORT_INTERVAL_MS: u32 = 200;
-/// Each has ports for 50,000 connections, each used once.
+/// Number of client addresses, each with ports for 50,000 connections, which are not reused.
 const CLIENT_ADDRESSES: u16 = 4;
-/// From a load balancer's loss to the routers' knowing: three missed BFD packets at 50 ms (RFC 5880).
+/// Time until routers detect a load balancer's failure: three missed BFD packets at 50 ms (RFC 5880).
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
-/// From starting the client to the warm-up's beginning.
+/// Time from the start of the client to its warm-up.
 const START_DELAY: Duration = Duration::from_millis(500);
-/// More than this between a connection's moment and its beginning, and the machine is too busy to measure on (us).
+/// Limit of the lateness of connections (us), above which the machine is too busy for a measurement.
 const LATENESS_MAX_US: u64 = 100_000;
 
 #[derive(Debug, Clone, Serialize)]
 pub struct Run {
     pub method: &'static str,
     pub seed: u64,
-    /// Second by second, from the wave's beginning.
+    /// Results of each second from the start of the wave.
     pub seconds: Vec<StreamSecond>,
-    /// Connections completed and broken before: nothing changed then.
+    /// Connections completed and broken before the wave, without changes.
     pub warm_up: StreamSecond,
-    /// Connections that were still open, and well, at the end.
+    /// Unbroken connections that were open at the end.
     pub open_at_end: u64,
     /// Lateness of the client's connections.
     pub lateness_us: Latency,
     /// Share of CPU time that was not idle during the run.
     pub machine_busy_pct: f64,
-    /// Counters above 0 of the load balancers that were there at the end.
+    /// Counters above 0 of the load balancers that existed at the end.
     pub load_balancers: BTreeMap<String, u64>,
-    /// Counters above 0 of the servers that were in the controller's file at the end.
+    /// Counters above 0 of the servers in the controller's file at the end.
     pub servers: BTreeMap<String, u64>,
 }
 
 impl Run {
-    /// Makes the run. `tick` is called once a second. Fails without root, when something does not start or ends early,
+    /// Runs the method. Calls `tick` once a second. Fails without root, when a process does not start or ends early,
     /// when the machine is too busy, or when interrupted.
     pub fn measure(method: Method, streams: &Streams, tick: &dyn Fn()) -> anyhow::Result<Self> {
         if let Some(missing) = missing_privilege() {
@@ -105,7 +105,7 @@ impl Run {
         StreamSecond::total(&self.seconds)
     }
 
-    /// Highest of the seconds' percentages.
+    /// Returns the highest percentage of broken connections of a second.
     pub fn highest_pct(&self) -> f64 {
         self.seconds.iter().map(StreamSecond::broken_pct).fold(0.0, f64::max)
     }
@@ -131,7 +131,7 @@ impl Run {
     }
 }
 
-/// A testbed at work. The fields are dropped in this order: the testbed last.
+/// Running testbed. The fields are dropped in this order: the testbed last.
 struct TestEnv {
     fleet: Fleet,
     _servers: StreamServers,
@@ -173,7 +173,7 @@ impl TestEnv {
         Ok(Self { fleet, _servers: servers, seed, next_server, removed_servers: 0, testbed })
     }
 
-    /// Applies the events of one time by one new file for the controller.
+    /// Applies the events of one time with one new controller file.
     fn change(&mut self, changes: &[Change]) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         for change in changes {
@@ -202,7 +202,7 @@ impl TestEnv {
     }
 }
 
-/// Sums of counters by name, those above 0.
+/// Returns the sums above 0 of counters by name.
 fn sum_counters<'a>(all: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
     for (name, count) in all.filter_map(serde_json::Value::as_object).flatten() {

@@ -1,8 +1,8 @@
-//! Events: the servers of the paper's experiment, and load balancers.
+//! Changes of servers, as in the paper's experiment, and of load balancers.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 
-/// [`seeded_rng`]'s stream for the servers that go.
+/// [`seeded_rng`]'s stream for the selection of leaving servers.
 const RNG_STREAM_REMOVED_SERVERS: u64 = 6;
 
 /// Servers in the pool at the start.
@@ -22,11 +22,11 @@ pub enum Change {
     KillLoadBalancer,
 }
 
-/// Half seconds from the wave's beginning on, and what happens then.
+/// Changes by their times, in half seconds from the start of the wave.
 ///
-/// The times of the servers are those of the published counts of servers (`dynamic/BeamerNBSRV.csv` of
-/// github.com/cheetahlb/experiments), by which 6 servers joined; the text (Sect. 5.3) has 7: the seventh joins with the
-/// sixth. The load balancers are ours: the paper claims the same for their changes and has no experiment.
+/// The times of the servers follow the published counts of servers (`dynamic/BeamerNBSRV.csv` of
+/// github.com/cheetahlb/experiments), by which 6 servers joined. In the text (Sect. 5.3) 7 join; the seventh joins here
+/// with the sixth. Changes of load balancers are additional: the paper claims the same for them without an experiment.
 pub const CHANGES: [(u64, &[Change]); 11] = [
     (9, &[Change::AddServer]),
     (11, &[Change::AddServer; 2]),
@@ -41,12 +41,12 @@ pub const CHANGES: [(u64, &[Change]); 11] = [
     (61, &[Change::KillLoadBalancer]),
 ];
 
-/// Number of changes of a kind.
+/// Returns the number of changes of a kind.
 pub fn count(change: Change) -> u16 {
     CHANGES.iter().flat_map(|(_, changes)| *changes).filter(|other| **other == change).count() as u16
 }
 
-/// Servers in the pool at the end of second `second`, from 0.
+/// Returns the number of servers in the pool at the end of second `second`, from 0.
 pub fn servers_after(second: u64) -> u16 {
     let before = CHANGES.iter().filter(|(half, _)| *half <= 2 * second + 1).flat_map(|(_, changes)| *changes);
     before.fold(SERVERS, |servers, change| match change {
@@ -56,7 +56,7 @@ pub fn servers_after(second: u64) -> u16 {
     })
 }
 
-/// The server of these that goes as number `turn`: the same under every method.
+/// Returns the server of `pool` that leaves as number `turn`: the same under every method.
 pub fn leaving_server(pool: &[u16], seed: u64, turn: u64) -> u16 {
     let mut rng = seeded_rng(seed << 8 | turn, RNG_STREAM_REMOVED_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]

@@ -1,11 +1,11 @@
-//! Connections that last: the client asks once, the server sends packets of 125 bytes evenly over the time asked for,
-//! and closes. What Cheetah's experiment on broken connections has (NSDI'20, Sect. 5.3; `includes/httpserver.py` of
-//! github.com/cheetahlb/experiments), without HTTP.
+//! Long connections: the client sends one request, the server sends packets of 125 bytes at equal intervals for the
+//! requested time, and closes. This is Cheetah's experiment on broken connections (NSDI'20, Sect. 5.3;
+//! `includes/httpserver.py` of github.com/cheetahlb/experiments) without HTTP.
 //!
-//! Each connection's bytes follow from a number that the client draws, so that bytes of another connection show.
+//! Each connection's bytes follow from the client's random number, so that bytes of another connection are detected.
 //!
 //! * [`server`]: one process for the servers of a whole testbed: 31 of them on two CPUs
-//! * [`client`]: opens connections as the simulator's clients do, and counts second by second what becomes of them
+//! * [`client`]: opens connections like the simulator's clients, and counts results by second
 
 pub mod client;
 pub mod server;
@@ -16,7 +16,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// Bytes of one write of the server.
 pub const PACKET_BYTES: usize = 125;
 
-/// The client's request. All of the answer is [`content`].
+/// Request of the client. The response only consists of [`content`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Request {
@@ -24,33 +24,33 @@ pub struct Request {
     pub seed: U32,
     /// Number of packets, at least 1.
     pub packets: U32,
-    /// From the request to the last packet (us).
+    /// Time from the request to the last packet (us).
     pub duration_us: U32,
 }
 
 pub const REQUEST_BYTES: usize = size_of::<Request>();
 
 impl Request {
-    /// Time of packet `index`, from 0, after the request (ns).
+    /// Returns the due time of packet `index`, from 0, after the request (ns).
     pub fn due_ns(&self, index: u32) -> u64 {
         let (duration_ns, packets) = (u64::from(self.duration_us.get()) * 1_000, u64::from(self.packets.get().max(1)));
         // 2^32 us in ns times 2^32 would not fit 64 bits.
         (u128::from(duration_ns) * (u128::from(index) + 1) / u128::from(packets)) as u64
     }
 
-    /// Bytes of the whole answer.
+    /// Returns the length of the whole response (bytes).
     pub fn bytes(&self) -> u64 {
         u64::from(self.packets.get()) * PACKET_BYTES as u64
     }
 }
 
-/// The byte at `position` of the answer to a request with this seed.
+/// Returns the byte at `position` of the response to a request with `seed`.
 pub fn content(seed: u32, position: u64) -> u8 {
-    // Knuth's multiplicative hash: neighbouring bytes and neighbouring seeds differ.
+    // Knuth's multiplicative hash: adjacent bytes and adjacent seeds differ.
     ((seed ^ position as u32).wrapping_mul(0x9e37_79b1) >> 24) as u8
 }
 
-/// A process that serves thousands of connections may open as many files as the machine allows it.
+/// Raises the limit of open files to the maximum, for thousands of connections.
 fn raise_file_limit() -> anyhow::Result<()> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;

@@ -1,7 +1,7 @@
-//! The servers of a testbed in one process: a listening socket in each one's namespace, one loop for all.
+//! Servers of a testbed in one process: a listening socket in each server's namespace, and one event loop.
 //!
-//! A packet and an accepted connection count as a millisecond of work of the server's only emulated core, for policies
-//! that use loads.
+//! A packet and an accepted connection each count as a millisecond of work of the server's only emulated core, for
+//! policies that use loads.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Cost of a packet or an accepted connection to the emulated core (ns).
+/// Work of the emulated core per packet or accepted connection (ns).
 const WORK_NS: u64 = 1_000_000;
 
 /// Options of `coreward-lab testbed stream-server`.
@@ -52,7 +52,7 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     match EventLoop::new(Streams, cores)?.run()? {}
 }
 
-/// State of a connection: its request, and how many bytes of it are there.
+/// State of a connection: its request, and the received bytes of it.
 #[derive(Default)]
 struct Stream {
     received: ([u8; REQUEST_BYTES], usize),
@@ -92,19 +92,19 @@ impl Protocol for Streams {
     }
 }
 
-/// The servers' process in a testbed; killed when dropped.
+/// Process of the servers in a testbed; killed when dropped.
 #[derive(Debug)]
 pub struct StreamServers {
     process: Process,
 }
 
 impl Testbed {
-    /// Serves on all servers that are there, from one process. Fails when it does not listen within ten seconds.
+    /// Serves on all present servers from one process. Fails when it does not listen within ten seconds.
     pub fn start_stream_servers(&self) -> anyhow::Result<StreamServers> {
         self.start_stream_servers_at(self.service(), |number| fleet::busy_file(self, number))
     }
 
-    /// Starts stream servers at another address; `busy`: by a server's number, the file for its busy time.
+    /// Starts stream servers at another address; `busy`: file of the busy time, by server number.
     pub fn start_stream_servers_at(
         &self,
         listen: impl Into<SocketAddr>,
@@ -127,7 +127,6 @@ impl Testbed {
 }
 
 impl StreamServers {
-    /// Process id.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }

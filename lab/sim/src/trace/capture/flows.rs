@@ -1,9 +1,9 @@
 //! Assignment of packets to flows, and the ends of flows.
 //!
-//! A flow is a 5-tuple in one direction: a load balancer with direct server return sees the clients' packets only, and
-//! a capture of both directions is taken as two flows. It ends when it was silent for the idle timeout; a TCP flow that
-//! has shown FIN or RST already after [`LINGER_NS`], since a few packets still follow, or when a new SYN takes its
-//! place. Its number is then used again, so memory is needed for the flows of one timeout, however long the capture.
+//! A flow is a 5-tuple in one direction: a load balancer with direct server return only gets the clients' packets, and
+//! a capture of both directions has two flows per connection. A flow ends after the idle timeout. A TCP flow with FIN
+//! or RST ends after [`LINGER_NS`], because a few packets may follow, or when a new SYN starts a flow with its 5-tuple.
+//! Flow numbers are reused, so memory is only needed for the flows of one timeout.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -18,32 +18,32 @@ use crate::trace::{Batch, Event, Opening, Packet};
 /// Time in which a TCP flow may still send after its FIN or RST (ns).
 const LINGER_NS: u64 = 2_000_000_000;
 
-/// An IPv4 flow: addresses, ports and protocol, packed.
+/// Key of an IPv4 flow: addresses, ports and protocol.
 type KeyV4 = u128;
-/// An IPv6 flow: addresses, then ports and protocol.
+/// Key of an IPv6 flow: addresses, then ports and protocol.
 type KeyV6 = ([u8; 32], u64);
 
 #[derive(Debug, Clone, Copy)]
 enum Key {
     V4(KeyV4),
     V6(KeyV6),
-    /// The number is free.
+    /// The flow number is free.
     None,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Flow {
     last_ns: u64,
-    /// FIN or RST was seen.
+    /// Whether the flow had FIN or RST.
     is_closing: bool,
 }
 
 pub struct FlowTable {
-    // The keys are from a file, not from an adversary: a fixed seed makes every run the same.
+    // Keys come from a file, not from an attacker: a fixed seed makes runs reproducible.
     by_v4: HashMap<KeyV4, u32, FixedState>,
     by_v6: HashMap<KeyV6, u32, FixedState>,
     flows: Vec<Flow>,
-    /// Apart from `flows`, which every packet touches.
+    /// Separate from `flows`, which every packet accesses.
     keys: Vec<Key>,
     free: Vec<u32>,
     idle_timeout_ns: u64,
@@ -63,7 +63,7 @@ impl FlowTable {
         }
     }
 
-    /// Appends the packets with their flows.
+    /// Appends the packets with their flow numbers.
     pub fn assign(&mut self, records: &Records, batch: &mut Batch) {
         for record in &records.packets {
             if record.time_ns >= self.next_sweep_ns {
@@ -139,7 +139,7 @@ impl FlowTable {
         batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: record.bytes, event });
     }
 
-    /// Forgets the flows that have ended.
+    /// Removes the flows that have ended.
     fn sweep(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
         for number in 0..self.flows.len() as u32 {
             let flow = self.flows[number as usize];
@@ -155,12 +155,12 @@ impl FlowTable {
             self.free.push(number);
             events.push(Packet { time_ns: now_ns, flow: number, bytes: 0, event: Event::EXPIRES });
         }
-        // Often enough that few have ended long ago, seldom enough that looking at all costs nothing per packet.
+        // Often enough to free ended flows soon, and seldom enough that a scan costs nothing per packet.
         self.next_sweep_ns = now_ns + (LINGER_NS.min(self.idle_timeout_ns) / 4).max(1);
     }
 }
 
-/// The flow's sender as a client.
+/// Returns the tuple of the flow's sender as a client.
 fn tuple(key: &Key) -> FourTuple {
     let both_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
     match key {

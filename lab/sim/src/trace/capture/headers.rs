@@ -1,4 +1,4 @@
-//! From a link-layer frame to addresses and ports.
+//! Parser of link-layer frames: finds addresses and ports.
 
 use super::error::CaptureError;
 
@@ -9,14 +9,14 @@ pub const FLAG_OPENS: u8 = 2;
 /// A TCP segment with FIN or RST.
 pub const FLAG_ENDS: u8 = 4;
 
-/// A link layer: the values of pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html) that carry IP.
+/// Link layer with IP: values of pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkType {
     /// 1
     Ethernet,
     /// 0: the address family in the capturing host's byte order, then the packet
     Loopback,
-    /// 101, and 12 and 14 as some systems wrote it: IPv4 or IPv6
+    /// 101, and on some systems 12 or 14: IPv4 or IPv6
     Raw,
     /// 228
     Ipv4,
@@ -46,7 +46,7 @@ impl TryFrom<u32> for LinkType {
 }
 
 impl LinkType {
-    /// Bytes before the network layer, without VLAN tags.
+    /// Returns the length of the headers before the network layer, without VLAN tags (bytes).
     fn header_bytes(self) -> usize {
         match self {
             LinkType::Ethernet => 14,
@@ -57,7 +57,7 @@ impl LinkType {
         }
     }
 
-    /// End of the ports of an IPv4 packet without options.
+    /// Returns the end of the ports in an IPv4 packet without options (bytes).
     pub fn min_snap_length(self) -> u32 {
         self.header_bytes() as u32 + 24
     }
@@ -65,22 +65,22 @@ impl LinkType {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SkipReason {
-    /// ARP, LLDP, MPLS and the like.
+    /// Other network protocols: ARP, LLDP, MPLS and others.
     NotIp,
-    /// ICMP, GRE, ESP and the like.
+    /// Other transport protocols: ICMP, GRE, ESP and others.
     OtherProtocol,
     /// A fragment other than the first has no ports.
     Fragment,
-    /// The capture ends before the ports.
+    /// The captured bytes end before the ports.
     CutOff,
-    /// Lengths that contradict each other.
+    /// Contradictory lengths.
     Malformed,
-    /// A pcapng block that holds a packet without its time.
+    /// pcapng block of a packet without a time.
     NoTime,
 }
 
 impl SkipReason {
-    /// All of them, in order.
+    /// All reasons in order.
     pub const ALL: [SkipReason; 6] = [
         SkipReason::NotIp,
         SkipReason::OtherProtocol,
@@ -91,7 +91,7 @@ impl SkipReason {
     ];
     pub const COUNT: usize = Self::ALL.len();
 
-    /// The reason in words.
+    /// Returns the reason in words.
     pub fn name(self) -> &'static str {
         match self {
             SkipReason::NotIp => "not IP",
@@ -104,37 +104,37 @@ impl SkipReason {
     }
 }
 
-/// Source and destination.
+/// Source and destination address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Addresses {
-    /// The source in the upper half.
+    /// IPv4 addresses, the source in the upper half.
     V4(u64),
-    /// The source first.
+    /// IPv6 addresses, the source first.
     V6([u8; 32]),
 }
 
-/// Packet's part in its flow.
+/// Fields of a packet that identify its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parsed {
     /// Source and destination.
     pub addresses: Addresses,
-    /// The source port in the upper half.
+    /// Ports, the source in the upper half.
     pub ports: u32,
-    /// 6 or 17.
+    /// IP protocol: 6 or 17.
     pub protocol: u8,
-    /// [`FLAG_OPENS`], [`FLAG_ENDS`].
+    /// Combination of [`FLAG_OPENS`] and [`FLAG_ENDS`].
     pub flags: u8,
 }
 
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const ETHERTYPE_IPV6: u16 = 0x86dd;
-/// 802.1Q, 802.1ad, and what QinQ used before that.
+/// 802.1Q, 802.1ad, and the earlier value of QinQ.
 const ETHERTYPES_VLAN: [u16; 3] = [0x8100, 0x88a8, 0x9100];
 
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
-/// Finds addresses and ports. Fails when the packet has none, or they were not captured.
+/// Returns the fields of a packet. Fails when the packet has no ports, or they were not captured.
 #[inline]
 pub fn parse(link: LinkType, data: &[u8]) -> Result<Parsed, SkipReason> {
     match link {
@@ -155,7 +155,7 @@ fn u16_at(data: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes(data.get(at..at + 2)?.try_into().ok()?))
 }
 
-/// A packet behind its EtherType, with any number of VLAN tags between them.
+/// Parses a packet from its EtherType on, with any number of VLAN tags.
 #[inline]
 fn by_ethertype(data: &[u8], mut at: usize) -> Result<Parsed, SkipReason> {
     loop {
@@ -207,8 +207,8 @@ fn ipv6(packet: &[u8]) -> Result<Parsed, SkipReason> {
     let addresses = Addresses::V6(header[8..40].try_into().expect("32 bytes"));
     let (mut next, mut rest) = (header[6], &packet[40..]);
     loop {
-        // RFC 8200, Sect. 4; each but the fragment header and AH counts its length in units of 8 bytes after the first
-        // 8.
+        // RFC 8200, Sect. 4: all headers except the fragment header and AH have their length in units of 8 bytes after
+        // the first 8.
         let bytes = match next {
             // Hop-by-hop, routing, destination options, mobility, HIP, shim6
             0 | 43 | 60 | 135 | 139 | 140 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 8 + 8,
@@ -219,7 +219,7 @@ fn ipv6(packet: &[u8]) -> Result<Parsed, SkipReason> {
                 }
                 8
             }
-            // Authentication header: in units of 4 bytes, less 2.
+            // Authentication header: length in units of 4 bytes, minus 2.
             51 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 4 + 8,
             _ => return transport(next, rest, addresses),
         };
@@ -234,7 +234,7 @@ fn transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<Parse
         return Err(SkipReason::OtherProtocol);
     }
     let ports = u32::from_be_bytes(*segment.first_chunk().ok_or(SkipReason::CutOff)?);
-    // A capture may end between ports and flags; the flow then ends by its silence.
+    // A capture may end between ports and flags; the flow then ends by the idle timeout.
     let flags = match segment.get(13) {
         Some(flags) if protocol == TCP => {
             let (fin, syn, rst, ack) = (flags & 1 != 0, flags & 2 != 0, flags & 4 != 0, flags & 16 != 0);

@@ -1,4 +1,4 @@
-//! The file, decompressed while reading, recognised by its first bytes and not by its name.
+//! Input file, decompressed while reading. Its first bytes determine the format, not its name.
 
 use std::fs::File;
 use std::io::{self, BufReader, Chain, Cursor, Read};
@@ -12,7 +12,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use super::error::CaptureError;
 use crate::trace::TraceError;
 
-/// Format by a file's first bytes.
+/// Format of a file by its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileFormat {
     Pcap,
@@ -23,11 +23,11 @@ pub enum FileFormat {
     Xz,
     /// Zstandard (RFC 8878).
     Zstd,
-    /// None of them.
+    /// Other format.
     Unknown,
 }
 
-/// Enough for every mark.
+/// Length that contains every magic number (bytes).
 const MARK_BYTES: usize = 6;
 
 pub fn detect_format(mark: &[u8]) -> FileFormat {
@@ -44,19 +44,19 @@ pub fn detect_format(mark: &[u8]) -> FileFormat {
     }
 }
 
-/// Input. Not `Box<dyn Read>` over the file alone: the mark was read before.
+/// Reader of the input, including the magic number that was read before.
 pub type Reader = Box<dyn Read + Send>;
 
-/// A file that was recognised.
+/// File of a known format.
 pub struct Input {
-    /// All its bytes, decompressed.
+    /// Decompressed contents.
     pub reader: Reader,
-    /// Format: never one of the compressed kinds.
+    /// Format after decompression.
     pub format: FileFormat,
 }
 
-/// Opens a file and looks into it as often as it is compressed. Fails when it cannot be read, or is neither a capture
-/// nor an arrival log.
+/// Opens a file and decompresses it, also repeatedly. Fails when it cannot be read, or is neither a capture nor an
+/// arrival log.
 pub fn open(path: &Path) -> Result<Input, TraceError> {
     let shown = || path.display().to_string();
     let failed = |error| TraceError::File { path: shown(), error };
@@ -83,7 +83,7 @@ fn decompressed(format: FileFormat, reader: Reader) -> Reader {
     }
 }
 
-/// The first bytes, and a reader that gives them again.
+/// Returns the first bytes, and a reader that returns them again.
 fn peek(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, Reader)> {
     let mut mark = Vec::with_capacity(MARK_BYTES);
     reader.by_ref().take(MARK_BYTES as u64).read_to_end(&mut mark)?;
@@ -91,7 +91,7 @@ fn peek(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, Reader)>
     Ok((mark, Box::new(again)))
 }
 
-/// All frames of a Zstandard file, one after the other: the library decodes one.
+/// Reader of all frames of a Zstandard file; the library decodes a single frame.
 struct ZstdReader {
     source: BufReader<Reader>,
     decoder: FrameDecoder,
@@ -99,7 +99,7 @@ struct ZstdReader {
 }
 
 impl ZstdReader {
-    /// Whether there is another frame; skippable ones are skipped.
+    /// Returns whether another frame follows, after any skippable ones.
     fn next_frame(&mut self) -> io::Result<bool> {
         loop {
             if io::BufRead::fill_buf(&mut self.source)?.is_empty() {

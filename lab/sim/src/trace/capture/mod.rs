@@ -1,13 +1,13 @@
-//! Captures: pcap and pcapng files, as they are or compressed.
+//! Captures: pcap and pcapng files, also compressed.
 //!
-//! * [`input`]: the file, decompressed
+//! * [`input`]: decompressed file
 //! * [`pcap`], [`pcapng`]: records of the two formats
-//! * [`headers`]: from a link-layer frame to addresses and ports
-//! * [`records`]: what a reader hands on, and what it makes sure of
-//! * [`writer`]: a trace as a capture
-//! * [`flows`]: which flow a packet belongs to, and when flows end
+//! * [`headers`]: parser of addresses and ports
+//! * [`records`]: parsed packets, with checks of their order
+//! * [`writer`]: writes a trace as a capture
+//! * [`flows`]: assignment of packets to flows, and the ends of flows
 //!
-//! A thread reads and parses; the consumer of the packets looks up flows meanwhile.
+//! One thread reads and parses; the consumer's thread assigns flows.
 
 mod error;
 mod flows;
@@ -31,24 +31,23 @@ use self::input::Input;
 pub use error::CaptureError;
 pub use input::FileFormat;
 
-/// Batches that are under way between the two threads.
+/// Number of batches between the two threads.
 const BATCHES: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ReadOptions {
-    /// A flow that was silent for longer has ended (ns).
+    /// Idle timeout of a flow (ns).
     pub idle_timeout_ns: u64,
 }
 
 impl Default for ReadOptions {
-    /// 60 s: longer than the pauses that applications make, short enough that a day's capture needs memory for a
-    /// minute.
+    /// 60 s: longer than pauses of applications, and short enough that a day's capture only needs memory for a minute.
     fn default() -> Self {
         Self { idle_timeout_ns: 60_000_000_000 }
     }
 }
 
-/// A capture, packet by packet.
+/// Trace of a capture.
 pub struct CaptureTrace {
     filled: Receiver<Records>,
     empty: SyncSender<Records>,
@@ -59,7 +58,7 @@ pub struct CaptureTrace {
 }
 
 impl CaptureTrace {
-    /// Starts to read a capture; `path` is named in errors.
+    /// Starts to read a capture; errors name `path`.
     pub fn start(input: Input, path: &Path, options: ReadOptions) -> Self {
         let shown = path.display().to_string();
         let (fill, filled) = sync_channel(BATCHES);
@@ -87,7 +86,7 @@ impl CaptureTrace {
 impl Trace for CaptureTrace {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        // A batch of records may hold none that is taken, and an empty batch of packets would mean the end.
+        // A batch of records may contain only skipped packets, but an empty batch would mean the end.
         while batch.packets.is_empty() {
             let Ok(records) = self.filled.recv() else {
                 let reader = self.reader.take().map(|reader| reader.join().expect("the reader does not panic"));
@@ -98,7 +97,7 @@ impl Trace for CaptureTrace {
                 *self.skipped.entry(reason).or_default() += packets;
             }
             self.reordered += records.reordered;
-            // The reader may have ended.
+            // The reader may have ended already.
             let _ = self.empty.send(records);
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! The next-generation capture file (draft-ietf-opsawg-pcapng): sections, interfaces, packets.
+//! Next-generation capture file (draft-ietf-opsawg-pcapng): sections, interfaces, packets.
 
 use std::io::{self, ErrorKind, Read};
 
@@ -10,12 +10,12 @@ use super::headers::{LinkType, SkipReason};
 use super::input::Reader;
 use super::records::{Frame, Recorder, StopReason};
 
-/// The library's first buffer, and the most that a block may have.
+/// Size of the library's initial buffer, and limit of a block (bytes).
 const BUFFER_BYTES: usize = 1 << 20;
 const MAX_BYTES: usize = 1 << 25;
 
-/// Fills whole buffers: the library needs a file's first block in its first read. A truncated compressed file ends like
-/// any other.
+/// Reader that fills whole buffers: the library needs a file's first block in its first read. A truncated compressed
+/// file ends like any other file.
 struct FullReads(Reader);
 
 impl Read for FullReads {
@@ -40,15 +40,15 @@ struct Interface {
     offset_s: i64,
 }
 
-/// The option if_tsresol: a power of 10, or of 2 if the uppermost bit is set. (The library supports no power of 2.)
-/// 10^38 is the largest that a number here holds.
+/// Returns the resolution of the option if_tsresol: a power of 10, or of 2 if the uppermost bit is set (which the
+/// library does not support). 10^38 is the largest supported value.
 fn ticks_per_s(if_tsresol: u8) -> i128 {
     let exponent = u32::from(if_tsresol & 0x7f);
     if if_tsresol & 0x80 == 0 { 10i128.pow(exponent.min(38)) } else { 1 << exponent.min(126) }
 }
 
 impl Interface {
-    /// A time in ns since 1970; `None` when it lies before that, or 500 years later.
+    /// Returns a time in ns since 1970; `None` when it is earlier, or more than 500 years later.
     fn time_ns(&self, high: u32, low: u32) -> Option<u64> {
         let ticks = i128::from(u64::from(high) << 32 | u64::from(low));
         let ns = ticks * 1_000_000_000 / self.ticks_per_s + i128::from(self.offset_s) * 1_000_000_000;
@@ -56,7 +56,7 @@ impl Interface {
     }
 }
 
-/// Reads a whole file. The error names the mistake and its place.
+/// Reads a whole file. An error names the fault and its position.
 pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
     let mut file = match PcapNGReader::new(BUFFER_BYTES, FullReads(reader)) {
         Ok(file) => file,

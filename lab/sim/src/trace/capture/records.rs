@@ -1,4 +1,4 @@
-//! A reader's batches of parsed packets, in order of time, with what was left out.
+//! Batches of parsed packets in order of time, with the numbers of skipped ones.
 
 use std::sync::mpsc::{Receiver, SyncSender};
 
@@ -7,16 +7,15 @@ use super::headers::{self, Addresses, FLAG_IPV6, LinkType, Parsed, SkipReason};
 
 const BATCH: usize = 32_768;
 
-/// Records whose ports were cut off are borne as long as there are fewer of them than this, or than of those that were
-/// taken.
+/// Number of records with missing ports that is tolerated; more are tolerated if more records are complete.
 const MIN_TOLERATED_CUT_OFF: u64 = 100;
 
-/// Why reading ends early.
+/// Reason for the early end of reading.
 #[derive(Debug)]
 pub enum StopReason {
-    /// Something is wrong.
+    /// The capture is invalid.
     Error(CaptureError),
-    /// The receiver of the packets has gone.
+    /// The receiver of the packets was closed.
     ReceiverClosed,
 }
 
@@ -26,38 +25,38 @@ impl From<CaptureError> for StopReason {
     }
 }
 
-/// A packet that was taken.
+/// Parsed packet.
 #[derive(Debug, Clone, Copy)]
 pub struct Record {
-    /// In ns after the first packet of the file.
+    /// Time after the first packet of the file (ns).
     pub time_ns: u64,
     /// IPv4: source and destination; IPv6: position in [`Records::ipv6`].
     pub addresses: u64,
     /// Source and destination port.
     pub ports: u32,
-    /// Length on the wire, as the capture has it.
+    /// Length on the wire, as captured (bytes).
     pub bytes: u16,
-    /// 6 or 17.
+    /// IP protocol: 6 or 17.
     pub protocol: u8,
-    /// Flags: [`FLAG_IPV6`] and the like.
+    /// Flags such as [`FLAG_IPV6`].
     pub flags: u8,
 }
 
-/// Some packets, and what was left out among them.
+/// Batch of packets, with the numbers of skipped ones.
 #[derive(Debug, Default)]
 pub struct Records {
-    /// Packets that were taken.
+    /// Parsed packets.
     pub packets: Vec<Record>,
     /// Source and destination of IPv6 packets.
     pub ipv6: Vec<[u8; 32]>,
-    /// By reason.
+    /// Number of skipped packets by reason.
     skipped: [u64; SkipReason::COUNT],
-    /// Packets that were earlier than their predecessors, within what is tolerated.
+    /// Number of packets that were earlier than their predecessors, within the tolerance.
     pub reordered: u64,
 }
 
 impl Records {
-    /// Packets that were left out, by reason.
+    /// Returns the numbers of skipped packets by reason.
     pub fn skipped(&self) -> impl Iterator<Item = (&'static str, u64)> {
         SkipReason::ALL
             .into_iter()
@@ -74,22 +73,22 @@ impl Records {
     }
 }
 
-/// A packet as a file has it.
+/// Packet of a file.
 pub struct Frame<'a> {
-    /// In ns since 1970.
+    /// Time (ns since 1970).
     pub time_ns: u64,
     pub length: u32,
     pub data: &'a [u8],
 }
 
-/// Takes frames, and sends on what is in them.
+/// Parser of frames, which sends batches of records.
 pub struct Recorder {
     filled: SyncSender<Records>,
     emptied: Receiver<Records>,
     records: Records,
     first_ns: Option<u64>,
     latest_ns: u64,
-    /// Packets of the file so far.
+    /// Number of packets of the file so far.
     number: u64,
     recorded: u64,
     cut_off: u64,
@@ -111,12 +110,11 @@ impl Recorder {
         }
     }
 
-    /// Packets of the file so far.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// The error for a file that ends within the next packet.
+    /// Returns the error for a file that ends within the next packet.
     pub fn truncated(&self) -> CaptureError {
         let last_ns = self.first_ns.map_or(0, |first_ns| self.latest_ns - first_ns);
         CaptureError::Truncated { number: self.number + 1, read: self.number, last_s: last_ns as f64 / 1e9 }
@@ -134,13 +132,13 @@ impl Recorder {
         if self.records.packets.len() == BATCH { self.send() } else { Ok(()) }
     }
 
-    /// A packet of which nothing but its existence is known.
+    /// Counts a skipped packet.
     pub fn skip(&mut self, reason: SkipReason) {
         self.number += 1;
         self.records.skipped[reason as usize] += 1;
     }
 
-    /// The time after the first packet; never less than the previous one.
+    /// Returns the time after the first packet; never less than the previous one.
     #[inline]
     fn in_order(&mut self, time_ns: u64) -> Result<u64, StopReason> {
         let first_ns = *self.first_ns.get_or_insert(time_ns);
@@ -188,7 +186,8 @@ impl Recorder {
         if self.cut_off > MIN_TOLERATED_CUT_OFF { self.check_cut_off() } else { Ok(()) }
     }
 
-    /// A few truncated packets (long chains of IPv6 headers) are skipped; a mostly truncated capture is an error.
+    /// Checks the share of packets without ports. A few (long chains of IPv6 headers) are skipped; if most are
+    /// truncated, this is an error.
     fn check_cut_off(&mut self) -> Result<(), StopReason> {
         if self.cut_off > self.recorded
             && let Some(error) = self.first_cut_off.take()
@@ -205,7 +204,7 @@ impl Recorder {
         self.filled.send(full).map_err(|_| StopReason::ReceiverClosed)
     }
 
-    /// The file has ended.
+    /// Sends the last batch at the end of the file.
     pub fn finish(mut self) -> Result<(), StopReason> {
         self.check_cut_off()?;
         self.send()

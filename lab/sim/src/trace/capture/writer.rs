@@ -1,5 +1,5 @@
-//! A trace as a capture: for measuring how fast captures are read, for tests, and for looking at `campus` with other
-//! tools.
+//! Writes a trace as a capture: for measurements of the reader's speed, for tests, and for analysis of `campus` with
+//! other tools.
 
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -8,13 +8,13 @@ use coreward_model::FourTuple;
 
 use crate::trace::{Batch, Event, Trace};
 
-/// Ethernet, IPv4 and TCP without options.
+/// Length of Ethernet, IPv4 and TCP headers without options (bytes).
 const HEADERS_BYTES: usize = 54;
 
-/// Writes a classic capture (microseconds would blur the order: nanoseconds) of all packets, as TCP over IPv4 over
-/// Ethernet: SYN on a flow's first packet, FIN on its last. Each packet is cut off at `snap_length` bytes (at least
-/// 54). A history has no packets and is left out. Fails when the trace cannot be read or the capture not written.
-/// Panics when a flow is IPv6.
+/// Writes a classic capture of all packets, as TCP over IPv4 over Ethernet, with SYN on a flow's first packet and FIN
+/// on its last. Times are in nanoseconds, because microseconds would lose the order. Each packet is truncated to
+/// `snap_length` bytes (at least 54). A history has no packets and is omitted. Fails when the trace cannot be read or
+/// the capture cannot be written. Panics when a flow is IPv6.
 pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> io::Result<u64> {
     let snap_length = snap_length.max(HEADERS_BYTES);
     let mut header = Vec::with_capacity(24);
