@@ -1,4 +1,4 @@
-//! Tests that forged TSecr values reach a server no more often than its share of the ids.
+//! Tests that forged TSecr values reach a server at most as often as its share of the ids.
 //!
 //! A permutation, selected by the keyed hash of the 4-tuple, hides the 15 bits of a cookie (kind and id). Therefore:
 //!

@@ -75,9 +75,9 @@ pub struct Config {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReportPhase {
-    /// All of them when the table is made.
+    /// All agents read when the table is made.
     Aligned,
-    /// Each at its own time, as live: the loads of a table are up to a report interval old.
+    /// Each agent reads at its own time, as live: the loads of a table are up to one report interval old.
     Random,
 }
 

@@ -48,16 +48,10 @@ pub enum ServiceError {
     },
     /// Share outside 0 to 1.
     #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
-    Fraction {
-        given: String,
-        fraction: f64,
-    },
+    Fraction { given: String, fraction: f64 },
     /// Shares whose sum is above 1.
     #[error("service {given:?}: the fractions add up to {sum}: expected at most 1")]
-    Sum {
-        given: String,
-        sum: f64,
-    },
+    Sum { given: String, sum: f64 },
     /// Service time of a long class that is below 1, or not a number.
     #[error("service {given:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)")]
     Factor { given: String, factor: f64 },

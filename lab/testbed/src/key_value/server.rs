@@ -166,7 +166,7 @@ impl<'a> Server<'a> {
             event = "listening",
             workers = self.args.workers,
             address = %self.args.listen,
-            "key-value server"
+            "the key-value server listens"
         );
         Ok(())
     }

@@ -113,7 +113,7 @@ impl Worker<'_> {
                             event = "request-rejected",
                             worker = self.number,
                             error = %refused,
-                            "a request is not answered; further ones are only counted"
+                            "request rejected without a response; further rejections are only counted"
                         );
                     }
                 }

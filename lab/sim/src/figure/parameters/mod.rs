@@ -39,10 +39,7 @@ pub enum ParameterError {
     },
     /// The parameter cannot have this value.
     #[error("`{}` cannot be {value}", word(swept))]
-    Value {
-        swept: SweepAxis,
-        value: f64,
-    },
+    Value { swept: SweepAxis, value: f64 },
     /// The kind does not measure the metric.
     #[error("a simulation of kind `{kind}` does not measure `{}`", word(measure))]
     NotMeasured {
