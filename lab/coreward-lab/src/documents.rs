@@ -1,5 +1,5 @@
-//! README and docs against the repository: links and their anchors, `make` targets, commands with their flags. Each
-//! mistake is named with its file.
+//! Checks README and docs against the repository: links and their anchors, `make` targets, commands with their flags.
+//! An error names the file of each mistake.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,9 +12,9 @@ use crate::Cli;
 /// Checked parts of a document.
 #[derive(Debug, Default)]
 struct Document {
-    /// Destinations as they are written.
+    /// Destinations of links, as written.
     links: Vec<String>,
-    /// Anchors that GitHub makes of headings.
+    /// Anchors that GitHub derives from headings.
     anchors: BTreeSet<String>,
     /// Code spans, and lines of code blocks.
     code: Vec<String>,
@@ -24,7 +24,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// README.md and all of docs/, by their paths from the repository's root.
+/// Returns README.md and all files of docs/, by their paths from the repository's root.
 fn documents() -> BTreeMap<PathBuf, Document> {
     let root = root();
     let docs = std::fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
@@ -55,7 +55,7 @@ fn parse(text: &str) -> Document {
                     document.add_anchor(&heading);
                 }
             }
-            // Blocks of other languages hold no commands.
+            // Blocks of other languages contain no commands.
             Event::Start(Tag::CodeBlock(kind)) => {
                 block = match kind {
                     CodeBlockKind::Indented => true,
@@ -94,9 +94,9 @@ impl Document {
     }
 }
 
-/// Why a link of `document` leads nowhere.
+/// Returns the reason why a link of `document` is broken.
 fn broken(link: &str, document: &Path, all: &BTreeMap<PathBuf, Document>) -> Option<String> {
-    // No network here.
+    // External links would need network access.
     if link.contains("://") || link.starts_with("mailto:") {
         return None;
     }
@@ -114,7 +114,7 @@ fn broken(link: &str, document: &Path, all: &BTreeMap<PathBuf, Document>) -> Opt
     (!known).then(|| format!("{link}: no heading has the anchor #{anchor}"))
 }
 
-/// The words of every command that begins with `program` in a line of code, without what follows it in a shell.
+/// Returns the words of every command that begins with `program` in a line of code, up to a shell operator.
 fn commands<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
     let line = line.split_once(" #").map_or(line, |(command, _)| command);
     let parts = line.split(['|', ';', '&', '(', ')', '>']);
@@ -147,7 +147,7 @@ fn unknown(words: &[&str], of: &clap::Command) -> Option<String> {
     flags.filter(|flag| !known(flag)).map(|flag| format!("`{name}` has no flag `--{flag}`")).next()
 }
 
-/// Words of a line of that command that do not exist.
+/// Returns the unknown words of commands in a line.
 fn unknown_of<'a>(line: &'a str, of: &'a clap::Command) -> impl Iterator<Item = String> {
     commands(line, of.get_name()).filter_map(|words| unknown(&words, of))
 }
@@ -209,7 +209,7 @@ fn every_make_target_exists() {
     assert_none(mistakes.map(|(path, target)| format!("{}: no target {target:?}", path.display())).collect());
 }
 
-/// Words of `text` that begin with `prefix`.
+/// Returns the words of `text` that begin with `prefix`.
 fn words<'a>(text: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(move |word| word.starts_with(prefix))
 }
@@ -223,7 +223,7 @@ fn every_event_is_explained() {
     assert_eq!(rows, known);
 }
 
-/// A number in the manual is the one in the program.
+/// Checks that numbers in the documents equal the program's constants.
 #[test]
 fn numbers_are_those_of_the_constants() {
     use coreward_fleet::audit;

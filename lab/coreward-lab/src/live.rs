@@ -1,4 +1,4 @@
-//! The figures that are measured on this machine; `coreward_sim::figure::live` describes how to add one.
+//! Figures that are measured on this machine; `coreward_sim::figure::live` describes how to add one.
 
 use coreward_bench::figure;
 use coreward_dataplane::capabilities;
@@ -6,7 +6,7 @@ use coreward_sim::figure::embedded::Embedded;
 use coreward_sim::figure::live::LiveFigure;
 use coreward_testbed::{dispatch_figure, pcc};
 
-/// Every one, in any order: lists and pages have the papers' order.
+/// All live figures in any order: lists and pages use the papers' order.
 pub const FIGURES: &[LiveFigure] = &[
     LiveFigure {
         figure: Embedded { name: "cheetah-5-live", text: include_str!("../../scenarios/live/cheetah-5-live.toml") },
@@ -14,7 +14,7 @@ pub const FIGURES: &[LiveFigure] = &[
             capabilities::require("coreward-lab figure cheetah-5-live")?;
             figure::cheetah_5(scenario, progress)
         },
-        // The kernel takes programs and maps back when the process ends.
+        // The kernel removes programs and maps when the process ends.
         interrupt: None,
     },
     LiveFigure {

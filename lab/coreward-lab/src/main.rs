@@ -1,4 +1,4 @@
-//! The laboratory's command; each sub-command is a crate's.
+//! Command of the laboratory; each sub-command is a crate.
 
 #[cfg(test)]
 mod documents;
@@ -55,7 +55,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Sim(args) => print(&sim::run(args)?),
         Command::Figure(args) => figure::run(args, live::FIGURES),
         Command::Load(args) => print(&load::run(&args)?),
-        // Before any thread is started: some of its servers fork.
+        // Before the first thread starts, because some servers of the testbed fork.
         Command::Testbed(args) => testbed::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Fuzz(args) => fuzz::run(args),

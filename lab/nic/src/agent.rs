@@ -14,16 +14,16 @@ use crate::wire::{FLOWS, VIP};
 
 /// Time limit for a program of coreward to be ready; under emulation the verifier alone takes seconds.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
-/// Time limit for the daemon to notice something; it looks once a second.
+/// Time limit for the daemon to detect a change; it checks once a second.
 const NOTICE_LIMIT: Duration = Duration::from_secs(15);
 
-/// The server's id in the fleet's file: the seed of its balanced table.
+/// Id of the server in the fleet's file: the seed of its balanced table.
 const SERVER_ID: u64 = 4711;
-/// The key that the controller's secret file gives to the fleet.
+/// RSS key of the fleet, in the controller's secret file.
 const FLEET_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
                          10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
 
-/// Files of the guest: name without leading slash, content.
+/// Returns the files of the guest: name without leading slash, content.
 pub fn files() -> [(&'static str, String); 5] {
     let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nfleet = \"fleet.toml\"\n\
                       rss_key_file = \"rss.key\"\n";
@@ -44,8 +44,8 @@ pub fn files() -> [(&'static str, String); 5] {
     ]
 }
 
-/// Returns the settings that an agent with `manage_rss` makes in a NIC that shows `before`: a driver that shows no key
-/// takes none.
+/// Returns the settings that an agent with `manage_rss` makes in a NIC with the settings `before`. A driver that does
+/// not show its key does not accept one either.
 pub fn managed(before: &Rss, accepts_key: bool, receive_queues: u16) -> Result<Rss> {
     let key = if accepts_key { FLEET_KEY.parse()? } else { before.key.clone() };
     let seed = ServerId::try_from(SERVER_ID)?.get().into();
@@ -53,7 +53,7 @@ pub fn managed(before: &Rss, accepts_key: bool, receive_queues: u16) -> Result<R
     Ok(Rss { key, indirection_table: IndirectionTable::balanced(seed, entries, receive_queues)? })
 }
 
-/// A line that `coreward agent rss --json` prints.
+/// Line that `coreward agent rss --json` prints.
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum Line {
@@ -62,17 +62,17 @@ enum Line {
     End { verdict: String },
 }
 
-/// Observations of `coreward agent rss`.
+/// Output of `coreward agent rss`.
 pub struct Watched {
-    /// Key and table that it read.
+    /// Key and table that the agent read.
     pub shown: Rss,
-    /// Each SYN with the queue that it predicts, and the one that it saw.
+    /// SYNs with the predicted and the actual queue.
     pub syns: Vec<(FourTuple, u16, u16)>,
     /// `in_force`, `not_in_force` or `undecided`.
     pub verdict: String,
 }
 
-/// Starts `coreward agent rss` and waits until it samples. Fails when it does not.
+/// Starts `coreward agent rss` and waits until it samples. Fails when it does not start.
 pub fn start_watch(guest: &mut Guest) -> Result<()> {
     let limit = START_LIMIT.as_secs();
     guest.run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOWS} --json"))?;
@@ -81,9 +81,9 @@ pub fn start_watch(guest: &mut Guest) -> Result<()> {
     watching.with_context(|| format!("`coreward agent rss`: {}", log(guest, "rss")))
 }
 
-/// Waits until it has seen all SYNs; what it printed. Fails when it fails or prints something else.
+/// Waits until the agent has received all SYNs, and returns its output. Fails when it fails or its output is invalid.
 pub fn end_watch(guest: &mut Guest) -> Result<Watched> {
-    // Its exit status agrees with its verdict.
+    // The exit status depends on the verdict.
     guest.try_run("finished rss", START_LIMIT + NOTICE_LIMIT)?;
     let (mut shown, mut syns, mut judged) = (None, Vec::new(), None);
     for text in guest.run("cat /tmp/rss.out")?.lines().filter(|line| line.starts_with('{')) {
@@ -103,12 +103,12 @@ fn rss(key: &str, table: &[u32]) -> Result<Rss> {
     Ok(Rss { key: key.parse::<RssKey>()?, indirection_table: IndirectionTable::new(table)? })
 }
 
-/// A controller and an agent with `manage_rss` in the guest.
+/// Controller and agent with `manage_rss` in the guest.
 pub struct Daemons;
 
 impl Daemons {
-    /// Starts both and waits until the agent has reported that the NIC has `expected`. Fails, with the end of both
-    /// logs, when it does not.
+    /// Starts controller and agent, and waits until the agent has reported `expected` as the NIC's settings. Fails
+    /// after a time limit, with the end of both logs.
     pub fn start(guest: &mut Guest, expected: &Rss) -> Result<Self> {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;
@@ -119,16 +119,16 @@ impl Daemons {
         Ok(Self)
     }
 
-    /// SYNs that the agent has counted so far: (by the predicted queue, by another one). Fails when the controller does
-    /// not know.
+    /// Returns the SYNs that the agent has counted so far: (on the predicted queue, on other queues). Fails when the
+    /// controller has no counts.
     pub fn counted_syns(&self, guest: &mut Guest) -> Result<(u64, u64)> {
         let server = server(guest)?.context("the controller knows no server")?;
         let count = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
         Ok((count("rss_matched")?, count("rss_mismatched")?))
     }
 
-    /// Waits until the agent has counted `syns` more than `before`; how many of them by the predicted queue. Fails when
-    /// it does not.
+    /// Waits until the agent has counted `syns` more SYNs than `before`. Returns how many of them arrived on the
+    /// predicted queue. Fails after a time limit.
     pub fn matched_of(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
         let matched = poll(guest, NOTICE_LIMIT, |guest| {
             let now = self.counted_syns(guest)?;
@@ -137,8 +137,7 @@ impl Daemons {
         matched.with_context(|| logs(guest))
     }
 
-    /// Waits until the agent warns, or no longer warns, that the table is not in force. Fails when that does not
-    /// happen.
+    /// Waits until the agent warns (or no longer warns) that the table is not in force. Fails after a time limit.
     pub fn wait_for_warning(&self, guest: &mut Guest, expected: bool) -> Result<()> {
         let warned = poll(guest, NOTICE_LIMIT, |guest| {
             let Some(server) = server(guest)? else { return Ok(None) };
@@ -147,7 +146,7 @@ impl Daemons {
         warned.with_context(|| logs(guest))
     }
 
-    /// Ends the agent in order, then the controller. Fails when one does not end, or not well.
+    /// Stops the agent, then the controller. Fails when one does not end, or exits with an error.
     pub fn stop(self, guest: &mut Guest) -> Result<()> {
         let (status, _) = guest.try_run("stop agent", NOTICE_LIMIT)?;
         ensure!(status == 0, "the agent ended with status {status}: {}", log(guest, "agent"));
@@ -157,8 +156,8 @@ impl Daemons {
     }
 }
 
-/// Runs a controller and a load balancer until its table is in force: it waits for RCU grace periods. Fails, with the
-/// end of both logs, when it does not.
+/// Runs a controller and a load balancer until its table is in force, which needs RCU grace periods. Fails after a time
+/// limit, with the end of both logs.
 pub fn balance(guest: &mut Guest) -> Result<String> {
     guest.run("ip addr add 10.2.0.1/24 dev eth0")?;
     guest.run("start controller coreward controller --config /etc/controller.toml")?;
@@ -179,7 +178,7 @@ pub fn balance(guest: &mut Guest) -> Result<String> {
     Ok(format!("generation {generation}"))
 }
 
-/// The one server as `coreward status` has it.
+/// Returns the only server in `coreward status`.
 fn server(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(status(guest)?.and_then(|answer| answer["servers"].get(0).cloned()))
 }
@@ -202,7 +201,7 @@ fn reported(server: &Value) -> Option<Rss> {
     rss(server["rss"]["key"].as_str()?, &table?).ok()
 }
 
-/// Asks until there is an answer. Fails when there is none within `limit`.
+/// Calls `ask` until it returns a value. Fails after `limit`.
 pub fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Guest) -> Result<Option<T>>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {
@@ -214,7 +213,7 @@ pub fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Gues
     }
 }
 
-/// The last messages of a program started in the guest.
+/// Returns the last messages of a program that was started in the guest.
 pub fn log(guest: &mut Guest, name: &str) -> String {
     guest.run(&format!("tail -n 5 /tmp/{name}.log")).unwrap_or_else(|error| error.to_string()).trim().to_owned()
 }

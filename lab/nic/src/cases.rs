@@ -14,28 +14,28 @@ use crate::rss::{self, Measurement};
 use crate::tally::Tally;
 use crate::wire::{FLOWS, VIP, Wire};
 
-/// Parts of guests.
+/// Parts of all guests.
 pub struct Parts {
     /// QEMU and the kernels.
     pub packages: Packages,
     /// The binary to test.
     pub coreward: PathBuf,
-    /// Directory of the consoles' output.
+    /// Directory of the consoles' logs.
     pub logs: PathBuf,
 }
 
-/// A guest to boot, and what is done to its NIC, one after the other.
+/// Guest, and the checks of its NIC.
 pub struct Case {
-    /// `6.1` (Debian 12's own) or `6.12`.
+    /// Kernel: `6.1` (Debian 12's own) or `6.12`.
     pub kernel: &'static str,
     pub nic: Nic,
-    /// Added arguments of the kernel's command line.
+    /// Additional arguments of the kernel's command line.
     pub arguments: &'static str,
     checks: Checks,
 }
 
 enum Checks {
-    /// RSS and the agent in these states of the NIC, one after the other.
+    /// RSS and the agent in these settings of the NIC, one after the other.
     Settings(&'static [Setting]),
     /// Placement of new connections while a core forwards packets; the guest has two NICs.
     Forwarding,
@@ -43,15 +43,16 @@ enum Checks {
 
 struct Setting {
     name: &'static str,
-    /// Command that leads there.
+    /// Command that makes the setting.
     command: &'static str,
-    /// Whether the NIC then does what it shows: what was measured with the kernels of November 2026 (docs/results.md).
+    /// Whether the NIC uses the settings that it shows, as measured with the kernels of November 2026
+    /// (docs/results.md).
     in_force: bool,
 }
 
 /// Time limit of the verifier for all programs, under emulation.
 const CHECK_KERNEL_LIMIT: Duration = Duration::from_secs(120);
-/// Time limit of a command of the user's.
+/// Time limit of a command given by the user.
 const RUN_LIMIT: Duration = Duration::from_secs(600);
 
 const DRIVER_DEFAULT: &str = "as the driver starts";
@@ -87,7 +88,7 @@ pub const CASES: [Case; 7] = [
         ]),
     },
     Case { kernel: "6.12", nic: Nic::Virtio, arguments: "", checks: Checks::Forwarding },
-    // CPUs without a tick, where membarrier(2) offers no grace periods.
+    // CPUs without a tick, on which membarrier(2) offers no grace periods.
     Case {
         kernel: "6.12",
         nic: Nic::Virtio,
@@ -110,20 +111,20 @@ const IGB: &[Setting] = &[
 ];
 
 impl Case {
-    /// For the user.
+    /// Returns the name for the user.
     pub fn name(&self) -> String {
         let and = if self.arguments.is_empty() { String::new() } else { format!(" and {}", self.arguments) };
         let forwards = if matches!(self.checks, Checks::Forwarding) { ", forwarding" } else { "" };
         format!("Linux {} with {}{and}{forwards}", self.kernel, self.nic.driver())
     }
 
-    /// Returns whether its name contains `text`.
+    /// Returns whether the name contains `text`.
     pub fn is_selected(&self, text: &str) -> bool {
         self.name().contains(text)
     }
 
-    /// Boots the guest and makes its checks; with a `command`, prints what that prints instead. Fails when there is no
-    /// guest to check.
+    /// Boots the guest and runs its checks. With a `command`, prints the output of the command instead. Fails when the
+    /// guest does not boot.
     pub fn run(&self, parts: &Parts, command: Option<&str>, tally: &mut Tally) -> Result<()> {
         let start = Instant::now();
         let (mut guest, wire) = self.boot(parts)?;
@@ -158,7 +159,7 @@ impl Case {
         Ok(())
     }
 
-    /// Kernels pass over what they are not built for.
+    /// Checks that the kernel uses the arguments: kernels ignore unknown ones.
     fn check_arguments(&self, guest: &mut Guest) -> Result<String> {
         let cpus = guest.run("cat /sys/devices/system/cpu/nohz_full")?.trim().to_owned();
         ensure!(self.arguments == format!("nohz_full={cpus}"), "CPUs with nohz_full: {cpus:?}");
@@ -184,8 +185,8 @@ impl Case {
         let console = parts.logs.join(format!("{}-{}{mark}.console", self.nic.driver(), self.kernel));
         let boot =
             || Guest::boot(&parts.packages, &kernel, &initrd, Hardware::with_nics(&nics), self.arguments, &console);
-        // QEMU's emulation of several CPUs sometimes trips over itself while the guest sets up its PCI devices
-        // (system/physmem.c, iotlb_to_section): nothing of ours has run by then.
+        // QEMU's emulation of several CPUs sometimes fails with an assertion while the guest sets up its PCI devices
+        // (system/physmem.c, iotlb_to_section), before the tested programs run.
         let mut guest = boot().or_else(|error| match format!("{error:#}").contains("Assertion") {
             true => {
                 println!("{}: QEMU ended by an assertion of its own, once more: {error:#}", self.name());
@@ -198,7 +199,7 @@ impl Case {
         Ok((guest, wire))
     }
 
-    /// The NIC, our prediction and the agent in one of the NIC's states.
+    /// Checks the NIC, the predicted queues and the agent in one of the NIC's settings.
     fn check_setting(&self, setting: &Setting, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
         guest.run(setting.command)?;
         let named = |check: &str| self.check_name(&format!("{}: {check}", setting.name));
@@ -210,7 +211,7 @@ impl Case {
         match (setting.in_force, matched == FLOWS) {
             (true, true) | (false, false) => tally.check(&named(does), Ok(found)),
             (true, false) => tally.check(&named(does), Err(anyhow!(found))),
-            // A point release has mended the driver: good, but then this shows nothing.
+            // A point release has fixed the driver, so the check has no meaning.
             (false, true) => tally.skip(&named(does), "in this kernel it does"),
         }
         let watched = watching.and_then(|()| agent::end_watch(guest));
@@ -218,7 +219,7 @@ impl Case {
         Ok(())
     }
 
-    /// The daemon with `manage_rss = true`, from its start to its end.
+    /// Checks the daemon with `manage_rss = true`, from its start to its end.
     fn check_managed_rss(&self, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
         let named = |check: &str| self.check_name(&format!("manage_rss: {check}"));
         let before = rss::shown(guest)?;
@@ -262,7 +263,7 @@ impl Case {
     }
 }
 
-/// `coreward check-kernel`, which prints `ok` or the verifier's error for each program.
+/// Runs `coreward check-kernel`, which prints `ok` or the verifier's error for each program.
 fn check_kernel(guest: &mut Guest) -> Result<String> {
     let (status, printed) = guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", CHECK_KERNEL_LIMIT)?;
     let programs: Vec<&str> = printed.split_whitespace().collect();
@@ -271,7 +272,8 @@ fn check_kernel(guest: &mut Guest) -> Result<String> {
     Ok(programs.join(" "))
 }
 
-/// The agent's view of a measurement: key, table, each flow's predicted and actual queue, and the verdict.
+/// Checks the agent's results against a measurement: key, table, each flow's predicted and actual queue, and the
+/// verdict.
 fn check_agreement(measured: &Measurement, watched: &Watched) -> Result<String> {
     ensure!(watched.shown == measured.shown, "it read {:?}, ethtool {:?}", watched.shown, measured.shown);
     for (flow, queue) in &measured.delivered {
@@ -291,7 +293,8 @@ fn check_agreement(measured: &Measurement, watched: &Watched) -> Result<String> 
 fn set_up_network(guest: &mut Guest) -> Result<()> {
     guest.run("ip link set eth0 up")?;
     guest.run(&format!("ip addr add {}/32 dev lo", VIP.ip()))?;
-    // No answers: an interrupt of some drivers' queues serves both directions, and only what arrives is counted.
+    // The guest sends no answers: some drivers' interrupts count both directions, and only received packets should
+    // count.
     guest.run("ip route add blackhole default")?;
     let end = Instant::now() + Duration::from_secs(20);
     while guest.run("cat /sys/class/net/eth0/carrier")?.trim() != "1" {

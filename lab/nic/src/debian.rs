@@ -11,7 +11,7 @@ use crate::initrd::{self, EXECUTABLE, READABLE};
 use crate::packages::{self, Packages};
 use crate::process::{command_tied_to_parent, run};
 
-/// Kernel of the guests: the release's own.
+/// Kernel of the guests, which is the release's default.
 const KERNEL: &str = "6.1";
 const MODULES: [&str; 17] = [
     "virtio_pci",
@@ -22,7 +22,7 @@ const MODULES: [&str; 17] = [
     "bridge",
     "sch_ingress",
     "cls_bpf",
-    // The guest has no /lib/modules to load it from when the agent first lists sockets.
+    // The guest has no /lib/modules from which the agent's first listing of sockets could load the module.
     "tcp_diag",
     "ip_vs",
     "ip_vs_rr",
@@ -36,10 +36,10 @@ const MODULES: [&str; 17] = [
 /// Packages that a minimal Debian lacks: for booting, for the daemons' packages, for the tests.
 const PROGRAMS: &str =
     "systemd-sysv,adduser,iproute2,procps,ethtool,libelf1,zlib1g,nginx-light,ipvsadm,keepalived,tcpdump";
-/// Size of the root file system: twice what the programs take.
+/// Size of the root file system: twice the size of the programs.
 const IMAGE_SIZE: &str = "1500M";
 
-/// Without gettys: systemd would wait for udev to report the serial lines, and the guest has no udev.
+/// Without gettys: systemd would wait for udev, which the guest lacks, to report the serial lines.
 const KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
 const TARGET: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
 const SERIAL_UNIT: &str = "[Unit]\nDescription=Commands of the test\nDefaultDependencies=no\nAfter=basic.target\n\
@@ -47,10 +47,10 @@ const SERIAL_UNIT: &str = "[Unit]\nDescription=Commands of the test\nDefaultDepe
 const NETWORK_UNIT: &str = "[Unit]\nDescription=Network of the test\nBefore=network-online.target nginx.service\n\
                             [Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/sh -e /etc/test-network\n";
 
-/// A file of the guest: path without leading slash, and content.
+/// File of the guest: path without leading slash, content.
 pub type File = (&'static str, String);
 
-/// Makes an image of Debian's root file system, or takes that of an earlier run.
+/// Returns an image of Debian's root file system, created now or by an earlier run.
 ///
 /// # Errors
 /// When debootstrap cannot fetch the packages.
@@ -62,7 +62,7 @@ pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
         return Ok(image);
     }
     println!("packages: fetching Debian's {release} into {}", image.display());
-    // Users other than root live in it.
+    // Readable for users other than root, who run daemons in it.
     let root = tempfile::Builder::new().permissions(Permissions::from_mode(0o755)).tempdir_in(cache)?;
     let include = format!("--include={PROGRAMS}");
     let arguments = ["--variant=minbase", include.as_str(), release.as_str()];
@@ -80,13 +80,13 @@ pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// The end of debootstrap's log.
+/// Returns the end of debootstrap's log.
 fn log_of(root: &Path) -> String {
     let text = fs::read_to_string(root.join("debootstrap/debootstrap.log")).unwrap_or_default();
     format!("debootstrap: {}", text.lines().rev().take(3).collect::<Vec<_>>().join(" < "))
 }
 
-/// A machine with Debian that boots again and again.
+/// Machine with Debian that can boot repeatedly.
 pub struct Debian<'a> {
     packages: &'a Packages,
     kernel: PathBuf,
@@ -119,7 +119,7 @@ impl<'a> Debian<'a> {
         Ok(Self { packages, kernel, initrd, disks, console: cache.join(format!("{name}.console")) })
     }
 
-    /// Boots. Fails when QEMU or Debian does not start.
+    /// Boots the machine. Fails when QEMU or Debian does not start.
     pub fn boot(&self) -> Result<Guest> {
         let hardware = Hardware { nics: &[], disks: &self.disks, memory: "1536M" };
         Guest::boot(self.packages, &self.kernel, &self.initrd, hardware, KERNEL_ARGUMENTS, &self.console)

@@ -1,8 +1,8 @@
 //! A server whose cores also forward packets: `crossrss` must move new connections away from the loaded core.
 //!
-//! The guest is server `s1`, by the agent at `eth0` that measures CPU load, and the load balancer in front of it. `s2`
-//! is a second agent at `eth1`, with a constant published load. New connections are SYNs from the tap; the MAC address
-//! that each leaves the guest with names its server.
+//! The guest runs server `s1`, whose agent at `eth0` measures CPU load, and the load balancer in front of it. `s2` is a
+//! second agent at `eth1`, with a constant published load. New connections are SYNs from the tap; the destination MAC
+//! address with which each leaves the guest identifies its server.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -21,24 +21,24 @@ use crate::wire::{FORWARDED, VIP, Wire, flows_of_round};
 
 /// Last bytes of the servers' addresses.
 const HOSTS: [u8; 2] = [11, 12];
-/// Load of every core of `s2`, in percent: above the idle guest's, below that of a core that forwards.
+/// Load of every core of `s2` (%): above the idle guest's, below that of a core that forwards.
 const OTHER_LOAD: u32 = 50;
-/// Load of the core that forwards, as the agent reports it, from which on the SYNs are counted.
+/// Reported load of the forwarding core from which on SYNs are counted.
 const FORWARDING_LOAD: f64 = 0.65;
-/// Packets per second: at first, and at most. QEMU's emulation sets how many load a core.
+/// Initial and maximum rate (packets per second); the rate that loads a core depends on QEMU's emulation.
 const PACKETS: std::ops::RangeInclusive<u32> = 1_000..=64_000;
-/// Time for the load and the tables to follow a new rate.
+/// Time until loads and tables follow a new rate.
 const SETTLE: Duration = Duration::from_secs(3);
-/// Time between two flushes of the receive queues, which QEMU may leave full ([`Monitor::flush_receive_queues`]).
+/// Interval of flushes of the receive queues, which QEMU may leave full ([`Monitor::flush_receive_queues`]).
 const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
-/// Rounds of SYNs of one measurement.
+/// Number of rounds of SYNs per measurement.
 const ROUNDS: u8 = 4;
-/// Transmissions of a SYN: the loaded core drops some.
+/// Transmissions of a SYN, because the loaded core drops some.
 const MAX_TRANSMISSIONS: usize = 10;
-/// Measurements before one that is not as expected counts.
+/// Number of measurements, of which one must have the expected result.
 const MEASUREMENTS: u8 = 5;
 
-/// Files of the guest: name without leading slash, content.
+/// Returns the files of the guest: name without leading slash, content.
 pub fn files() -> Vec<(&'static str, String)> {
     let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
                       fleet = \"forwarding-fleet.toml\"\n";
@@ -64,8 +64,8 @@ pub fn files() -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Starts the daemons, loads one core by forwarding, and checks which server new connections go to, before and after.
-/// Fails when there is nothing to check.
+/// Starts the daemons, loads one core by forwarding, and checks which servers get new connections before and during the
+/// load. Fails when the daemons do not start.
 pub fn check(guest: &mut Guest, wire: &Wire, name: &str, tally: &mut Tally) -> Result<()> {
     let segment = Segment::new(&HOSTS)?;
     start(guest)?;
@@ -100,7 +100,7 @@ pub fn check(guest: &mut Guest, wire: &Wire, name: &str, tally: &mut Tally) -> R
     Ok(())
 }
 
-/// A controller, both agents, the load balancer, and the route of forwarded packets.
+/// Starts a controller, both agents and the load balancer, and adds the route of forwarded packets.
 fn start(guest: &mut Guest) -> Result<()> {
     guest.run("ip link set eth1 up && ip addr add 10.2.0.1/24 dev eth0 && echo 1 > /proc/sys/net/ipv4/ip_forward")?;
     // To a device of the guest: QEMU's network thread would be busy before a core is. The peer of a veth is `veth0`.
@@ -127,7 +127,7 @@ fn start(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Load of each core of `s1` and `s2`.
+/// Returns the load of each core of `s1` and `s2`.
 fn core_loads(status: &Value) -> Option<[Vec<f64>; 2]> {
     let of = |name: &str| {
         let server = status["servers"].as_array()?.iter().find(|server| server["name"] == name)?;
@@ -147,8 +147,8 @@ fn loads(guest: &mut Guest) -> Result<String> {
     Ok(format!("loads {s1} % against {s2} %"))
 }
 
-/// Forwards packets of `flow`, which arrive at `queue`, more and more of them until its core is loaded, while
-/// `measured` runs. Returns its result and the packets per second.
+/// Forwards packets of `flow`, which arrive at `queue`, at a growing rate until the queue's core is loaded, then runs
+/// `measured`. Returns its result and the rate (packets per second).
 fn forwarded<T>(
     guest: &mut Guest,
     wire: &Wire,
@@ -169,7 +169,7 @@ fn forwarded<T>(
     })
 }
 
-/// Raises the rate until the core of `s1` that serves `queue` is loaded in two readings: one may be a daemon's burst.
+/// Raises the rate until two readings show a loaded core for `queue` at `s1`: one reading may be a burst of a daemon.
 fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
     let mut loaded = 0;
     loop {
@@ -190,7 +190,7 @@ fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
     }
 }
 
-/// Sends `rate` packets a second, in rows of one millisecond.
+/// Sends `rate` packets per second, in batches of one millisecond.
 fn send_paced(wire: &Wire, mut monitor: Monitor, flow: &FourTuple, rate: &AtomicU32, ended: &AtomicBool) -> Result<()> {
     let (mut due, mut flush) = (Instant::now(), Instant::now());
     while !ended.load(Ordering::Relaxed) {
@@ -201,19 +201,19 @@ fn send_paced(wire: &Wire, mut monitor: Monitor, flow: &FourTuple, rate: &Atomic
             flush = Instant::now();
             monitor.flush_receive_queues()?;
         }
-        // A sender that was late does not catch up: that would be a burst.
+        // A late sender skips packets, which would otherwise be a burst.
         due = (due + Duration::from_millis(1)).max(Instant::now());
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
     }
     Ok(())
 }
 
-/// Each SYN's flow and the server that it went to.
+/// Flow of each SYN, and its server.
 type PlacedFlows = Vec<(FourTuple, u8)>;
 
 struct Measured {
     placed: PlacedFlows,
-    /// Whether it is as expected.
+    /// Whether the result is as expected.
     is_expected: bool,
     next_round: u8,
 }
@@ -239,7 +239,7 @@ fn measure_until(wire: &Wire, segment: &Segment, first: u8, good: impl Fn(&Place
     Ok(measured)
 }
 
-/// Sends [`ROUNDS`] rounds of SYNs from `first` on, again where one is lost, and returns those that a server received.
+/// Sends [`ROUNDS`] rounds of SYNs from `first` on, and retransmits lost ones. Returns the SYNs that a server received.
 fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<PlacedFlows> {
     segment.take_syns();
     let mut missing: Vec<FourTuple> = (first..first + ROUNDS).flat_map(flows_of_round).collect();
@@ -267,7 +267,7 @@ fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<PlacedFlows> {
     bail!("{} of {sent} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing.len())
 }
 
-/// Number of the SYNs selected by `chosen` that went to `s1`, and number of all of them.
+/// Returns how many SYNs selected by `chosen` reached `s1`, and the number of all selected SYNs.
 fn shares(placed: &PlacedFlows, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let of = placed.iter().filter(|(flow, _)| chosen(flow));
     [of.clone().filter(|(_, host)| *host == HOSTS[0]).count(), of.count()]

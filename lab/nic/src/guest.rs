@@ -1,4 +1,4 @@
-//! A guest: one QEMU process under software emulation, driven over its second serial line.
+//! Guest: a QEMU process with software emulation, controlled over its second serial line.
 
 use std::fs;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use crate::packages::Packages;
 
 pub const QUEUES: u16 = 4;
-/// MAC address of the guest's `eth0`: locally administered. That of `eth1` is one more.
+/// MAC address of the guest's `eth0`, locally administered; `eth1` has the next address.
 pub const MAC_ADDRESS: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
 /// Tap of the guest's `eth0`, in the network namespace of this process.
 pub const TAP: &str = "nictest0";
@@ -22,7 +22,7 @@ pub const TAP: &str = "nictest0";
 /// Name of the monitor's socket.
 const MONITOR: &str = "monitor";
 
-/// Time limit of a start and of a shutdown, for a machine that is busy otherwise.
+/// Time limit of a start and of a shutdown on a busy machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(300);
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
 
@@ -32,12 +32,12 @@ pub enum Nic {
     Virtio,
     /// Intel 82576.
     Igb,
-    /// VMware's, which shows a table that QEMU does not carry out.
+    /// VMware's vmxnet3, whose table QEMU shows but does not use.
     Vmxnet3,
 }
 
 impl Nic {
-    /// The driver's module, and with it the NIC's name.
+    /// Returns the name of the driver's module, which is also the NIC's name.
     pub fn driver(self) -> &'static str {
         match self {
             Nic::Virtio => "virtio_net",
@@ -46,10 +46,10 @@ impl Nic {
         }
     }
 
-    /// A command that prints, per receive queue, its number and numbers whose sum moves with every packet.
+    /// Returns a command that prints the number of each receive queue and counters whose sum grows with every packet.
     ///
-    /// virtio on Linux 6.12 has no counters per queue in `ethtool -S`: its interrupts are counted. igb raises the
-    /// interrupts of all queues every two seconds by itself (igb_watchdog_task): its packets are counted.
+    /// virtio on Linux 6.12 has no counters per queue in `ethtool -S`, so its interrupts are counted. igb raises
+    /// interrupts of all queues every two seconds (igb_watchdog_task), so its packets are counted.
     pub fn counters_command(self) -> &'static str {
         match self {
             Nic::Virtio => r"sed -n 's/^ *[0-9]*:\([ 0-9]*\).*-input\.\([0-9]*\)$/\2 \1/p' /proc/interrupts",
@@ -62,7 +62,7 @@ impl Nic {
         let mut mac = MAC_ADDRESS;
         mac[5] += index;
         let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
-        // Two interrupt vectors per queue, one for the configuration, one for the control queue.
+        // Two interrupt vectors per queue, one for the configuration and one for the control queue.
         let vectors = 2 * QUEUES + 2;
         match self {
             Nic::Virtio => {
@@ -83,7 +83,7 @@ impl Nic {
     }
 }
 
-/// Hardware of a guest, besides its serial lines.
+/// Hardware of a guest, in addition to its serial lines.
 #[derive(Clone, Copy)]
 pub struct Hardware<'a> {
     pub nics: &'a [Nic],
@@ -93,7 +93,7 @@ pub struct Hardware<'a> {
 }
 
 impl<'a> Hardware<'a> {
-    /// A machine without disks.
+    /// Returns hardware without disks.
     pub fn with_nics(nics: &'a [Nic]) -> Self {
         Self { nics, disks: &[], memory: "512M" }
     }
@@ -115,29 +115,29 @@ impl<'a> Hardware<'a> {
     }
 }
 
-/// A booted guest. Dropping it kills QEMU, and with it the tap goes.
+/// Booted guest. Dropping it kills QEMU, which also removes the tap.
 pub struct Guest {
     qemu: Child,
     serial: UnixStream,
-    /// Read from the serial line, not yet taken.
+    /// Received from the serial line and not processed yet.
     pending: Vec<u8>,
     console: PathBuf,
     /// Directory of the monitor's socket.
     monitor: TempDir,
 }
 
-/// QEMU's monitor.
+/// Monitor of QEMU.
 pub struct Monitor(UnixStream);
 
 impl Monitor {
-    /// Makes QEMU deliver the packets that wait in front of its NICs.
+    /// Makes QEMU deliver the packets that wait in its NICs' queues.
     ///
-    /// With RSS, `virtio_net_receive_rcu` (hw/net/virtio-net.c) gives a packet to another queue than the tap's. Where
-    /// that one is full the packet waits until the guest fills the tap's queue, which it may never do. `cont` sets the
-    /// device's status again, and `virtio_net_set_status` flushes all queues. Fails when QEMU has ended.
+    /// With RSS, `virtio_net_receive_rcu` (hw/net/virtio-net.c) may give a packet to another queue than the tap's. If
+    /// that queue is full, the packet waits until the guest refills the tap's queue, which may never happen. `cont`
+    /// sets the device's status again, and `virtio_net_set_status` flushes all queues. Fails when QEMU has ended.
     pub fn flush_receive_queues(&mut self) -> Result<()> {
         self.0.write_all(b"stop\ncont\n").context("QEMU's monitor")?;
-        // Its output is of no use, but must not fill the socket.
+        // The output is discarded, because it must not fill the socket.
         let mut printed = [0; 4096];
         match self.0.read(&mut printed) {
             Err(error) if error.kind() != ErrorKind::WouldBlock => Err(error).context("QEMU's monitor"),
@@ -154,9 +154,9 @@ impl Guest {
         Ok(Monitor(socket))
     }
 
-    /// Boots a guest, and waits for its init to be ready. `arguments` end the kernel's command line; what
-    /// it prints goes to the file `console`. Fails when QEMU ends or nothing is ready within BOOT_LIMIT; with the last
-    /// lines of the console.
+    /// Boots a guest, and waits until its init is ready. `arguments` are appended to the kernel's command line; its
+    /// output goes to the file `console`. Fails when QEMU ends or the guest is not ready within BOOT_LIMIT, with the
+    /// last lines of the console.
     pub fn boot(
         packages: &Packages,
         kernel: &Path,
@@ -165,7 +165,7 @@ impl Guest {
         arguments: &str,
         console: &Path,
     ) -> Result<Self> {
-        // Without a name: nothing to clean up. QEMU reaches it through this process, which outlives it.
+        // An unnamed file needs no cleanup. QEMU opens it through this process, which outlives QEMU.
         let mut initrd_file = tempfile::tempfile()?;
         initrd_file.write_all(initrd)?;
         let (serial, theirs) = UnixStream::pair()?;
@@ -188,14 +188,14 @@ impl Guest {
             .stderr(complaints)
             .spawn()
             .context("QEMU does not start")?;
-        // `command` holds the other end of the serial line; only when QEMU alone has it does QEMU's end show.
+        // Closes the other end of the serial line in `command`, so that QEMU's end closes the line.
         drop(command);
         let mut guest = Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf(), monitor };
         guest.lines_until("@ready", BOOT_LIMIT)?;
         Ok(guest)
     }
 
-    /// Shuts the guest down in order. Fails when QEMU does not end within BOOT_LIMIT.
+    /// Shuts the guest down. Fails when QEMU does not end within BOOT_LIMIT.
     pub fn power_off(mut self) -> Result<()> {
         self.serial.write_all(b"poweroff\n").context("the guest is gone")?;
         let end = Instant::now() + BOOT_LIMIT;
@@ -208,8 +208,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Runs a command (one line of shell) in the guest; its output. Fails when the command fails (with its output), or
-    /// does not end in a minute.
+    /// Runs a command (one line of shell) in the guest and returns its output. Fails when the command fails (with its
+    /// output), or does not end within a minute.
     pub fn run(&mut self, command: &str) -> Result<String> {
         let (status, output) = self.try_run(command, COMMAND_LIMIT)?;
         if status != 0 {
@@ -228,7 +228,7 @@ impl Guest {
         Ok((status, output))
     }
 
-    /// The output up to a line that starts with `marker`, and that line.
+    /// Returns the output up to a line that starts with `marker`, and that line.
     fn lines_until(&mut self, marker: &str, limit: Duration) -> Result<(String, String)> {
         let end = Instant::now() + limit;
         let mut output = String::new();
@@ -257,7 +257,7 @@ impl Guest {
         }
     }
 
-    /// Last output of QEMU and the guest's kernel.
+    /// Returns the last output of QEMU and the guest's kernel.
     fn last_output(&self) -> String {
         let tail = |path: &Path| {
             let text = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
@@ -270,7 +270,7 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // Errors mean that it has ended already.
+        // Errors mean that QEMU has already ended.
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
     }

@@ -1,4 +1,4 @@
-//! The guest's file system: a cpio archive ("newc": Documentation/driver-api/early-userspace/buffer-format.rst).
+//! File system of the guest: a cpio archive ("newc": Documentation/driver-api/early-userspace/buffer-format.rst).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,10 +15,10 @@ const DIRECTORY: u32 = 0o040_755;
 pub const EXECUTABLE: u32 = 0o100_755;
 /// Mode of a file that everyone may read.
 pub const READABLE: u32 = 0o100_644;
-/// Secrets are among the files, and `coreward` takes none that others can read.
+/// Mode of secret files, because `coreward` rejects secrets that other users can read.
 const OWNER_ONLY_MODE: u32 = 0o100_600;
 
-/// Files on their way into an archive.
+/// Archive under construction.
 #[derive(Default)]
 struct Archive {
     bytes: Vec<u8>,
@@ -26,7 +26,7 @@ struct Archive {
 }
 
 impl Archive {
-    /// Adds a file with the folders above it; `name` has no leading slash. A second one of the same name is left out.
+    /// Adds a file and the folders above it; `name` has no leading slash. A second file with the same name is ignored.
     fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
         if let Some((parent, _)) = name.rsplit_once('/') {
             self.add(parent, DIRECTORY, &[]);
@@ -61,8 +61,8 @@ impl Archive {
     }
 }
 
-/// Everything that a guest needs: busybox, ethtool, the `coreward` binary with its libraries, the modules and `files`
-/// (name without leading slash, content). Fails when a part is missing, named.
+/// Builds the guest's file system: busybox, ethtool, the `coreward` binary with its libraries, the modules and `files`
+/// (name without leading slash, content). Fails when a part is missing; the error names it.
 pub fn build(
     packages: &Packages,
     kernel_folder: &Path,
@@ -85,8 +85,8 @@ pub fn build(
     Ok(archive.finish())
 }
 
-/// A first file system that loads the modules, mounts the first disk, copies `files` onto it and starts its init. Fails
-/// when a part is missing, named.
+/// Builds an initial file system that loads the modules, mounts the first disk, copies `files` onto it and starts its
+/// init. Fails when a part is missing; the error names it.
 pub fn build_for_disk(
     packages: &Packages,
     kernel_folder: &Path,
@@ -106,7 +106,7 @@ pub fn build_for_disk(
     Ok(archive.finish())
 }
 
-/// `modules` with those that they need, and the file `modules/order` with their names in the order of loading.
+/// Adds `modules` with their dependencies, and the file `modules/order` with their names in the order of loading.
 fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) -> Result<()> {
     let mut order = String::new();
     for (name, content) in kernel::load_order(kernel_folder, modules)? {
@@ -117,7 +117,8 @@ fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) ->
     Ok(())
 }
 
-/// ethtool is from Debian's packages and `coreward` from this machine: two C libraries, so ethtool gets a folder.
+/// Adds ethtool in its own folder: it is from Debian's packages, and `coreward` from this machine has another C
+/// library.
 fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
     let (program, libraries) = packages.ethtool();
     archive.add("ethtool/ethtool", EXECUTABLE, &read(&program)?);
@@ -130,8 +131,8 @@ fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
     Ok(())
 }
 
-/// The binary without its debug information (by way of the file `stripped`), and the libraries that `ldd` lists, at the
-/// same paths.
+/// Adds the binary without its debug information (through the file `stripped`), and the libraries that `ldd` lists, at
+/// the same paths.
 fn add_coreward(archive: &mut Archive, coreward: &Path, stripped: &Path) -> Result<()> {
     run(command_tied_to_parent("strip").arg("-o").arg(stripped).arg(coreward)).context("binutils' strip is needed")?;
     archive.add("bin/coreward", EXECUTABLE, &read(stripped)?);

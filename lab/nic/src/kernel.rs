@@ -1,4 +1,4 @@
-//! A Debian kernel: its image, and the modules that a guest loads, in the order of their dependencies.
+//! Debian kernel: its image, and the guest's modules in the order of their dependencies.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 
 use crate::process::{command_tied_to_parent, run};
 
-/// Modules that the guests load besides their dependencies; Debian's kernels have some of them built in.
+/// Modules that guests load, without their dependencies; some are built into Debian's kernels.
 pub const MODULES: [&str; 19] = [
     "virtio_pci",
     "virtio_net",
@@ -20,7 +20,7 @@ pub const MODULES: [&str; 19] = [
     "bridge",
     "virtio_blk",
     "ext4",
-    // ext4 loads it by its alias (fs/ext4/super.c, crypto_alloc_shash), which is no dependency.
+    // ext4 loads it by its alias (fs/ext4/super.c, crypto_alloc_shash), which is not a dependency.
     "crc32c_generic",
     "tcp_diag",
     "ip_vs",
@@ -32,8 +32,8 @@ pub const MODULES: [&str; 19] = [
     "fou",
 ];
 
-/// Takes image and needed modules out of a kernel package, and lays them flat into `folder`. Fails when the package
-/// lacks one of them.
+/// Extracts the image and the needed modules of a kernel package into `folder`. Fails when the package lacks one of
+/// them.
 pub fn extract(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
     let unpacked = folder.join("unpacked");
     fs::create_dir_all(folder.join("modules"))?;
@@ -58,7 +58,7 @@ pub fn extract(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The modules for `names`, each after what it depends on: name and content. Fails when a file cannot be read.
+/// Returns name and content of the modules for `names`, each after its dependencies. Fails when a file cannot be read.
 pub fn load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
     let mut order: Vec<(String, Vec<u8>)> = Vec::new();
     for name in names {
@@ -69,7 +69,7 @@ pub fn load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)
 
 fn add_with_dependencies(folder: &Path, name: &str, order: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
     let path = folder.join("modules").join(format!("{name}.ko"));
-    // A module that `extract` did not lay down is built in.
+    // A module without an extracted file is built in.
     if order.iter().any(|(present, _)| present == name) || !path.exists() {
         return Ok(());
     }
@@ -81,7 +81,7 @@ fn add_with_dependencies(folder: &Path, name: &str, order: &mut Vec<(String, Vec
     Ok(())
 }
 
-/// All modules below `folder` by name (with underscores), and what `modules.builtin` lists.
+/// Adds all modules below `folder` by name (with underscores), and the contents of `modules.builtin`.
 fn list_modules(folder: &Path, found: &mut BTreeMap<String, PathBuf>, built_in: &mut String) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -112,7 +112,7 @@ fn read_module(path: &Path, busybox: &Path) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// The line `depends=a,b` that modpost writes into a module's section .modinfo.
+/// Returns the dependencies of a module: the line `depends=a,b` that modpost writes into its section .modinfo.
 fn dependencies(module: &[u8]) -> Vec<String> {
     const TAG: &[u8] = b"\0depends=";
     let Some(at) = module.windows(TAG.len()).position(|window| window == TAG) else { return Vec::new() };

@@ -4,14 +4,14 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-/// A command that the kernel kills when this process dies, however it dies: nothing outlives a run.
+/// Returns a command that the kernel kills when this process ends for any reason.
 pub fn command_tied_to_parent(program: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "--"]).arg(program).stdin(Stdio::null());
     command
 }
 
-/// Runs a command to its end; what it printed, or an error with what it complained about.
+/// Runs a command to its end and returns its output. Fails with its error output.
 pub fn run(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?} does not start"))?;
     if !output.status.success() {

@@ -1,4 +1,4 @@
-//! RSS as the guest shows it, and as its NIC does it: measured without any code of coreward in the guest.
+//! RSS settings that the guest shows, and the behaviour of its NIC, measured without coreward in the guest.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,11 +10,11 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 use crate::guest::{Guest, Nic};
 use crate::wire::{Wire, flows};
 
-/// Time limit of a SYN to the guest's counters.
+/// Time limit for a SYN to appear in the guest's counters.
 const ARRIVAL_LIMIT: Duration = Duration::from_secs(2);
 
-/// Key and table that the guest's own ethtool shows. Some drivers (igb) do not show their key; they take the kernel's.
-/// Fails when there is no table, or it cannot be read.
+/// Returns key and table of the guest's ethtool. Some drivers (igb) do not show their key, which is the kernel's. Fails
+/// without a table, or when it cannot be read.
 pub fn shown(guest: &mut Guest) -> Result<Rss> {
     let text = guest.run("ethtool -x eth0")?;
     let key = match parse_key(&text)? {
@@ -24,7 +24,7 @@ pub fn shown(guest: &mut Guest) -> Result<Rss> {
     Ok(Rss { key, indirection_table: parse_table(&text)? })
 }
 
-/// The entries of `ethtool -x`: lines of `first entry: queue queue ...`.
+/// Parses the entries of `ethtool -x`: lines of `first entry: queue queue ...`.
 fn parse_table(text: &str) -> Result<IndirectionTable> {
     let mut queues = Vec::new();
     for line in text.lines() {
@@ -38,41 +38,41 @@ fn parse_table(text: &str) -> Result<IndirectionTable> {
     IndirectionTable::new(&queues).with_context(|| format!("`ethtool -x` shows no usable table: {text:?}"))
 }
 
-/// The line after `RSS hash key:`, or nothing where the driver does not show it.
+/// Parses the line after `RSS hash key:`; `None` if the driver does not show it.
 fn parse_key(text: &str) -> Result<Option<RssKey>> {
     let line = text.lines().skip_while(|line| !line.starts_with("RSS hash key:")).nth(1).unwrap_or_default();
     if line.contains(':') { Ok(Some(line.trim().parse()?)) } else { Ok(None) }
 }
 
-/// The first 40 bytes of the kernel's own key (52 bytes; Documentation/admin-guide/sysctl/net.rst, netdev_rss_key).
+/// Returns the first 40 bytes of the kernel's key (52 bytes; Documentation/admin-guide/sysctl/net.rst, netdev_rss_key).
 fn kernel_key(text: &str) -> Result<RssKey> {
     let key: RssKey = text.trim().parse()?;
     Ok(RssKey::new(&key.bytes()[..40])?)
 }
 
-/// The guest's view, and the NIC's behaviour.
+/// Settings of the NIC, and its behaviour.
 pub struct Measurement {
-    /// Key and table shown.
+    /// Shown key and table.
     pub shown: Rss,
-    /// Every flow and the queue that its SYN was delivered to.
+    /// Flows with the queue that received the SYN.
     pub delivered: Vec<(FourTuple, u16)>,
 }
 
 impl Measurement {
-    /// Number of flows that went to the queue that key and table predict.
+    /// Returns the number of flows that arrived on the queue predicted by key and table.
     pub fn matched(&self) -> u16 {
         let as_predicted = |(flow, queue): &&(FourTuple, u16)| predicted(&self.shown, flow) == *queue;
         self.delivered.iter().filter(as_predicted).count() as u16
     }
 }
 
-/// The queue that `rss` sends a flow to.
+/// Returns the queue that `rss` predicts for a flow.
 pub fn predicted(rss: &Rss, flow: &FourTuple) -> u16 {
     rss.indirection_table.queue(rss.key.toeplitz(&flow.bytes()))
 }
 
-/// Sends the SYN of every flow, one by one, and sees which queue's counter of the driver moves. Fails when a SYN does
-/// not arrive, or moves more than one counter.
+/// Sends the SYN of each flow, and returns the queue whose driver counter grows. Fails when a SYN does not arrive, or
+/// changes more than one counter.
 pub fn measure(guest: &mut Guest, nic: Nic, wire: &Wire) -> Result<Measurement> {
     let shown = shown(guest)?;
     let mut before = counters(guest, nic)?;
@@ -88,7 +88,7 @@ pub fn measure(guest: &mut Guest, nic: Nic, wire: &Wire) -> Result<Measurement> 
 
 type Counters = BTreeMap<u16, u64>;
 
-/// Waits for a counter to move: its queue, and the counters thereafter.
+/// Waits until a counter changes. Returns its queue, and the new counters.
 fn arrival(guest: &mut Guest, nic: Nic, before: &Counters) -> Result<(u16, Counters)> {
     let end = Instant::now() + ARRIVAL_LIMIT;
     loop {
@@ -102,7 +102,7 @@ fn arrival(guest: &mut Guest, nic: Nic, before: &Counters) -> Result<(u16, Count
     }
 }
 
-/// Per receive queue a number that moves with every packet that arrives on it.
+/// Returns a counter of each receive queue that grows with every packet on that queue.
 fn counters(guest: &mut Guest, nic: Nic) -> Result<Counters> {
     let mut counters = Counters::new();
     for line in guest.run(nic.counters_command())?.lines().filter(|line| !line.trim().is_empty()) {

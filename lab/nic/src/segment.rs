@@ -1,4 +1,4 @@
-//! The other machines of the guest's network: they answer ARP, and the frames that they get are recorded.
+//! Other machines of the guest's network, which answer ARP and record received frames.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -15,8 +15,8 @@ use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 
 /// `ETH_P_ALL` of if_ether.h in network byte order, for socket(2): packet(7).
 const ALL_PROTOCOLS: i32 = (0x0003_u16.to_be()) as i32;
-/// Takes ARP and, over IPv4 without options, TCP with the SYN flag alone: the packets that the guest forwards would
-/// fill the socket's buffer. Classic BPF: Documentation/networking/filter.rst.
+/// Returns a filter for ARP, and for TCP over IPv4 without options with only the SYN flag: packets that the guest
+/// forwards would fill the socket's buffer. Classic BPF: Documentation/networking/filter.rst.
 fn arp_or_syn() -> [SockFilter; 6] {
     let filter = |code: u32, if_true, if_false, operand| SockFilter::new(code as u16, if_true, if_false, operand);
     [
@@ -35,15 +35,15 @@ const FLAGS: usize = 14 + 20 + 13;
 /// Addresses of the machines: 10.2.0.0/24.
 const NETWORK: [u8; 3] = [10, 2, 0];
 
-/// Returns the MAC address that a machine answers with: its last byte is that of the IPv4 address.
+/// Returns the MAC address of a machine; its last byte equals the IPv4 address's.
 pub fn mac_of(host: u8) -> [u8; 6] {
     [0x02, 0xc0, 0x4e, 0x00, 0x01, host]
 }
 
-/// SYNs by their client, with the machine that each was sent to.
+/// SYNs by client, with the machine that received each.
 type Syns = BTreeMap<SocketAddrV4, u8>;
 
-/// The machines 10.2.0.`hosts`, until it is dropped.
+/// Machines 10.2.0.`hosts`; they stop when dropped.
 pub struct Segment {
     syns: Arc<Mutex<Syns>>,
     is_ended: Arc<AtomicBool>,
@@ -51,7 +51,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Starts the thread that answers for `hosts`. Fails when there is no packet socket.
+    /// Starts a thread that answers for `hosts`. Fails when no packet socket can be opened.
     pub fn new(hosts: &'static [u8]) -> Result<Self> {
         let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(ALL_PROTOCOLS)));
         let socket = socket.context("a packet socket")?;
@@ -65,7 +65,7 @@ impl Segment {
         Ok(Self { syns, is_ended: ended, thread: Some(thread) })
     }
 
-    /// Takes the SYNs that have arrived since the last call.
+    /// Removes and returns the SYNs since the last call.
     pub fn take_syns(&self) -> Syns {
         std::mem::take(&mut self.syns.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -89,7 +89,7 @@ fn answer(socket: &Socket, hosts: &[u8], syns: &Mutex<Syns>, ended: &AtomicBool)
             Err(_) => return,
         };
         if let Some(reply) = arp_reply(&frame[..length], hosts) {
-            // Lost as on any network: the ARP request is repeated.
+            // Errors are ignored, because the ARP request is repeated.
             if let Some(from) = from {
                 let _ = sendto(socket.as_raw_fd(), &reply, &from, MsgFlags::empty());
             }
@@ -99,7 +99,7 @@ fn answer(socket: &Socket, hosts: &[u8], syns: &Mutex<Syns>, ended: &AtomicBool)
     }
 }
 
-/// The answer to an ARP request (RFC 826) for one of `hosts`.
+/// Returns the answer to an ARP request (RFC 826) for one of `hosts`.
 fn arp_reply(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
     let request: &[u8; 42] = frame.get(..42)?.try_into().ok()?;
     let (target, host) = (&request[38..41], request[41]);
@@ -117,7 +117,7 @@ fn arp_reply(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
     Some(reply)
 }
 
-/// The client of a TCP SYN over IPv4, and the machine that the frame is addressed to.
+/// Returns the client of a TCP SYN over IPv4, and the machine that the frame is addressed to.
 fn syn(frame: &[u8]) -> Option<(SocketAddrV4, u8)> {
     if frame.len() <= FLAGS || frame[12..15] != [0x08, 0x00, 0x45] || frame[23] != 6 || frame[FLAGS] != 0x02 {
         return None;

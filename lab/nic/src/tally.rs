@@ -1,4 +1,4 @@
-//! Results: passed, failed and skipped.
+//! Counts of passed, failed and skipped checks.
 
 use std::process::ExitCode;
 
@@ -13,7 +13,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Counts a check; the measurement, or the reason of the failure, follows its name.
+    /// Counts and prints a check with its measurement or the reason of its failure.
     pub fn check(&mut self, name: &str, result: Result<String>) {
         match result {
             Ok(measured) => {
@@ -27,13 +27,13 @@ impl Tally {
         }
     }
 
-    /// Counts a check that cannot be made here.
+    /// Counts a check that is impossible on this machine.
     pub fn skip(&mut self, name: &str, reason: &str) {
         self.skipped += 1;
         println!("skipped  {name}: {reason}");
     }
 
-    /// The last line, and failure when there was one.
+    /// Prints the last line. Returns failure after a failed check.
     pub fn finish(self) -> ExitCode {
         println!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped);
         if self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

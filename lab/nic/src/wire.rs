@@ -1,4 +1,4 @@
-//! The test's end of the tap: a network namespace without a name, and a raw socket that sends SYNs into it.
+//! Test's end of the tap: an unnamed network namespace, and a raw socket that sends packets into it.
 
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
@@ -12,9 +12,9 @@ use crate::guest::{MAC_ADDRESS, TAP};
 use crate::packages::Packages;
 use crate::process::{command_tied_to_parent, run};
 
-/// Destination of the SYNs; the guest has the address on its loopback.
+/// Destination of the SYNs, an address on the guest's loopback.
 pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
-/// Destination of packets that a guest with a route for it forwards.
+/// Destination of packets that a guest forwards by a route.
 pub const FORWARDED: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
 pub const FLOWS: u16 = 64;
 
@@ -25,15 +25,15 @@ const TCP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
-/// The flows of a measurement: every one of another client address and port.
+/// Returns the flows of a measurement, each with another client address and port.
 pub fn flows() -> impl Iterator<Item = FourTuple> {
     flows_of_round(0)
 }
 
-/// [`flows`] with client addresses that differ from round to round; rounds count up to 250.
+/// Returns [`flows`] with different client addresses in each round (up to 250).
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> {
     (0..FLOWS).map(move |flow| {
-        // Steps without a common divisor with 250 and 60,000: no address or port repeats.
+        // Steps coprime to 250 and 60,000, so that no address or port repeats.
         let [third, fourth] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
         let client =
             (Ipv4Addr::new(10, 1, ((u16::from(third) + u16::from(round)) % 250) as u8, fourth), 1024 + flow * 907);
@@ -41,23 +41,23 @@ pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> {
     })
 }
 
-/// Moves this process into a network namespace of its own, which goes with it. To be called before there are threads.
+/// Moves this process into a new network namespace, which ends with the process. Call it before threads are started.
 pub fn enter_namespace() -> Result<()> {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).context("a network namespace cannot be made")?;
-    // No neighbour discovery between the packets that are counted; without IPv6 there is none.
+    // Without IPv6 no neighbour discovery disturbs the counted packets.
     match fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1") {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
         _ => Ok(()),
     }
 }
 
-/// The way from here into the guest.
+/// Connection to the guest.
 pub struct Wire {
     socket: Socket,
 }
 
 impl Wire {
-    /// Brings up the tap that a guest's QEMU has made. Fails when there is none.
+    /// Sets up the tap of a guest's QEMU. Fails when the tap does not exist.
     pub fn connect(packages: &Packages) -> Result<Self> {
         let busybox = |arguments: &[&str]| run(command_tied_to_parent(packages.busybox()).args(arguments));
         let end = Instant::now() + Duration::from_secs(10);
@@ -77,12 +77,12 @@ impl Wire {
         Ok(Self { socket })
     }
 
-    /// Sends the flow's first packet. Fails when the kernel does not take it.
+    /// Sends the flow's SYN. Fails when the kernel rejects it.
     pub fn send_syn(&self, flow: &FourTuple) -> Result<()> {
         self.send(flow, SYN)
     }
 
-    /// Sends a packet of an established connection. Fails when the kernel does not take it.
+    /// Sends a packet of an established connection. Fails when the kernel rejects it.
     pub fn send_ack(&self, flow: &FourTuple) -> Result<()> {
         self.send(flow, ACK)
     }
@@ -94,7 +94,7 @@ impl Wire {
     }
 }
 
-/// A TCP segment over IPv4 with a timestamp, as a Linux client sends it but for the options that do not matter here.
+/// Returns a TCP segment over IPv4 with a timestamp, like a Linux client's except for irrelevant options.
 fn segment(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
     let (SocketAddr::V4(client), SocketAddr::V4(vip)) = (flow.client(), flow.vip()) else {
         bail!("{flow:?} is not IPv4")
@@ -121,7 +121,7 @@ fn segment(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
     Ok(packet)
 }
 
-/// The ones' complement checksum of an even number of bytes (RFC 1071).
+/// Returns the ones' complement checksum of an even number of bytes (RFC 1071).
 fn internet_checksum(bytes: &[u8]) -> u16 {
     let sum: u32 = bytes.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
     let folded = (sum & 0xffff) + (sum >> 16);

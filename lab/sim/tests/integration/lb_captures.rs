@@ -8,7 +8,7 @@ use coreward_sim::trace::{Batch, Event, Opening, Packet, Skipped, Source};
 
 const SECOND: u64 = 1_000_000_000;
 
-/// A directory of its own for each test.
+/// Temporary directory of a test.
 struct Files(tempfile::TempDir);
 
 impl Files {
@@ -23,7 +23,7 @@ impl Files {
     }
 }
 
-/// Everything that a trace gives.
+/// Contents of a trace.
 #[derive(Debug, Default)]
 struct All {
     packets: Vec<Packet>,
@@ -110,7 +110,7 @@ fn plain_ethernet(packet: &[u8]) -> Vec<u8> {
     ethernet(&[], 0x0800, packet)
 }
 
-/// A classic capture of (time in ns, frame).
+/// Returns a classic capture of (time in ns, frame).
 fn pcap(big_endian: bool, nanoseconds: bool, link: u32, frames: &[(u64, Vec<u8>)]) -> Vec<u8> {
     let word = |value: u32| if big_endian { value.to_be_bytes() } else { value.to_le_bytes() };
     let (magic, unit) = if nanoseconds { (0xa1b2_3c4d, 1) } else { (0xa1b2_c3d4, 1_000) };

@@ -19,7 +19,7 @@ use fantoccini::{Client, ClientBuilder, Locator};
 use hyper_util::client::legacy::connect::HttpConnector;
 use serde_json::{Value, json};
 
-/// Within the controller's namespace.
+/// Port of the driver in the controller's namespace.
 const DRIVER_PORT: u16 = 9515;
 const DASHBOARD: &str = "http://127.0.0.1:7401/";
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -87,7 +87,7 @@ async fn by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
     client.find(Locator::Id(id)).await.with_context(|| format!("no element {id}"))
 }
 
-/// Logs in as a person would.
+/// Logs in through the page's form.
 async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
     by_id(client, "token").await?.send_keys(token).await?;
     client.find(Locator::Css("#login button")).await?.click().await?;
@@ -164,7 +164,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
         .await?;
     wait_until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
         .await?;
-    // Nothing comes from anywhere else.
+    // The page loads no resource from another origin.
     let origins = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
                    URL(entry.name).origin))].join();";
     let origins = client.execute(origins, Vec::new()).await?;

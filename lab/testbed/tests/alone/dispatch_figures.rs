@@ -38,7 +38,7 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
     assert_complete(&result, 2, &series, 0.0);
     let curves = &result.table.panels[0].curves;
     assert!(curves.iter().flat_map(|curve| &curve.cells).all(|cell| cell.spread.median >= 1.0), "{curves:?}");
-    // Those on 70 % load have nothing to judge.
+    // Claims about 70 % load have no values to check.
     assert_eq!(result.claims.len(), 2);
     assert!(
         result.provenance.command.ends_with("--seconds 0.4 --series 'random,jsq,jsq (simulated),jlq' --points 30,40")

@@ -192,7 +192,7 @@ impl Datacentre {
         serde_json::from_str(&text).ok()
     }
 
-    /// Servers that `coreward drain` keeps out.
+    /// Returns the servers that `coreward drain` drains.
     fn drained(&self) -> Vec<String> {
         let status = wait_for_some("a controller leads", || self.status());
         let servers = status["servers"].as_array().unwrap().iter();
@@ -209,7 +209,7 @@ impl Datacentre {
         })
     }
 
-    /// Position of the member that leads etcd.
+    /// Returns the position of etcd's leading member.
     fn etcd_leader(&self) -> Option<usize> {
         let endpoints: Vec<String> = self.members.iter().map(Member::endpoint).collect();
         let mut command = Command::new("etcdctl");
@@ -233,7 +233,7 @@ fn acknowledged_changes_survive_leader_changes() {
     let drained = wait_for_some("s3 is drained", || coreward(&env.testbed, 1..=3, &["drain", "s3"]).ok());
     assert!(drained.starts_with("s3 is drain"), "{drained}");
 
-    // The leader dies.
+    // The leader is killed.
     env.kill(first);
     let second = env.apply();
     assert_ne!(second, first);

@@ -1,4 +1,4 @@
-//! A flood of SYNs from addresses that do not answer, with SYN cookies at the servers: connections of real clients
+//! Flood of SYNs from addresses that do not answer, with SYN cookies at the servers: connections of real clients
 //! begin and last all the while.
 
 use std::net::Ipv4Addr;
@@ -19,7 +19,7 @@ const SPOOFED_SOURCES: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
 const SYNS_PER_BURST: u32 = 40;
 const BURST_INTERVAL: Duration = Duration::from_millis(2);
 
-/// The Internet checksum (RFC 1071).
+/// Returns the Internet checksum (RFC 1071).
 fn checksum(bytes: &[u8]) -> u16 {
     let words = bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)])));
     let sum: u32 = words.sum();
@@ -49,7 +49,7 @@ fn syn(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
     [ip, tcp].concat()
 }
 
-/// Sends SYNs until `done`; how many it sent.
+/// Sends SYNs until `done` and returns their number.
 fn flood(client: &Namespace, done: &AtomicBool) -> anyhow::Result<u64> {
     client.within(|| {
         // SAFETY: takes integers, returns a new descriptor or -1.

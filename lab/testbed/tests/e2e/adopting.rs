@@ -34,7 +34,7 @@ impl TestEnv {
         (other, Self { _nginx: nginx, testbed })
     }
 
-    /// Connections to the service that have been asked once; every fourth without TCP timestamps.
+    /// Opens connections to the service with one request each; every fourth without TCP timestamps.
     fn connect(&self, count: usize) -> HeldConnections {
         let kept = self.testbed.client().within(|| {
             (0..count)
@@ -50,7 +50,7 @@ impl TestEnv {
         HeldConnections(kept.unwrap())
     }
 
-    /// wrk with keep-alive, from now on for so long.
+    /// Starts wrk with keep-alive for a number of seconds.
     fn wrk(&self, seconds: u32) -> Process {
         let mut wrk = Command::new("wrk");
         let page = format!("http://{}/who", self.testbed.service());
@@ -69,7 +69,7 @@ impl TestEnv {
         status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
     }
 
-    /// net.ipv4.tcp_timestamps of every server.
+    /// Returns net.ipv4.tcp_timestamps of every server.
     fn tcp_timestamps(&self) -> Vec<String> {
         let read = |number| {
             let server = self.testbed.server(number).unwrap();
@@ -113,7 +113,7 @@ impl HeldConnections {
     }
 }
 
-/// Errors by wrk's count; checks that it was answered.
+/// Returns the errors that wrk counted, and checks that it got responses.
 fn wrk_errors(mut wrk: Process) -> Vec<String> {
     use std::io::Read as _;
     assert!(wrk.wait(Duration::from_secs(40)).unwrap().success());
@@ -174,7 +174,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     drop(director);
     assert_eq!((older.count_broken(), ours.count_broken()), (0, 0), "when the director was gone");
 
-    // And back, with a director that knows nothing.
+    // Back to a new director without any state.
     let wrk = env.wrk(9);
     let _director = env.testbed.start_baseline_balancer(Kind::Director).unwrap();
     env.set(&mut fleet, &migrate_to(family));

@@ -26,7 +26,7 @@ fn router_file() -> String {
     )
 }
 
-/// The file of docs/deployment.md, but for the times.
+/// Returns the file of docs/deployment.md with other times.
 fn load_balancer_file(number: u16) -> String {
     let address = load_balancer_address(number);
     format!(
@@ -48,7 +48,7 @@ fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> P
     bird.expect("BIRD cannot be started: `scripts/install run` installs it")
 }
 
-/// The load balancers that the router sends connections for the VIP to.
+/// Returns the load balancers to which the router sends connections for the VIP.
 fn next_hops(env: &TestEnv) -> Vec<u16> {
     let route = run(&env.testbed, env.testbed.selecting_host(), &format!("ip route show {VIP}/32"));
     let is_hop = |number: &u16| {
@@ -85,13 +85,13 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
     let client = env.start_streams(100.0);
     env.wait_for_connections(100);
 
-    // A stop in order: no packet comes any more when the process ends.
+    // A regular stop: packets no longer arrive when the process ends.
     env.fleet.daemon("lb2").unwrap().terminate(*TIMEOUT).unwrap();
     assert_eq!(next_hops(&env), [1]);
     env.fleet.restart(&env.testbed, "lb2").unwrap();
     eventually(*TIMEOUT, "it announces the VIP again", || next_hops(&env) == [1, 2]);
 
-    // The daemon dies: the data plane goes on, and so does what was announced.
+    // The daemon is killed: data plane and announcements continue.
     env.fleet.kill("lb1").unwrap();
     env.wait_for_connections(150);
     assert_eq!(next_hops(&env), [1, 2]);
@@ -105,7 +105,7 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
     run(&env.testbed, second, &format!("ip link set {DEVICE} up"));
     eventually(*TIMEOUT, "it announces the VIP again", || next_hops(&env) == [1, 2]);
 
-    // It is taken out of service: the VIP first, then the program.
+    // Takes the load balancer out of service: the VIP first, then the program.
     env.fleet.kill("lb1").unwrap();
     let mut detach = Command::new(coreward_command().unwrap());
     detach.args(["lb", "--detach", "--config"]).arg(env.testbed.directory().join("lb1.toml"));

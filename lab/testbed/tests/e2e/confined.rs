@@ -50,11 +50,11 @@ fn daemons_work_within_their_units_limits() {
     });
     let warnings = |fleet: &Fleet| -> Vec<String> {
         let warnings: Vec<String> = serde_json::from_value(server(fleet)["warnings"].clone()).unwrap();
-        // As ever on a small machine.
+        // This warning is normal on a small machine.
         warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
     };
     eventually(*TIMEOUT, "the agent has no warnings", || warnings(&fleet).is_empty());
-    // Those of above may have come before the agent had found the workers.
+    // Earlier connections may have arrived before the agent found the workers.
     eventually(*TIMEOUT, "connections were steered", || {
         send_requests(&testbed, 2);
         server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0

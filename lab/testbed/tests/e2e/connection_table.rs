@@ -28,7 +28,7 @@ fn connect(env: &TestEnv) -> TcpStream {
     env.testbed.client().within(|| Ok(TcpStream::connect(SERVICE)?)).unwrap()
 }
 
-/// Count of `coreward connections`.
+/// Returns the number of connections in `coreward connections`.
 fn connections(env: &TestEnv) -> usize {
     let directory = env.testbed.load_balancer_pin_directory(1);
     let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_command().unwrap());
@@ -71,7 +71,7 @@ const UNREACHABLE: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 9, 9), 
 fn half_open(client: &Namespace) {
     let sent = client.within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
-        // The address is of no device.
+        // No device has the address.
         socket.set_ip_transparent_v4(true)?;
         socket.set_nonblocking(true)?;
         socket.bind(&UNREACHABLE.into())?;

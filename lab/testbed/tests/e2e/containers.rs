@@ -38,7 +38,7 @@ impl Containers {
         self.env.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
     }
 
-    /// One connection with one request.
+    /// Opens a connection with one request.
     fn query_worker(&self) -> anyhow::Result<()> {
         self.env.testbed.client().within(|| {
             let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE), *TIMEOUT)?;
@@ -51,7 +51,7 @@ impl Containers {
         })
     }
 
-    /// New connections that break, of [`CONNECTIONS`].
+    /// Returns the errors of [`CONNECTIONS`] new connections.
     fn broken(&self) -> Vec<anyhow::Error> {
         (0..CONNECTIONS).filter_map(|_| self.query_worker().err()).collect()
     }

@@ -88,7 +88,7 @@ impl TestEnv {
         file
     }
 
-    /// The file of a controller with a store of its own.
+    /// Writes the file of a controller with its own store.
     fn write_store_config(&self) -> PathBuf {
         let store = self.testbed.directory().join("alone.redb");
         self.write("alone", 1, &format!("store = {store:?}\n"))
@@ -143,14 +143,14 @@ impl TestEnv {
         self.run_at(controllers, &["apply", "--yes", file.to_str().unwrap()])
     }
 
-    /// Servers that `coreward drain` keeps out, by name; `None`: there is no leader.
+    /// Returns the names of servers that `coreward drain` drains; `None`: there is no leader.
     fn drained(&self, controllers: &[u16]) -> Option<Vec<String>> {
         let text = self.run_at(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
         let servers = status["servers"].as_array().unwrap().iter();
         let drained = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
         let mut names: Vec<String> = drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect();
-        // They stand in the order of their ids, which are drawn.
+        // The output is in the order of the random ids.
         names.sort();
         Some(names)
     }
@@ -217,7 +217,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     reported(&text);
     eventually(TAKEOVER_LIMIT, "it is no longer rejected", || !refused());
 
-    // It dies without a word.
+    // The leader is killed.
     let mut killed = controllers[usize::from(leader) - 1].take().unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
     killed.wait(EXIT_TIMEOUT).unwrap();
@@ -234,7 +234,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     let rest: Vec<u16> = all.into_iter().filter(|number| *number != leader).collect();
     eventually(TAKEOVER_LIMIT, "one of the others leads", || env.leader(&rest).is_some());
 
-    // And back to one.
+    // Back to one controller.
     let in_use = env.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap_err();
     assert!(in_use.contains("a controller uses this store"), "{in_use}");
     for controller in controllers.iter_mut().flatten() {

@@ -9,14 +9,14 @@ use serde_json::Value;
 use crate::support::eventually;
 use crate::support::load::{report, start_load};
 
-/// `[dispatch]` of the agent's file.
+/// Returns `[dispatch]` of the agent's file.
 fn dispatch(testbed: &Testbed, policy: &str) -> String {
     let pins = testbed.pin_directory().join("dispatch");
     let service = format!("listen = \"{SERVICE}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 4, bytes = 4 }}\n");
     format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service}", pins.display())
 }
 
-/// The server's dispatch in `coreward status`.
+/// Returns the server's dispatch in `coreward status`.
 fn dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
     fleet.status(testbed).unwrap()["servers"][0]["dispatch"].clone()
 }
@@ -39,7 +39,7 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     let server = testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", "16000000"]].concat())?;
     let more = dispatch(&testbed, "jsq");
     let mut fleet = Fleet::start(&testbed, FleetOptions { agent_text: more, ..FleetOptions::default() })?;
-    // The load goes past the load balancer.
+    // The load bypasses the load balancer.
     eventually(*TIMEOUT, "four workers get requests", || eligible_workers(&dispatch_status(&fleet, &testbed)) == 4);
     let load = report(start_load(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?)?;
     assert_eq!(load["lost"], 0, "{load}");
@@ -67,7 +67,7 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     check_reload_restart_and_detach(&testbed, &mut fleet)
 }
 
-/// SIGHUP, a new process, and the end.
+/// Tests SIGHUP, a new process, and detaching.
 fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
     let file = testbed.directory().join("agent-s1.toml");
     let before = std::fs::read_to_string(&file)?;

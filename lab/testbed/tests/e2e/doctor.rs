@@ -38,7 +38,7 @@ enum Conditions {
 
 #[derive(Debug, Clone)]
 struct DoctorReport {
-    /// Checks with a warning or fault.
+    /// Messages of checks with a warning or fault, by check.
     findings: BTreeMap<String, String>,
     fixed: Vec<String>,
     is_success: bool,
@@ -161,7 +161,7 @@ impl TestEnv {
     }
 }
 
-/// A host, its file, and doctor's report without a fault.
+/// Host, its configuration, and doctor's baseline report without a fault.
 struct CheckedHost {
     host: Namespace,
     config: PathBuf,
@@ -235,7 +235,7 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     testbed.load_balancer(1).unwrap().set_sysctls(&routes).unwrap();
     let fleet = FleetOptions { fleet_text: by_lb, agents: false, ..FleetOptions::default() };
     let fleet = Fleet::start(&testbed, fleet).unwrap();
-    // One without a daemon, to be checked before there is one.
+    // A load balancer without a daemon, which doctor checks before the first start.
     let second = testbed.add_load_balancer().unwrap();
     testbed.load_balancer(second).unwrap().set_sysctls(&routes).unwrap();
     let directory = testbed.directory();
@@ -396,7 +396,7 @@ fn check_server_workers(env: &mut TestEnv, server: &CheckedHost) {
     server.assert_only_new_finding(env, "no process listens", "listeners", Conditions::Plain, &[]);
     env.serve(true, false);
     server.assert_only_new_finding(env, "sockets without SO_REUSEPORT", "listeners", Conditions::Plain, &[]);
-    // On one CPU a worker is pinned whatever it does.
+    // On a machine with one CPU every worker is pinned.
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
         env.serve(false, true);
         server.assert_only_new_finding(env, "workers that are not pinned", "workers", Conditions::Plain, &[]);
@@ -493,7 +493,7 @@ fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &
     controller.assert_detected(env, "store", &remount("ro"), &remount("rw"));
 }
 
-/// A file system of 16 MiB that goes with its owner.
+/// File system of 16 MiB; unmounted when dropped.
 struct Disk(PathBuf);
 
 impl Disk {

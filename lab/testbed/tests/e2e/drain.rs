@@ -51,7 +51,7 @@ impl TestEnv {
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// Begins a command in the background.
+    /// Starts a command in the background.
     fn spawn_coreward(&self, name: &str, arguments: &[&str]) -> BackgroundCommand {
         let printed = self.testbed.directory().join(format!("{name}.txt"));
         let file = File::create(&printed).unwrap();
@@ -90,7 +90,7 @@ impl BackgroundCommand {
         eventually(*TIMEOUT, &format!("{words:?}"), has);
     }
 
-    /// Whether it succeeds, and its output.
+    /// Returns whether the command succeeds, and its output.
     fn wait(&mut self) -> (bool, String) {
         let ended = self.process.wait(*TIMEOUT).unwrap();
         (ended.success(), self.output())
@@ -158,7 +158,7 @@ fn ended_wait_leaves_the_server_drained() {
         of_1.len()
     );
     assert!(!is_success && printed.ends_with(&end), "{printed}");
-    // No agent counts.
+    // Without an agent no connections are counted.
     env.fleet.kill("agent-s1").unwrap();
     eventually(*TIMEOUT, "the report of s1 is stale", || env.server_status("s1")["reports"] != "fresh");
     let mut uncounted = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
@@ -175,7 +175,7 @@ fn ended_wait_leaves_the_server_drained() {
     assert!(top.contains("! s1: draining: by `coreward drain`"), "{top}");
 }
 
-/// Log lines of the controller with this event, as objects.
+/// Returns the controller's log lines with an event, as objects.
 fn logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
     let log = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
     let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -193,7 +193,7 @@ fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
     assert_eq!(drained["drained"]["by"], "command", "{drained}");
     assert_answered(&mut leaving);
     leaving.clear();
-    // One object, of the end.
+    // The output is one object with the final state.
     let waited = json(env.coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());
     assert_eq!((&waited["server"], &waited["remaining"]), (&"s1".into(), &0.into()), "{waited}");
     let undrained = json(env.coreward(&["undrain", "s1", "--format", "json"]).unwrap());
@@ -212,7 +212,7 @@ fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
     assert!(logged[0]["id"].as_u64().unwrap() < logged[1]["id"].as_u64().unwrap(), "{logged:?}");
     assert!(logged.iter().all(|line| line["name"] == "s1" && line["level"] == "INFO"), "{logged:?}");
 
-    // SIGUSR1: debug.
+    // SIGUSR1 enables debug logs.
     let controller = env.fleet.daemon("lb1").unwrap();
     controller.signal(Signal::SIGUSR1).unwrap();
     let log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();

@@ -55,7 +55,7 @@ impl TestEnv {
         Self { fleet, nginx, testbed }
     }
 
-    /// Waits until the load balancer has so many expired tables, by its metrics.
+    /// Waits until the load balancer's metrics show `count` expired tables.
     fn wait_for_expired_tables(&self, count: f64) {
         eventually(*TIMEOUT, &format!("{count} expired tables"), || {
             let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS);
@@ -101,7 +101,7 @@ fn load_balancer_places_by_own_counts_after_table_expiry() {
     println!("s2 down: {:?}", connections_per_server(&connections));
     assert!(near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));
 
-    // The next daemon finds no controller, either.
+    // The next daemon does not find a controller either.
     env.fleet.kill("lb1").unwrap();
     env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.fleet.restart(&env.testbed, "lb1").unwrap();

@@ -52,7 +52,7 @@ impl TestEnv {
         Self { fleet, nginx, testbed }
     }
 
-    /// Whether the server reports itself healthy.
+    /// Sets whether the server's health endpoint reports a healthy server.
     fn set_healthy(&self, number: u16, is_healthy: bool) {
         let file = health_file(&self.testbed, number);
         if is_healthy { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
@@ -76,7 +76,7 @@ impl TestEnv {
         start.elapsed()
     }
 
-    /// Waits until every load balancer has a verdict of every server.
+    /// Waits until every load balancer has checked every server.
     fn wait_until_checked(&self) {
         eventually(LIMIT, "every load balancer has checked every server", || {
             let status = self.status();
@@ -89,12 +89,12 @@ impl TestEnv {
         });
     }
 
-    /// Waits until just these get new connections: soon after the controller has it.
+    /// Waits until exactly these servers get new connections.
     fn wait_until_only_reach(&self, servers: &[u16]) {
         eventually(LIMIT, &format!("new connections go to {servers:?}"), || self.servers() == servers);
     }
 
-    /// The servers that get new connections now.
+    /// Returns the servers that get new connections.
     fn servers(&self) -> Vec<u16> {
         let mut servers: Vec<u16> = open(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
             .into_iter()
@@ -109,12 +109,12 @@ impl TestEnv {
         daemon_log(&self.testbed, &format!("lb{load_balancer}"), 0)
     }
 
-    /// Length of both load balancers' logs.
+    /// Returns the length of both load balancers' logs (bytes).
     fn log_offsets(&self) -> [usize; 2] {
         [1, 2].map(|number| self.log(number).len())
     }
 
-    /// Waits until both load balancers have logged these words, after so much.
+    /// Waits until both load balancers have logged `words` after the offsets `after`.
     fn wait_for_log(&self, after: [usize; 2], words: &str) {
         eventually(LIMIT, words, || {
             (1..).zip(after).all(|(number, after)| self.log(number).get(after..).is_some_and(|log| log.contains(words)))
@@ -141,7 +141,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.wait_until_only_reach(&[1, 2, 3]);
 
-    // It answers, but not that it is well.
+    // The server responds, but reports that it is unhealthy.
     env.set_healthy(1, false);
     let took = env.wait_for(1, "down");
     println!("found after {took:?}, expected within {DETECTION_TIME:?}");
@@ -176,7 +176,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     });
     pause(500);
     assert!((1..=3).all(|number| env.state(number).0 == "active"), "{}", env.status()["servers"]);
-    // One that sees is believed all the same.
+    // The verdict of a load balancer that reaches servers still counts.
     env.set_healthy(3, false);
     env.wait_for(3, "down");
     env.wait_until_only_reach(&[1, 2]);

@@ -17,7 +17,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{eventually, pause};
 
-/// Port of the server, what is asked there, and whether it answers.
+/// Port of the server, the kind of check, and whether the server answers.
 const PROBES: [(u16, &str, bool); 5] = [
     (8001, "check = \"tcp\"", true),
     (8002, "check = \"http\"", true),
@@ -32,13 +32,13 @@ const CHECKS: usize = 4;
 /// A TCP segment that the server got from the load balancer.
 struct Segment {
     to: Ipv4Addr,
-    /// The load balancer's, the server's.
+    /// Ports of the load balancer and of the server.
     ports: (u16, u16),
     opens: bool,
     resets: bool,
 }
 
-/// A connection, by what the server got of it.
+/// Connection, by the segments that the server received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CheckConnection {
     opened_at: Ipv4Addr,
@@ -90,7 +90,7 @@ impl Sniffer {
     }
 }
 
-/// Header of IPv4 without options, header of TCP.
+/// Parses headers of IPv4 without options, and of TCP.
 fn parse(packet: &[u8]) -> Option<Segment> {
     let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(at..at + 4)?).ok()?));
     let port = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
@@ -141,7 +141,7 @@ fn listen_silently(testbed: &Testbed) -> Vec<Socket> {
     testbed.server(1).unwrap().within(|| ports.map(listen).collect()).unwrap()
 }
 
-/// A service for each kind of check, at each address.
+/// Returns a service for each kind of check and each address.
 fn services() -> String {
     let service = |port: u16, check: &str, at: &str| {
         format!(

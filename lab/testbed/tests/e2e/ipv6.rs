@@ -17,7 +17,7 @@ fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
     TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
 }
 
-/// The servers that have accepted connections.
+/// Returns the servers that have accepted connections.
 fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
     let has_connections = |number: &u16| {
         let server = env.testbed.server(*number).unwrap();

@@ -23,13 +23,13 @@ fn eventually_answered(server: &KeyValueServer, requests: u64) {
     eventually(*TIMEOUT, "requests are answered", || answered() >= requests);
 }
 
-/// A client that asks one question after the other.
+/// Client with one outstanding request.
 struct Client {
     socket: UdpSocket,
     next_id: u32,
 }
 
-/// An answer's status, worker and pairs.
+/// Status, worker and pairs of a response.
 type Answer = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
 
 impl Client {
@@ -157,7 +157,7 @@ fn ended_worker_is_restarted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
-    // Its socket is there before it is.
+    // The socket exists before the worker does.
     let other_than = |before: Option<u32>| {
         let end = std::time::Instant::now() + *TIMEOUT;
         loop {

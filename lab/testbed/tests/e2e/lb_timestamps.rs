@@ -35,12 +35,12 @@ fn start_env(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv
     env
 }
 
-/// State of load balancer 1.
+/// Returns the state of load balancer 1.
 fn state(env: &TestEnv) -> Value {
     env.fleet.status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
-/// Knowledge of a server's clock: its state, and its fault.
+/// Returns the state and the fault of a server's clock at the load balancer.
 fn clock(env: &TestEnv, server: &str) -> (String, String) {
     let state = state(env);
     let clocks = state["server_clocks"].as_array().cloned().unwrap_or_default();
@@ -98,7 +98,7 @@ fn plain_linux_servers_join_and_leave_without_broken_connections() {
     no_connection_breaks("lbtsplain", Family::Ipv4, OWN_CLOCKS, "per-connection");
 }
 
-/// Packets of open connections by decision: by the cookie, and by the flow table.
+/// Returns the packets of open connections placed by the cookie, and by the flow table.
 fn packets_by_decision(env: &TestEnv) -> [u64; 2] {
     let services = state(env)["stamped_services"].clone();
     ["by_cookie", "by_flow_table"].map(|decision| services[0][decision].as_u64().unwrap())
@@ -213,7 +213,7 @@ fn unstampable_server_is_named_and_its_connections_continue() {
         eventually(*TIMEOUT, counter, || env.counters(counter) > 1_000);
     }
 
-    // Put right, its new connections are stamped.
+    // With the right setting, the server's new connections are stamped.
     env.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", OWN_CLOCKS)]).unwrap();
     eventually(*TIMEOUT, "the clock of s1 is known", || clock(&env, "s1").0 == "per-connection");
     assert_unbroken(client);

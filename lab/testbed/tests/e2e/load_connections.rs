@@ -49,7 +49,7 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     // For a second there was no worker, and until the next one listened.
     assert!(count(&report, "lost") > 100 && count(&report, "lost") < count(&report, "requests") / 2, "{report}");
     assert!(count(&report, "refused") > 0, "{report}");
-    // It served again after the pause.
+    // The server served requests again after the pause.
     assert!(server.busy_ns()?.iter().sum::<u64>() > 0, "{report}");
     Ok(())
 }

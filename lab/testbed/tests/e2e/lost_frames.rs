@@ -52,7 +52,7 @@ impl TestEnv {
         self.state()["warnings"].to_string()
     }
 
-    /// The value of a series that the load balancer serves.
+    /// Returns the value of a metric of the load balancer.
     fn metric(&self, series: &str) -> f64 {
         let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS).unwrap();
         support::series(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))

@@ -76,7 +76,7 @@ fn serve(testbed: &Testbed, number: u16) {
             }
         }
     };
-    // Ends with the test's process.
+    // The thread ends with the test's process.
     std::thread::spawn(move || {
         while let Ok((stream, _)) = listener.accept() {
             std::thread::spawn(move || answer(stream));
@@ -91,7 +91,7 @@ fn connect() -> TcpStream {
     socket.into()
 }
 
-/// Sends so many bytes; by whom they were answered.
+/// Sends `length` bytes and returns the server that answered them.
 fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
     let mut first = 0;
     let mut left = length;

@@ -37,7 +37,7 @@ impl Running {
         kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
     }
 
-    /// Ends it by SIGTERM and returns its report.
+    /// Ends the process by SIGTERM and returns its report.
     pub fn end(mut self) -> anyhow::Result<Value> {
         self.signal(Signal::SIGTERM);
         let started = Instant::now();
@@ -101,7 +101,7 @@ impl Setup {
     }
 }
 
-/// Asks without pause.
+/// Client that sends requests without a pause.
 pub struct Client {
     pub socket: UdpSocket,
     next_id: u32,
@@ -140,7 +140,7 @@ impl Client {
         Ok(id)
     }
 
-    /// The id of the next response, the core that answered, and the number of pairs.
+    /// Returns the id of the next response, the core that answered, and the number of pairs.
     pub fn receive(&self) -> Option<(u32, u16, usize)> {
         let mut buffer = [0; DATAGRAM_MAX];
         let length = self.socket.recv(&mut buffer).ok()?;
@@ -247,7 +247,7 @@ fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
     first.signal(Signal::SIGSTOP);
     eventually(*TIMEOUT, "stopped workers have requests", || client.count_responses(8) < 8);
     eventually(*TIMEOUT, "the other process answers all", || client.count_responses(8) == 8);
-    // It answers what it has when it continues.
+    // The worker answers its requests when it continues.
     first.signal(Signal::SIGCONT);
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();

@@ -57,7 +57,7 @@ impl TestEnv {
         metrics_page(&self.testbed, self.host(), &service.metrics).unwrap()
     }
 
-    /// The way by which requests enter, as the metrics show it.
+    /// Returns how requests enter, by the metrics.
     fn mode(&self, service: &Service) -> Vec<&'static str> {
         let page = self.metrics(service);
         let series_of = |mode: &str| series(&page, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"));

@@ -24,7 +24,7 @@ use serde_json::Value;
 use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, open, pause};
 
 const CORES: u16 = 2;
-/// For who is none of the servers.
+/// Number that no server has.
 const NO_SERVER: u16 = 0;
 /// Load that ends the thread of [`Loads`].
 const END_LOAD: u16 = u16::MAX;
@@ -106,7 +106,7 @@ impl TestEnv {
         Self { fleet, loads, _nginx: nginx, _streams: streams, testbed }
     }
 
-    /// The only server that has time gets all new connections.
+    /// Asserts that the only idle server gets all new connections.
     fn assert_all_reach(&self, server: u16) {
         self.loads.set_idle(server);
         let all = || open(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);

@@ -44,7 +44,7 @@ fn close_silently(stream: TcpStream) {
     assert_eq!(outcome, 0, "TCP_REPAIR: {}", std::io::Error::last_os_error());
 }
 
-/// TCP sockets of the service at all servers, but for those that listen.
+/// Returns the number of non-listening TCP sockets of the service at all servers.
 fn sockets(testbed: &Testbed) -> usize {
     // State 0A is LISTEN (include/net/tcp_states.h); the local port of the others is the service's.
     let port = format!(":{:04X} ", SERVICE.port());
@@ -71,7 +71,7 @@ fn servers_receive_resets_of_aborted_connections() {
             eventually(LIMIT, "24 connections are open", || sockets(&env.testbed) == 24);
             env.set_admin_state(1, Some(AdminState::Draining));
             pause(500);
-            // Active: the RST carries a timestamp, and with it the cookie.
+            // Active close: the RST has a timestamp, and with it the cookie.
             for stream in streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
             }

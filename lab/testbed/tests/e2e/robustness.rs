@@ -102,7 +102,7 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
     std::thread::sleep(Duration::from_millis(500));
     assert_answered(&mut connections);
     assert!(open(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
-    // And back.
+    // The server returns to the pool.
     pool.insert(1, AdminState::Active);
     env.fleet.set_pool(&env.testbed, pool).unwrap();
     eventually(*TIMEOUT, "server 1 is back", || {

@@ -72,7 +72,7 @@ fn answer(socket: &UdpSocket, done: &AtomicBool) {
     }
 }
 
-/// 1 MB there and back by one connection.
+/// Sends 1 MB to the service and back on one connection.
 fn exchange_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect_timeout(&service, *TIMEOUT)?;
     stream.set_read_timeout(Some(*TIMEOUT))?;
@@ -117,7 +117,7 @@ fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> 
     Ok(repeats)
 }
 
-/// The MTU that the client's kernel has learned for the service; `None`: its device's.
+/// Returns the MTU that the client's kernel has learned for the service; `None`: the device's.
 fn learned_mtu(testbed: &Testbed) -> Option<usize> {
     let route = run(testbed, testbed.client(), &format!("ip route get {}", testbed.service().ip()));
     let mut words = route.split_whitespace().skip_while(|word| *word != "mtu");

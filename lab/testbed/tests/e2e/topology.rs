@@ -121,7 +121,7 @@ fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Packets that each load balancer's kernel routed, by number.
+/// Returns the number of packets that each load balancer's kernel has routed.
 fn routed_packets(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
     let numbers = testbed.load_balancer_numbers();
     let of = |number| anyhow::Ok(counters::read(testbed.load_balancer(number)?)?["IpForwDatagrams"]);

@@ -15,7 +15,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 
 use crate::support::{TestEnv, eventually};
 
-/// A UDP service at the address and port of the TCP service.
+/// Returns a UDP service at the address and port of the TCP service.
 fn service(udp: &str, policy: &str) -> String {
     format!(
         "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE}\"\nprotocol = \"udp\"\nudp = \"{udp}\"\n\
@@ -63,7 +63,7 @@ impl Drop for EchoServers {
 /// Interval at which a client repeats a question that has no answer.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// A client's socket.
+/// Socket of a client.
 struct Flow {
     socket: UdpSocket,
     /// Id of the newest question.

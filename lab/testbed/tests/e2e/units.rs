@@ -111,7 +111,7 @@ impl StartedProcess {
         fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
 
-    /// Waits until its log has it, and it continues for a while.
+    /// Waits until the log contains `expected`, and the process continues to run.
     fn wait_for_log(&mut self, expected: &str) {
         let end = Instant::now() + LIMIT;
         while !self.log().contains(expected) {

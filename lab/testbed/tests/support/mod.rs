@@ -76,7 +76,7 @@ pub struct TestEnv {
 }
 
 impl TestEnv {
-    /// A testbed at work, with servers that stream.
+    /// Starts a testbed with stream servers.
     pub fn start(testbed: TestbedOptions, fleet: FleetOptions) -> Self {
         let testbed = Testbed::create(TestbedOptions { cores: 1, ..testbed }).unwrap();
         let servers = testbed.start_stream_servers().unwrap();
@@ -128,7 +128,7 @@ impl TestEnv {
         balancer.and_then(|balancer| balancer["state"]["counters"][counter].as_u64()).unwrap_or(0)
     }
 
-    /// A counter of all load balancers that are there.
+    /// Returns the sum of a counter over all present load balancers.
     pub fn counters(&self, counter: &str) -> u64 {
         let numbers = self.testbed.load_balancer_numbers();
         numbers.into_iter().map(|number| self.counter(&format!("lb{number}"), counter)).sum()
@@ -161,7 +161,7 @@ pub fn series(page: &str, name: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
-/// Waits until every part has confirmed the configuration of now.
+/// Waits until every part has confirmed the present configuration.
 pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
     eventually(*TIMEOUT, "every part confirms the configuration", || {
         let Ok(status) = fleet.status(testbed) else { return false };
