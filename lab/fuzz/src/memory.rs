@@ -101,7 +101,7 @@ impl Memory {
         (0..count).map(|word| self.flows.load(word * size_of::<u64>()))
     }
 
-    /// `recent_first_packets`.
+    /// Returns the map `recent_first_packets`.
     pub fn recent_first_packets(&self) -> Vec<u64> {
         (0..intf::RECENT_FIRST_PACKETS as usize).map(|word| self.recent.load(word * size_of::<u64>())).collect()
     }

@@ -217,7 +217,7 @@ fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &KeyValue, stop:
         match connect_and_serve(args, core, &server, stop) {
             Ok(counters) => served += counters.served,
             Err(error) => {
-                tracing::info!(event = "reconnecting", core, %error, "the orchestrator disconnected: connecting again");
+                tracing::info!(event = "reconnecting", core, %error, "orchestrator unavailable: connecting again");
                 std::thread::sleep(RETRY_INTERVAL);
             }
         }
