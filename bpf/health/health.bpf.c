@@ -98,7 +98,7 @@ static __always_inline void redirect_ipv6(struct __sk_buff *skb, bool from_serve
 	difference = bpf_csum_diff(path.address.word, sizeof(path.address), to.word, sizeof(to), 0);
 	bpf_l4_csum_replace(skb, IPV6_TRANSPORT + offsetof(struct tcphdr, check), 0, difference, BPF_F_PSEUDO_HDR);
 	/*
-	 * The helper has changed the NIC's sum of the packet (CHECKSUM_COMPLETE) as for IPv4, whose header has a checksum.
+	 * The helper has changed the NIC's packet sum (CHECKSUM_COMPLETE) as for IPv4, whose header has a checksum.
 	 * In IPv6 the new address compensates for the new checksum.
 	 */
 	bpf_csum_update(skb, difference);

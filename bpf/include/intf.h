@@ -326,7 +326,7 @@ struct service_state {
 	__u32 reserved;
 	/* The counter of rule ROUND_ROBIN. */
 	__u64 round_robin;
-	/* `timestamps = "lb"`: mask key of the time part. Equal at all load balancers; constant while connections live. */
+	/* `timestamps = "lb"`: key of the time mask, equal at all load balancers, constant while connections live. */
 	struct cookie_key time_key;
 	/* 1: a SYN has entered a flow into the flow table. Until then a service of CONSISTENCY_BEAMER looks up none there. */
 	__u64 has_flows;

@@ -247,7 +247,7 @@ static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *
 
 		if (!candidate)
 			return NO_SERVER;
-		/* Counts the connection only if the server gets it. All CPUs share the counter, which the next choice reads. */
+		/* Counts the connection only if the server gets it. All CPUs share the counter, for the next choice. */
 		if (has_server_flag(server_at(service, candidate->server_id), TAKES_NEW_CONNECTIONS))
 			__sync_fetch_and_add(&assigned_counts(placement)[candidate->core_slot], 1);
 		return candidate->server_id;

@@ -54,7 +54,7 @@ static __noinline int forward_to_previous(struct __sk_buff *skb, const struct se
 	server = &chained_servers[before & (SERVER_ID_COUNT - 1)];
 	/*
 	 * The load balancer may use the bucket's new server before it knows the old server's MAC address.
-	 * Keeping the packet would end the connection by an RST. A lost packet is retransmitted, and the address is known
+	 * Keeping the packet would end the connection by an RST. A lost packet is resent, and the address is known
 	 * by then.
 	 */
 	if (!(server->flags & SERVER_RESOLVED)) {

@@ -27,19 +27,19 @@ pub struct Config {
     pub cgroup: Option<PathBuf>,
     /// Address of the metrics of `coreward dispatch`; `None`: none are served.
     pub metrics: Option<SocketAddr>,
-    /// At least one.
+    /// Services, at least one.
     pub services: Vec<Service>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// For the program.
+    /// Options of the program.
     pub options: Options,
-    /// For user space.
+    /// Timeouts of user space.
     pub timeouts: Timeouts,
-    /// Service time of each type, then of all others; `None`: learned.
+    /// Expected service time of each type, then of all other requests; `None`: learned.
     pub expected: Vec<Option<Duration>>,
-    /// See [`Service::bounds`].
+    /// Default bound of [`Service::bounds`].
     bound: u32,
     reserved: u16,
     reserved_bound: u32,
@@ -73,43 +73,43 @@ impl Service {
     }
 }
 
-/// As RingLeader's queues (NSDI'23, Sect. 7.1).
+/// Default bound, equal to RingLeader's (NSDI'23, Sect. 7.1).
 const DEFAULT_BOUND: u32 = 4;
-/// With more than one class.
+/// Default number of reserved workers, if there are several classes.
 const DEFAULT_RESERVED: u16 = 1;
 
 config_struct! {
-    /// The unchecked file: all of `coreward dispatch`'s own, or one table of another daemon's.
+    /// The unchecked configuration: the file of `coreward dispatch`, or a table in another daemon's file.
     pub struct Table {
-        /// A directory in a BPF file system: what packets need lives there.
+        /// Directory of the data plane, in a BPF file system.
         pin_directory: Option<AbsolutePath>,
         /// A directory of a cgroup2 file system that all workers are in or below; without it its root.
         cgroup: Option<PathBuf>,
-        /// Address and port at which metrics are served for Prometheus; without it nowhere.
+        /// Address and port of the metrics for Prometheus; without it none are served.
         metrics: Option<Spanned<SocketAddr>>,
-        /// One service each.
+        /// The services.
         services as "service": Spanned<Vec<ServiceTable>>,
     }
 }
 
-/// Shorter times than the poll interval have no effect.
+/// Minimum of response timeouts: times below the poll interval have no effect.
 const MIN_RESPONSE_TIMEOUT: u64 = POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
     struct ServiceTable {
         /// Address and port that the sockets are bound to.
         listen: Field<SocketAddr>,
-        /// Selection of the worker.
+        /// Policy that selects the worker.
         policy: PolicyName = PolicyName(Policy::ShortestQueue),
-        /// How many requests a worker may have before others are preferred.
+        /// Number of outstanding requests up to which a worker is preferred.
         bound: Number<1, 65535> = Number(DEFAULT_BOUND.into()),
-        /// How many workers only class 0 uses.
+        /// Number of workers that are reserved for class 0.
         reserved: Number<0, { MAX_WORKERS as u64 - 1 }> = Number(DEFAULT_RESERVED.into()),
-        /// The others may use them while the worker has fewer requests than that.
+        /// Number of outstanding requests up to which a reserved worker accepts other classes.
         reserved_bound: Number<0, 65535> = Number(0),
-        /// An older request that cannot be in the queue any more is given up.
+        /// Age at which a request that has left the queue without a response is given up.
         response_timeout: Option<Period<MIN_RESPONSE_TIMEOUT, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
-        /// A worker with a queue that answers nothing for so long gets no request until it answers.
+        /// Time without a response after which a worker with queued requests gets no further ones until it responds.
         stall_after: Option<Period<MIN_RESPONSE_TIMEOUT, HOUR>>,
         /// Position of the id that request and response share.
         request_id: Option<FieldTable>,
@@ -117,7 +117,7 @@ config_struct! {
         type_field: Option<FieldTable>,
         /// Properties of requests that match no type.
         other: OtherTable = OtherTable::default(),
-        /// The first that matches counts.
+        /// Types of requests; the first match counts.
         types as "type": Vec<Spanned<TypeTable>>,
     }
 }
@@ -127,13 +127,13 @@ const MAX_OFFSET: u64 = 65_500;
 
 config_struct! {
     struct FieldTable {
-        /// Offset in the payload, bytes.
+        /// Offset of the field in the payload, in bytes.
         offset: Number<0, MAX_OFFSET>,
-        /// The same of a response, where it differs.
+        /// Offset in a response's payload, if it differs.
         response_offset: Option<Number<0, MAX_OFFSET>>,
-        /// How long it is.
+        /// Length of the field in bytes.
         bytes: Number<1, 8>,
-        /// Whether its first byte is the lowest.
+        /// Whether the field's first byte is the least significant.
         little_endian: bool = false,
     }
 }
@@ -155,7 +155,7 @@ config_struct! {
     struct TypeTable {
         /// Value of the service's type_field.
         value: Option<u64>,
-        /// The payload's first bytes, 1 to 8.
+        /// First bytes of the payload, 1 to 8.
         prefix: Option<String>,
         /// Service time; without it it is learned.
         expected: Option<ExpectedTime>,
@@ -180,7 +180,7 @@ impl Config {
     }
 }
 
-/// As a table of another daemon's file.
+/// Decodes a table of another daemon's file.
 impl FromToml for Config {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let table = Table::read(value, reader)?;
@@ -284,7 +284,7 @@ impl ServiceTable {
 
 type Bytes = [u8; 8];
 
-/// The bytes of a type and which of them count.
+/// Returns the bytes of a type, and the mask of the bits that must match.
 fn matched(kind: &TypeTable, field: Option<&FieldTable>) -> Result<(Bytes, Bytes), String> {
     let (mut value, mut mask) = (Bytes::default(), Bytes::default());
     match (kind.value, &kind.prefix, field) {

@@ -15,10 +15,10 @@ use crate::config::Config;
 use crate::dispatcher::Dispatcher;
 use crate::{service, status};
 
-/// Interval of checks that the thread of the services runs.
+/// Interval of checks whether the services' thread runs.
 const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Runs until SIGTERM or SIGINT. The pinned state stays at work.
+/// Runs until SIGTERM or SIGINT. The pinned programs continue.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     let (sender, signal) = channel();
     ctrlc::set_handler(move || _ = sender.send(())).context("SIGTERM and SIGINT")?;

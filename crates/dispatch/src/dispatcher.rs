@@ -18,7 +18,7 @@ use crate::status::ServiceStatus;
 /// Maintenance thread, which ends when this is dropped; requests are still dispatched.
 #[derive(Debug)]
 pub struct Dispatcher {
-    /// `None` during its end.
+    /// Sender of requests to the thread; `None` during the drop.
     requests: Option<Sender<Request>>,
     state: Arc<Mutex<DispatchState>>,
     thread: Option<JoinHandle<()>>,
@@ -41,7 +41,7 @@ impl Dispatcher {
         let (sender, receiver) = channel();
         let seen = Arc::new(Mutex::new(DispatchState::default()));
         let reported = Arc::clone(&seen);
-        // It inherits the network namespace.
+        // The thread inherits the network namespace.
         let thread = std::thread::Builder::new()
             .name("dispatch".to_owned())
             .spawn(move || services.maintenance_loop(&receiver, &reported))
@@ -62,7 +62,7 @@ impl Dispatcher {
         self.state.lock().clone()
     }
 
-    /// Whether the thread runs.
+    /// Returns whether the thread runs.
     pub fn is_running(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
@@ -107,7 +107,7 @@ impl Services {
         loop {
             self.services.iter_mut().for_each(Service::poll);
             *seen.lock() = self.state();
-            // A late poll is not made up for: requests would look older than they are.
+            // Missed polls are not repeated: requests would seem older than they are.
             next = (next + POLL_INTERVAL).max(Instant::now());
             match requests.recv_timeout(next.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => {}

@@ -16,10 +16,10 @@ use coreward_model::dispatch::LearnedTime;
 use crate::config;
 use crate::status::ServiceStatus;
 
-/// Interval of searches for workers, while none dies.
+/// Interval of searches for workers, if none has died.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// One service. After a drop its dispatch continues.
+/// A dispatched service. After a drop its requests are still dispatched.
 #[derive(Debug)]
 pub struct Service {
     config: config::Service,
@@ -67,7 +67,7 @@ impl Service {
         Ok(service)
     }
 
-    /// Performs the work of each [`dispatch::POLL_INTERVAL`].
+    /// Maintains the service; called once per [`dispatch::POLL_INTERVAL`].
     pub fn poll(&mut self) {
         let polled = self.dispatch.poll(self.started.elapsed(), &self.config.timeouts);
         let died = polled.unwrap_or_else(|error| {
@@ -128,7 +128,7 @@ impl Service {
 
     fn set_expected(&self) {
         let known: Vec<Duration> = self.learned.iter().filter_map(|learned| learned.expected_time()).collect();
-        // Before a type's first response: the mean of the others.
+        // A type without a response so far gets the mean of the other types.
         let mean = known.iter().sum::<Duration>().checked_div(known.len() as u32).unwrap_or(Duration::from_micros(10));
         let times: Vec<Duration> = self.learned.iter().map(|learned| learned.expected_time().unwrap_or(mean)).collect();
         self.dispatch.set_expected(&times);
@@ -169,7 +169,7 @@ impl Service {
             let service = self.config.options.service;
             tracing::info!(event = "worker-added", %service, slot, pid = listener.pid, "worker is added");
         }
-        // With several groups (a restarted server) each needs the program.
+        // A restarted server has several groups, and each needs the program.
         self.dispatch.attach(socket.as_fd()).context("the service must open its sockets with SO_REUSEPORT")
     }
 }
@@ -182,7 +182,7 @@ fn find_readers(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     if !without.is_empty() {
         found.extend(listeners::find_owners(&without)?);
     }
-    // In the order of the workers' start.
+    // Sorted by the start of the workers.
     found.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
     Ok(found)
 }

@@ -34,7 +34,7 @@ use crate::last_configuration::LastConfiguration;
 use crate::resolvers::{Resolution, Resolvers};
 use crate::sweeper::Sweeper;
 
-/// Interval at which the packets' clock is set and the next section of the connection table is swept.
+/// Interval at which the packets' clock is set, and the next section of the connection table swept.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum time between two messages of state: with a thousand services, each takes a millisecond.
 const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 pub struct Buffer {
     /// Address and port of the client.
     pub client: SocketAddrV4,
-    /// Arrival in nanoseconds.
+    /// Time of arrival in nanoseconds.
     pub arrived: u64,
     length: usize,
     data: Box<[u8]>,
@@ -26,7 +26,7 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// Buffers for `count` requests of at most `bytes` bytes.
+    /// Returns buffers for `count` requests of at most `bytes` bytes.
     pub fn new(count: usize, bytes: usize) -> Self {
         let client = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0);
         let buffer = Buffer { client, arrived: 0, length: 0, data: vec![0; bytes].into() };

@@ -1,6 +1,6 @@
 //! Classification of datagrams by service.
 
-/// Bytes at a place of the payload.
+/// Bytes at an offset of the payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pattern {
     pub offset: usize,
@@ -15,10 +15,10 @@ impl Pattern {
     }
 }
 
-/// Services at one address and port, in order.
+/// Rules for requests at one address and port, in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Classifier {
-    /// Service and pattern; `None` matches every request.
+    /// Services with their patterns; `None` matches every request.
     pub rules: Vec<(u8, Option<Pattern>)>,
 }
 

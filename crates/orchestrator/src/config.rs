@@ -74,13 +74,13 @@ config_struct! {
 
 config_struct! {
     struct GroupTable {
-        /// Its name.
+        /// Name of the group.
         name: Name,
-        /// Order of its services.
+        /// Order of the group's services.
         ranking: RankingName = RankingName(Ranking::StrictPriority),
-        /// Its priority among the groups; 0 is the highest.
+        /// Priority among the groups; 0 is the highest.
         priority: Number<0, 63> = Number(0),
-        /// Its weight among the groups.
+        /// Weight among the groups.
         weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
         /// Time from arrival to deadline.
         deadline: Period<1, MAX_DEADLINE> = Period(Duration::from_millis(1)),
@@ -93,17 +93,17 @@ config_struct! {
 
 config_struct! {
     struct ServiceTable {
-        /// Address and port of its requests.
+        /// Address and port of the service's requests.
         listen: SocketAddr,
-        /// Requests that belong to it; without it all others at its address.
+        /// Pattern of the service's requests; without it, all other requests at the address.
         pattern as "match": Option<MatchTable>,
-        /// Its queue at each core; 0 is the highest.
+        /// Priority, which selects the queue at each core; 0 is the highest.
         priority: Number<0, 7> = Number(0),
         /// Factor of a request of lower priority in its rank, from 0 to 1.
         lambda: f64 = Lambda::PUBLISHED.get(),
-        /// Its group.
+        /// Name of the service's group.
         group: Option<Name>,
-        /// Its weight in its group.
+        /// Weight in the group.
         weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
         /// Time from arrival to deadline.
         deadline: Period<1, MAX_DEADLINE> = Period(Duration::from_millis(1)),
@@ -118,13 +118,13 @@ config_struct! {
     struct MatchTable {
         /// Offset in the payload.
         offset: Number<0, 65500> = Number(0),
-        /// A number there.
+        /// Number at the offset.
         value: Option<u64>,
         /// Bytes of the number.
         bytes: Number<1, 8> = Number(1),
-        /// Whether its first byte is the lowest.
+        /// Whether the number's first byte is the least significant.
         little_endian: bool = false,
-        /// A text there, instead of a number.
+        /// Text at the offset, instead of a number.
         prefix: Option<String>,
     }
 }
@@ -176,12 +176,12 @@ string_enum!(
 );
 
 impl Config {
-    /// Fails when the file cannot be read; all its mistakes.
+    /// Reads and parses the file. Fails when the file cannot be read; the error lists every mistake.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// The error lists every mistake.
+    /// Parses the file; the error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|table: Table, reader| table.check(reader))
     }
@@ -253,7 +253,7 @@ impl Table {
         }
     }
 
-    /// Returns the groups; without any, one of all services.
+    /// Returns the groups; one group of all services if the file has none.
     fn groups(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
         if self.groups.is_empty() {
             return vec![GroupConfig { member: Member::new(1), ranking: self.ranking.0 }];

@@ -75,7 +75,7 @@ impl Daemon {
 
     /// Runs until `stop` is set. Fails when a socket fails.
     pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
-        // The default of 50 us is as long as a sleep.
+        // The default slack of 50 us would double the sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
         let mut idle_since = 0;
         service_manager::notify_ready();
@@ -96,8 +96,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Performs one turn of the loop, without sleep. Returns the number of requests, responses and messages. Fails when
-    /// a socket fails.
+    /// Runs one iteration of the loop, without sleep. Returns the number of requests, responses and messages. Fails
+    /// when a socket fails.
     pub fn run_once(&mut self) -> anyhow::Result<usize> {
         let now = self.now();
         let received = self.receive_af_xdp(now) + self.receive(now)?;
@@ -119,7 +119,7 @@ impl Daemon {
         self.started.elapsed().as_nanos() as u64
     }
 
-    /// Submits a batch of the requests that have entered by AF_XDP. Returns their number.
+    /// Submits a batch of requests from AF_XDP. Returns the number of requests.
     fn receive_af_xdp(&mut self, now: u64) -> usize {
         let Self { engine, intake, listeners, unclassified, .. } = self;
         intake.receive(&mut |datagram| {
@@ -131,7 +131,7 @@ impl Daemon {
         })
     }
 
-    /// Submits a batch of each socket's requests. Returns their number.
+    /// Submits a batch of requests from each socket. Returns the number of requests.
     fn receive(&mut self, now: u64) -> anyhow::Result<usize> {
         let Self { engine, listeners, unclassified, .. } = self;
         let mut received = 0;
@@ -180,7 +180,7 @@ impl Daemon {
         &self.engine
     }
 
-    /// The counters and gauges of this moment.
+    /// Returns the current counters and gauges.
     pub fn report(&self) -> Report {
         let balancer = self.engine.balancer();
         let cores = 0..balancer.ranks().cores();

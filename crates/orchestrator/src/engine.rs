@@ -16,7 +16,7 @@ use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::buffers::Buffers;
 
-/// Responses and messages of one core in a row.
+/// Limit of responses and messages of one core in a batch.
 const BATCH: usize = 64;
 
 #[derive(Debug, Clone)]
@@ -74,7 +74,7 @@ pub struct CoreCounters {
     pub workers: u64,
     /// Workers that ended, with or without requests.
     pub ended: u64,
-    /// Number of times that a worker lost its eligibility because it completed nothing.
+    /// Number of stalls: a worker lost its eligibility because it completed nothing.
     pub stalls: u64,
     /// Load hints that were sent.
     pub hints: u64,
@@ -102,7 +102,7 @@ pub struct Engine {
 struct Service {
     priority: u8,
     monitor: LoadMonitor,
-    /// Core that has the hint in flight.
+    /// Core with the hint in flight; `None`: no hint.
     hinted_core: Option<u16>,
     counters: ServiceCounters,
 }
@@ -111,7 +111,7 @@ struct Service {
 struct Core {
     has_worker: bool,
     is_stalled: bool,
-    /// Services that its worker enabled, also while it is stalled.
+    /// Bit mask of the services that the worker enabled, even while the worker is stalled.
     enabled: u64,
     completed: u64,
     liveness: Liveness,
@@ -148,7 +148,7 @@ impl Engine {
         Ok(Self {
             balancer,
             queues,
-            // One more: a request enters the full buffer before another one is dropped.
+            // Plus one: a request enters the full buffer before another one is dropped.
             buffers: Buffers::new(config.scheduler.capacity + 1, payload_bytes),
             services: services.collect(),
             cores: (0..config.cores).map(|_| core()).collect(),
@@ -296,7 +296,7 @@ impl Engine {
         }
     }
 
-    /// Accounts for the requests of a core without worker, and disables all services there.
+    /// Counts the requests of a core without worker as lost, and disables all services at the core.
     fn release_core(&mut self, core: u16) {
         self.queues.release(core);
         self.counters.ended += 1;
@@ -340,10 +340,10 @@ impl Engine {
         }
     }
 
-    /// The time at which a load monitor is due or a rate limit ends, if any.
+    /// Returns the time at which the next load monitor is due or rate limit ends, if any.
     pub fn next_timer(&self, now: u64) -> Option<u64> {
         let checks = self.services.iter().filter_map(|service| service.monitor.next_check());
-        // A time that has passed: the requests wait for a core.
+        // If the time has passed, requests wait for a core and not for the limit.
         let limit_ends = self.balancer.queue().next_allowed().filter(|allowed| *allowed > now);
         checks.chain(limit_ends).min()
     }
@@ -353,7 +353,7 @@ impl Engine {
         (0..self.cores.len() as u16).any(|core| self.balancer.ranks().load(core) > 0)
     }
 
-    /// The balancer: ranks and waiting requests.
+    /// Returns the balancer, with ranks and waiting requests.
     pub fn balancer(&self) -> &JoinBoundedShortestRankedQueue<u32> {
         &self.balancer
     }
@@ -406,7 +406,7 @@ impl Accounts<'_> {
         };
         if let Err(error) = self.balancer.feedback(service, core, count) {
             if self.counters.bad_feedback == 0 {
-                tracing::warn!(event = "feedback-rejected", %error, "further ones are only counted");
+                tracing::warn!(event = "feedback-rejected", %error, "further rejections are only counted");
             }
             self.counters.bad_feedback += 1;
             return false;

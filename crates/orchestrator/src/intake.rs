@@ -54,7 +54,7 @@ impl RequestIntake {
         self.fallback = Some(reason);
     }
 
-    /// Passes a batch of each receive queue's requests to `accept`. Returns their number.
+    /// Passes a batch of each receive queue's requests to `accept`. Returns the number of requests.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> usize {
         match self.af_xdp.as_mut().map(|intake| intake.receive(accept)) {
             Some(Ok(received)) => received,

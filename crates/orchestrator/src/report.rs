@@ -148,7 +148,7 @@ struct State {
 }
 
 impl SharedReport {
-    /// `report`: shown until another one is published.
+    /// Returns a shared report that shows `report` until another one is published.
     pub fn new(report: Report) -> Self {
         Self { state: Mutex::new(State { report, is_requested: false }), published: Condvar::new() }
     }

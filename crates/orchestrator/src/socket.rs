@@ -21,13 +21,13 @@ pub struct BatchSocket {
     slot_bytes: usize,
     /// Datagrams to be sent, one after the other.
     outgoing: Vec<u8>,
-    /// Receiver and end of each of them.
+    /// Receiver of each outgoing datagram, and end of its bytes.
     receivers: Vec<(SocketAddrV4, usize)>,
     unsent: u64,
 }
 
 impl BatchSocket {
-    /// Opens a socket at `address`. Of a longer datagram than `max_bytes` it receives `max_bytes + 1` bytes.
+    /// Opens a socket at `address`. Datagrams longer than `max_bytes` are cut to `max_bytes + 1` bytes.
     pub fn bind(address: SocketAddrV4, max_bytes: usize) -> io::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None)?;
         socket.set_recv_buffer_size(RECEIVE_BUFFER)?;
@@ -39,8 +39,8 @@ impl BatchSocket {
         Ok(Self { socket: socket.into(), received, slot_bytes, outgoing, receivers: ends, unsent: 0 })
     }
 
-    /// Passes each datagram of the next batch to `accept`, with its sender. Returns their number, 0 if there is none.
-    /// Fails when the socket fails.
+    /// Passes each datagram of the next batch to `accept`, with its sender. Returns the number of datagrams, which may
+    /// be 0. Fails when the socket fails.
     pub fn receive(&mut self, accept: &mut impl FnMut(SocketAddrV4, &[u8])) -> io::Result<usize> {
         let mut headers = Headers::default();
         for (number, slot) in self.received.chunks_exact_mut(self.slot_bytes).enumerate() {
@@ -106,7 +106,7 @@ impl BatchSocket {
         }
     }
 
-    /// Datagrams that the kernel did not take.
+    /// Returns the number of datagrams that the kernel did not send.
     pub fn unsent(&self) -> u64 {
         self.unsent
     }
@@ -118,7 +118,7 @@ impl AsFd for BatchSocket {
     }
 }
 
-/// Address and memory of each datagram of a batch, as recvmmsg(2) and sendmmsg(2) take them.
+/// Headers for recvmmsg(2) and sendmmsg(2), with address and memory of each datagram of a batch.
 struct Headers {
     addresses: [libc::sockaddr_in; BATCH],
     vectors: [libc::iovec; BATCH],
@@ -154,7 +154,7 @@ impl Headers {
         usize::try_from(received).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Returns the number of those that were sent, at least one.
+    /// Sends datagrams. Returns the number of sent datagrams, at least one.
     fn send(&mut self, socket: BorrowedFd<'_>, range: Range<usize>) -> io::Result<usize> {
         let headers = self.link(range);
         let (first, count) = (headers.as_mut_ptr(), headers.len() as libc::c_uint);

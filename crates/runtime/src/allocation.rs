@@ -19,7 +19,7 @@ pub struct CoreAllocator {
 }
 
 impl CoreAllocator {
-    /// The first assignment of `cores` cores.
+    /// Returns the allocator with the initial assignment of `cores` cores.
     pub fn new(assignment: Assignment, cores: u16, reserved: ReservedCores) -> Self {
         Self { allocation: Mutex::new(CoreAllocation::new(assignment, cores, reserved)) }
     }
@@ -28,7 +28,7 @@ impl CoreAllocator {
         self.allocation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enables the services that the worker's core runs now. For a new worker.
+    /// Enables the services that a new worker's core runs now.
     pub fn attach(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         let allocation = self.allocation();
         let core = worker.core();

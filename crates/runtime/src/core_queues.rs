@@ -51,7 +51,7 @@ pub struct CoreQueues {
 
 #[derive(Debug)]
 struct Rings {
-    /// The worker that was accepted last; 0: none yet.
+    /// Number of the last accepted worker; 0: none yet.
     worker: u32,
     requests: Vec<Producer>,
     hints: Producer,
@@ -74,14 +74,14 @@ impl CoreQueues {
         Ok(Self { rings: rings.collect(), segment })
     }
 
-    /// Sizes of the memory.
+    /// Returns the sizes of the memory.
     pub fn geometry(&self) -> &Geometry {
         &self.segment.geometry
     }
 
     /// Returns whether a worker has the core. A system call.
     pub fn has_worker(&self, core: u16) -> bool {
-        // A lock that cannot be read keeps the worker: its requests are not lost without proof.
+        // If the lock cannot be read the worker stays: its requests are not lost without proof.
         self.segment.is_locked(LockByte::Core(core)).unwrap_or(true)
     }
 
@@ -116,7 +116,7 @@ impl CoreQueues {
         tails.worker.store(rings.worker, Release);
     }
 
-    /// Releases the core: its worker, if it lives, is notified by its next check.
+    /// Releases the core. A living worker notices that at its next check.
     pub fn release(&mut self, core: u16) {
         self.segment.core(core).orchestrator_tails.worker.store(0, Release);
     }
@@ -167,8 +167,8 @@ impl CoreQueues {
         Ok(())
     }
 
-    /// Receives up to `limit` responses of the core, and returns their number. A response whose length is out of range
-    /// is passed as `None` payload.
+    /// Receives up to `limit` responses of the core, and returns the number of responses. A response whose length is
+    /// out of range has `None` as its payload.
     #[inline]
     pub fn receive_responses(
         &mut self,
@@ -192,7 +192,8 @@ impl CoreQueues {
         received
     }
 
-    /// Receives up to `limit` messages of the core, and returns their number. `None`: of unknown kind.
+    /// Receives up to `limit` messages of the core, and returns the number of messages. `None`: a message of unknown
+    /// kind.
     #[inline]
     pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
         let Self { segment, rings } = self;
@@ -214,7 +215,7 @@ impl CoreQueues {
 }
 
 impl Segment {
-    /// Writes a slot that belongs to this side. The payload fits.
+    /// Writes a slot that belongs to this side. The payload must fit.
     #[inline]
     pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
         let start: *mut SlotHeader = self.slot(offset + SEQUENCE_BYTES, size_of::<SlotHeader>() + payload.len());

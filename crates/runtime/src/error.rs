@@ -59,7 +59,7 @@ pub enum RuntimeError {
         /// Time that the worker waited.
         timeout: Duration,
     },
-    /// The orchestrator found the queues of the core damaged. Connect again.
+    /// The orchestrator found damaged queues and released the core. Connect again.
     #[error("core {0}: the orchestrator released the worker")]
     Released(u16),
     #[error("core {core}: expected 0 to {last}")]
@@ -94,7 +94,7 @@ pub enum RuntimeError {
     #[error("{length} bytes: a slot holds {limit}")]
     TooLong {
         length: usize,
-        /// Bytes that fit.
+        /// Maximum payload in bytes.
         limit: usize,
     },
     /// The other side does not empty a ring.

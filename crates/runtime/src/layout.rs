@@ -14,11 +14,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use coreward_model::dispatch::MAX_SERVICES;
 
-/// First bytes of the memory.
+/// Value of the memory's first bytes.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"coreward");
 /// Version of this layout. Another version is rejected.
 pub const LAYOUT_VERSION: u32 = 2;
-/// Bytes of a cache line: everything is aligned to it.
+/// Bytes of a cache line, to which everything is aligned.
 pub(crate) const LINE: usize = 64;
 /// Limit of priorities (RingLeader, NSDI'23, Sect. 6).
 pub const MAX_PRIORITIES: u8 = 8;
@@ -30,10 +30,10 @@ pub const MAX_SLOT_BYTES: u32 = 1 << 16;
 /// Bytes of the sequence of a slot or a message, which keep what follows aligned.
 pub(crate) const SEQUENCE_BYTES: usize = 8;
 pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
-/// Messages in each direction between a core's worker and the orchestrator.
+/// Slots of a ring of messages: one ring in each direction between a core's worker and the orchestrator.
 pub(crate) const MESSAGES: u32 = 256;
 
-/// First line of the memory. The orchestrator stores it before the file has its name.
+/// First cache line of the memory, which the orchestrator stores before the file gets its name.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Header {
@@ -61,7 +61,7 @@ pub(crate) struct ServiceLine {
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Tails {
-    /// Requests by priority; in the worker's line, the first is that of the responses.
+    /// Tails of the request rings by priority; in the worker's line, the first one is the tail of the responses.
     pub data: [AtomicU32; MAX_PRIORITIES as usize],
     pub messages: AtomicU32,
     /// In the worker's line, its number at this core, from 1; in the orchestrator's, the last accepted worker. The
@@ -154,17 +154,17 @@ impl Geometry {
         Ok(())
     }
 
-    /// Bytes of the smallest slot for payloads of up to `payload` bytes.
+    /// Returns the bytes of the smallest slot for payloads of up to `payload` bytes.
     pub fn slot_bytes(payload: u16) -> u32 {
         (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(LINE) as u32
     }
 
-    /// Payload bytes that fit a slot.
+    /// Returns the maximum payload of a slot in bytes.
     pub fn payload_bytes(&self) -> usize {
         self.slot_bytes as usize - SEQUENCE_BYTES - size_of::<SlotHeader>()
     }
 
-    /// Slots of a core's ring of responses: one for each request that the core can have.
+    /// Returns the number of slots of a core's ring of responses: one for each request that the core can have.
     pub(crate) fn response_slots(&self) -> u32 {
         (self.slots * u32::from(self.priorities)).next_power_of_two()
     }
@@ -186,7 +186,7 @@ impl Geometry {
         size_of::<Header>() + usize::from(service) * size_of::<ServiceLine>()
     }
 
-    /// Offset of a core's part, which begins with its [`CoreLines`].
+    /// Returns the offset of a core's section, which begins with its [`CoreLines`].
     pub(crate) fn core(&self, core: u16) -> usize {
         Self::service(MAX_SERVICES as u8) + usize::from(core) * self.core_bytes()
     }

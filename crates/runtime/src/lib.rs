@@ -1,9 +1,9 @@
 //! Shared memory between the orchestrator of a server and its workers: per-core priority queues, feedback and hints.
 //!
-//! The orchestrator is in the place of RingLeader's NIC, the workers in that of its datapath OS (NSDI'23).
+//! The orchestrator corresponds to RingLeader's NIC, the workers to RingLeader's datapath OS (NSDI'23).
 //!
 //! * [`ring`]: cursors of a ring with one producer and one consumer
-//! * [`layout`]: sizes and places in the memory
+//! * [`layout`]: sizes and offsets in the memory
 //! * [`message`]: RingLeader's interface between cores and NIC (Table 1)
 //! * [`core_queues`]: the orchestrator's side
 //! * [`worker`]: the workers' side

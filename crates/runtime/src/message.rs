@@ -11,7 +11,7 @@ use crate::layout::RawMessage;
 pub enum Trigger {
     /// A service needs more cores.
     ScaleUp(ScaleUp),
-    /// A service can do with fewer cores.
+    /// A service needs fewer cores.
     ScaleDown(ScaleDown),
 }
 

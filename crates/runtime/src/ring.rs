@@ -33,7 +33,7 @@ impl Cursor for AtomicU32 {
 #[error("a ring of {slots} slots with {used} in use: the other side's cursor is damaged")]
 pub struct DamagedCursor {
     pub slots: u32,
-    /// Slots in use by the two cursors.
+    /// Number of used slots according to the two cursors.
     pub used: u32,
 }
 
@@ -46,7 +46,7 @@ pub struct Producer {
 }
 
 impl Producer {
-    /// The producer of an empty ring whose cursors both have the value `start`. `slots` is a power of two.
+    /// Returns the producer of an empty ring whose cursors both have the value `start`. `slots` is a power of two.
     pub fn new(slots: u32, start: u32) -> Self {
         assert!(slots.is_power_of_two(), "{slots} slots: expected a power of two");
         Self { slots, tail: start, head: start }
@@ -79,7 +79,7 @@ impl Producer {
     #[inline]
     pub fn publish(&mut self, sequence: &impl Cursor, tail: &impl Cursor) {
         self.tail = self.tail.wrapping_add(1);
-        // The position first: a successor of a process that ends here skips the slot, and no slot is read twice.
+        // The position is stored first: if this process ends now, its successor skips the slot, and none is read twice.
         tail.store(self.tail);
         sequence.store(self.tail);
     }
@@ -99,7 +99,7 @@ pub struct Consumer {
 }
 
 impl Consumer {
-    /// The consumer of an empty ring whose cursors both have the value `start`. `slots` is a power of two.
+    /// Returns the consumer of an empty ring whose cursors both have the value `start`. `slots` is a power of two.
     pub fn new(slots: u32, start: u32) -> Self {
         assert!(slots.is_power_of_two(), "{slots} slots: expected a power of two");
         Self { slots, head: start }

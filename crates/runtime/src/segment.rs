@@ -23,9 +23,9 @@ use crate::layout::{CoreLines, Geometry, Header, LAYOUT_VERSION, LINE, MAGIC, Se
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceEntry {
-    /// Address and port of its requests.
+    /// Address and port of the service's requests.
     pub address: SocketAddrV4,
-    /// Its queue at each core; 0 is the highest.
+    /// Priority, which selects the queue at each core; 0 is the highest.
     pub priority: u8,
 }
 
@@ -85,8 +85,8 @@ fn map(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUs
 }
 
 impl Segment {
-    /// Creates the memory and gives it its name at once. An orchestrator that was killed leaves a file, which is
-    /// replaced; its workers notice that its lock is gone.
+    /// Creates the complete memory, then its name. The file of a killed orchestrator is replaced; its workers notice
+    /// that the orchestrator's lock is gone.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         geometry.check()?;
         if let Some(entry) = services.iter().find(|entry| entry.priority >= geometry.priorities) {
@@ -184,7 +184,7 @@ impl Segment {
         Ok(geometry)
     }
 
-    /// Locks a byte for this open file. Returns whether no other has it.
+    /// Locks a byte for this open file. Returns false if another open file has the lock.
     pub fn lock(&self, byte: LockByte) -> nix::Result<bool> {
         match fcntl(self.file.as_fd(), FcntlArg::F_OFD_SETLK(&byte.flock(libc::F_WRLCK))) {
             Ok(_) => Ok(true),
@@ -193,7 +193,7 @@ impl Segment {
         }
     }
 
-    /// Returns whether another open file has the byte.
+    /// Returns whether another open file has locked the byte.
     pub fn is_locked(&self, byte: LockByte) -> nix::Result<bool> {
         is_locked(&self.file, byte)
     }
@@ -226,19 +226,19 @@ impl Segment {
         self.at(Geometry::service(service))
     }
 
-    /// The cursors of a core. `core` is in range.
+    /// Returns the cursors of a core. `core` must be in range.
     #[inline]
     pub fn core(&self, core: u16) -> &CoreLines {
         self.at(self.geometry.core(core))
     }
 
-    /// The sequence of the slot or message at `offset`.
+    /// Returns the sequence of the slot or message at `offset`.
     #[inline]
     pub fn sequence(&self, offset: usize) -> &AtomicU32 {
         self.at(offset)
     }
 
-    /// `T` has only atomic fields.
+    /// Returns the `T` at `offset`, which must have only atomic fields.
     #[inline]
     fn at<T>(&self, offset: usize) -> &T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes.get());
@@ -247,7 +247,7 @@ impl Segment {
         unsafe { self.address.byte_add(offset).cast().as_ref() }
     }
 
-    /// The memory from `offset` on, of which the caller may access `bytes` while the slot is its own.
+    /// Returns a pointer to `offset`. The caller may access `bytes` bytes while the slot belongs to the caller.
     #[inline]
     pub fn slot<T>(&self, offset: usize, bytes: usize) -> *mut T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + bytes <= self.bytes.get());

@@ -31,7 +31,7 @@ pub struct Request<'a> {
 pub enum Reply {
     /// The response is sent to the client.
     Send,
-    /// No response. The orchestrator learns of it by LoadFeedback, in batches.
+    /// No response is sent. The orchestrator gets the completions by LoadFeedback, in batches.
     Nothing,
 }
 
@@ -82,11 +82,11 @@ struct Server<'w, 'r> {
     worker: &'w mut Worker<'r>,
     handler: &'w dyn Handler,
     options: ServeOptions,
-    /// A response buffer by priority: one request of each priority runs at a time.
+    /// Response buffer of each priority: at most one request of each priority runs at a time.
     buffers: Vec<Vec<u8>>,
-    /// By service: completed requests without a response that were not reported.
+    /// Number of each service's completed requests without a response that were not reported.
     unreported: [u32; MAX_SERVICES],
-    /// Services with unreported requests.
+    /// Bit mask of the services with unreported requests.
     is_unreported: u64,
     counters: ServeCounters,
 }
@@ -193,7 +193,7 @@ impl Server<'_, '_> {
         Ok(())
     }
 
-    /// Acts on a hint and serves a request, if there are any. Returns whether it served one.
+    /// Acts on a waiting hint, and serves a waiting request. Returns whether a request was served.
     #[inline]
     fn serve_one(&mut self) -> Result<bool, RuntimeError> {
         self.act_on_hint()?;

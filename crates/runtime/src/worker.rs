@@ -14,7 +14,7 @@ use crate::message::{HintMessage, Message, Trigger};
 use crate::ring::{Consumer, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
 
-/// Time that the orchestrator has to accept a worker, and to empty a full ring.
+/// Timeout for the orchestrator to accept a worker, or to empty a full ring.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 const ANSWER_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
@@ -199,7 +199,7 @@ impl Worker<'_> {
         self.send(Message::RearmLoadMonitor { service })
     }
 
-    /// Returns the next hint for this core (LoadHint), if one waits. Hints of unknown kind are skipped.
+    /// Returns the next waiting hint for this core (LoadHint), if any. Hints of unknown kind are skipped.
     pub fn next_hint(&mut self) -> Option<HintMessage> {
         let slot = self.hint_slot()?;
         let Self { segment, core, rings, .. } = self;
