@@ -41,7 +41,7 @@ impl fmt::Display for Role {
 pub struct Caller {
     /// Role of the caller.
     pub role: Role,
-    /// Its address.
+    /// Address of the caller.
     pub address: IpAddr,
     /// Proof of the role: the name in a certificate, a token's role and id, or a session.
     pub principal: Arc<str>,
