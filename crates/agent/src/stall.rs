@@ -16,7 +16,7 @@ pub struct Counts {
     pub stalled_connections: u64,
 }
 
-/// Detector that compares stalls with handshakes in each window of [`HANDSHAKES_PER_VERDICT`].
+/// Detector that compares stalls with handshakes, in windows of 200 handshakes.
 #[derive(Debug, Default)]
 pub struct StallDetector {
     /// Counters at the start of the window.
