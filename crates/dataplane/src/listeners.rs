@@ -4,7 +4,7 @@
 //! nginx's master opens one socket per worker (`listen ... reuseport`), and every process inherits all of them. Only
 //! the epoll sets show their owners: each worker waits for its own. The kernel lists the members of an epoll set, with
 //! inode numbers, in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may just read its socket:
-//! then only the open descriptors show the owner ([`holding`]).
+//! then only the open descriptors show the owner ([`find_owners`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};

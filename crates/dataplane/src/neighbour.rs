@@ -32,10 +32,10 @@ use crate::vlan_device;
 pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Probe interval of an unresolved neighbour.
 pub const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
-/// Probes sent in a row before answers are read. With [`PACE`] it makes 32,000 a second: ten thousand servers are
-/// probed within a third of a second, and no switch or server gets a burst.
+/// Number of probes that are sent before answers are read. With [`BURST_INTERVAL`] these are 32,000 per second: ten
+/// thousand servers are probed within a third of a second, and no switch or server is flooded.
 pub const PROBES_PER_BURST: usize = 32;
-/// Time between two such rows.
+/// Time between two bursts.
 pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
 /// Missed probes after which a neighbour counts as unresolved.
 pub const MISSED_LIMIT: u32 = 4;
@@ -103,7 +103,7 @@ impl Neighbours {
         (neighbour.mac.replace(mac) != Some(mac)).then_some(Change { address, mac: Some(mac) })
     }
 
-    /// Returns the due probes, at most [`PROBES_AT_ONCE`], and neighbours that missed too many.
+    /// Returns the due probes, at most [`PROBES_PER_BURST`], and neighbours that missed too many.
     pub fn due(&mut self, now: Duration) -> (Vec<Probe>, Vec<Change>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {

@@ -45,7 +45,7 @@ pub(crate) unsafe fn exclusive_ref<'a, T>(pointer: *mut T) -> Option<&'a mut T> 
     object
 }
 
-/// [`object`] of something that threads share.
+/// Returns a reference to an object that threads share; `None` for null.
 ///
 /// # Safety
 ///

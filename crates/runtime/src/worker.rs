@@ -249,7 +249,7 @@ impl Worker<'_> {
         })
     }
 
-    /// Reads the request in a slot of [`highest`](Self::highest), valid until the slot is returned.
+    /// Reads the request in a slot of [`Self::highest_priority_request`], valid until the slot is returned.
     pub(crate) fn read_request<'p>(&self, priority: u8, slot: u32) -> Result<(SlotHeader, &'p [u8]), RuntimeError> {
         let geometry = &self.segment.geometry;
         let (header, payload) = self.segment.read_slot(geometry.request(self.core, priority, slot));

@@ -359,8 +359,8 @@ impl Testbed {
         ip_batch(Some(host), &format!("link set lo up\nlink set {DEVICE} up\n"))
     }
 
-    /// [`TestbedOptions::rings`]. The backlog (net.core.netdev_max_backlog) has 1000 packets, which some 40 for all of
-    /// 31 servers overflow. veth has rings where its end does GRO and the other end no TSO
+    /// Sets up rings ([`TestbedOptions::has_rings`]). The backlog (net.core.netdev_max_backlog) has 1000 packets: about
+    /// 40 to each of 31 servers overflow it. veth has rings where its end does GRO and the other end no TSO
     /// (veth_skb_is_eligible_for_gro() in drivers/net/veth.c).
     fn set_up_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;

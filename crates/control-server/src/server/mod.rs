@@ -253,7 +253,7 @@ async fn lead_and_follow(
             Err(mistakes) => {
                 tracing::warn!(
                     event = "reload-failed",
-                    path = %path.display(),
+                    file = %path.display(),
                     error = %mistakes,
                     "the configuration file is invalid: the previous configuration stays in force"
                 );
@@ -299,6 +299,7 @@ async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &Revocati
             Err(mistakes) => {
                 tracing::warn!(
                     event = "reload-failed",
+                    file = %path.display(),
                     error = %mistakes,
                     "the configuration file is invalid: the previous configuration stays in force"
                 );

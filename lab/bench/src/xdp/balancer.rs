@@ -41,7 +41,7 @@ pub const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 * 16;
 /// Enough entries for all connections: 512 of a partition's 1024 are used on average, so none is ever full.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
 
-/// Returns the load balancer's service, which for [`Case::NotForAVip`] differs from the packets' destination.
+/// Returns the load balancer's service, which for [`Case::OtherDestination`] differs from the packets' destination.
 fn service_of(case: Case) -> SocketAddr {
     if case == Case::OtherDestination { VIP.into() } else { case.destination() }
 }

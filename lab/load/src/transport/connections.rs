@@ -147,7 +147,7 @@ impl<P: Protocol> Connections<P> {
         let (output, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
         self.connections[index] = Some(Connection { stream, open, output, pending, reader, closes: false });
         if open {
-            self.is_free(index);
+            self.mark_free(index);
         }
         Ok(())
     }
@@ -172,7 +172,7 @@ impl<P: Protocol> Connections<P> {
     }
 
     /// Marks an open connection as free, or sends a waiting request on it.
-    fn is_free(&mut self, index: usize) {
+    fn mark_free(&mut self, index: usize) {
         if P::PIPELINED {
             return;
         }
@@ -222,7 +222,7 @@ impl<P: Protocol> Connections<P> {
                 return self.on_broken(index);
             }
             if opened {
-                self.is_free(index);
+                self.mark_free(index);
             }
         }
         if event.has_flags(libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLHUP) {
@@ -255,7 +255,7 @@ impl<P: Protocol> Connections<P> {
                 return if connection.pending.is_empty() { self.reopen(index) } else { self.on_broken(index) };
             }
             if had_work && connection.pending.is_empty() {
-                self.is_free(index);
+                self.mark_free(index);
             }
             if !ended && received.length < self.buffer.len() {
                 return;

@@ -161,7 +161,6 @@ impl TestEnv {
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// A daemon's log from `from` on.
     /// A rack starts with a foreign certificate until the controller logs these words; then with its own.
     fn assert_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
         let own = bundle(&self.testbed, Role::Rack, rack);
