@@ -3,10 +3,10 @@
 //! A permutation, selected by the keyed hash of the 4-tuple, hides the 15 bits of a cookie (kind and id). Therefore:
 //!
 //! * A random TSecr maps to each of the 2^15 values with the same probability: to each known server with 2^-15, and to
-//! no unknown server.
+//!   no unknown server.
 //! * A cookie used on another connection (another 4-tuple) maps like a random TSecr.
 //! * A valid cookie with a flip in its low 16 bits maps like a random TSecr. (A flip of the key bit selects the other
-//! key.) A flip in the upper 16 bits (the time) has no effect.
+//!   key.) A flip in the upper 16 bits (the time) has no effect.
 //!
 //! Not claimed: a client that tries all 2^14 values on one connection reaches every server with one packet, as with any
 //! 14 bits.

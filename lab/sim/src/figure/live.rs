@@ -8,7 +8,7 @@
 //!    [`Metric`](super::scenario::Metric). With `[rpc]` or `[path]` next to `[live]` series may be `simulated = true`:
 //!    the simulator gives those, with the same parameters, and pictures have both.
 //! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. Its error states
-//! missing rights in one sentence.
+//!    missing rights in one sentence.
 //! 3. An entry in `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
 //!
 //! A live figure is only made by name, not by `--all`: it needs root, and its bytes differ from run to run. Its files,

@@ -5,10 +5,10 @@
 //!   [`byzantine_agent`], [`crate::preload`]
 //! * [`traffic`]: the clients
 //! * [`config_mutator`]: changes the configuration ([`document`]), drains servers, and records acknowledgements
-//! ([`drains`])
+//!   ([`drains`])
 //! * [`byzantine_share`]: share of connections of a server with false loads
 //! * [`invariants`]: checks of values that must grow or stay; [`cli_probe`]: the operator's commands
-//! * [`outcome`]: results
+//! * [`outcome`]: results of a run
 
 pub mod byzantine_agent;
 pub mod byzantine_share;
