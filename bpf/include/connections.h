@@ -150,8 +150,8 @@ struct connection_stack {
 /* Attempts to take a free slot; then the connection gets a cookie of the stateless kind. */
 #define CONNECTION_TAKE_ATTEMPTS 8
 /*
- * Entries at the hand that a first packet reads, each a cache miss: a partition of which a tenth has expired gives one
- * packet in three an entry, and 256 packets read all of it.
+ * Entries at the hand that a new connection reads, each a cache miss: a partition of which a tenth has expired gives
+ * one packet in three an entry, and 256 packets read all of it.
  */
 #define CONNECTION_HAND_PROBES 4
 

@@ -43,10 +43,10 @@ enum lb_counter {
 
 /* Event of a packet in addition to its outcome. */
 enum lb_event {
-	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
+	LB_EVENT_CONNECTION_TABLE_FULL, /* a new connection got a cookie of the stateless kind instead */
 	LB_EVENT_CONNECTION_CONTENDED, /* a stateless cookie, because other CPUs were faster at each attempt */
 	LB_EVENT_CONNECTION_SOURCE_LIMITED, /* a stateless cookie, because the source prefix is at its limit */
-	LB_EVENT_CONNECTION_REUSED, /* a first packet found no free slot, and took the slot of an expired entry */
+	LB_EVENT_CONNECTION_REUSED, /* a new connection found no free slot, and took the slot of an expired entry */
 	LB_EVENT_CONNECTION_UNKNOWN, /* the entry that the index names is another connection's, or free */
 	LB_EVENT_FLOW_INSERTED,
 	LB_EVENT_COUNT,

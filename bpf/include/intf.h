@@ -413,7 +413,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 15
+#define LB_LAYOUT_VERSION 16
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {
@@ -461,7 +461,7 @@ struct lb_state {
  *    | Toeplitz hash  |1 | generation   |  service   | server id |
  *    +----------------+--+--------------+------------+-----------+
  */
-#define RECENT_FIRST_PACKETS 4096
+#define RECENT_PLACEMENTS 4096
 #define RECENT_HASH_SHIFT 32
 #define RECENT_VALID_BIT 0x80000000u
 #define RECENT_GENERATION_SHIFT 24

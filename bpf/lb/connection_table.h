@@ -11,11 +11,11 @@
  *
  * 2. The life of an entry.
  *      free      identity is 0, its slot is on the partition's stack;
- *      taken     a first packet moved the stack's top to the next slot by compare-and-swap, fills the entry, and writes
- *                the identity last;
+ *      taken     a new connection moved the stack's top to the next slot by compare-and-swap, fills the entry, and
+ *                writes the identity last;
  *      released  user space replaced exactly this identity by 0, by compare-and-swap;
  *      free      an RCU grace period later user space pushes the slot;
- *      reused    instead of the last two: a first packet that found the stack empty replaced the identity of an
+ *      reused    instead of the last two: a new connection that found the stack empty replaced the identity of an
  *                expired entry by 0 and fills the entry as if it had taken it (stateful.h, reuse_connection()).
  *    User space frees by the server's word (docs/design.md), which no packet has. So packets reuse half-open entries,
  *    whose server is not asked, and others only after user space has not swept for CONNECTION_UNSWEPT.
@@ -177,7 +177,7 @@ static __always_inline bool update_connection(struct connection *connection, __u
 	return closes;
 }
 
-/* ---- first packets --------------------------------------------------------------------------------------------- */
+/* ---- new connections ------------------------------------------------------------------------------------------- */
 
 static __always_inline volatile __u32 *recent_set(__u64 hash)
 {

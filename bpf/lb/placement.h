@@ -37,7 +37,7 @@ const volatile __u32 placement_memory_mask;
 /* Aligned, so that an entry is one load. */
 struct server_entry servers[SERVER_ID_COUNT] SEC(".bss.servers") __attribute__((aligned(8)));
 __u64 membership[MAX_SERVICES * MEMBERSHIP_WORDS] SEC(".bss.members");
-__u64 recent_first_packets[RECENT_FIRST_PACKETS] SEC(".bss.recent");
+__u64 recent_placements[RECENT_PLACEMENTS] SEC(".bss.recent");
 
 /* Server entry of a service: 48 bits of MAC address, 16 of flags. */
 typedef __u64 __attribute__((may_alias)) server_entry_t;
@@ -337,7 +337,7 @@ static __always_inline int place_inlined(struct xdp_md *ctx, struct service_stat
 	table = placement.table;
 	hash = table_hash(ctx, &placement, 0, packet);
 	key = recent_key(table, service, hash);
-	recent = &recent_first_packets[hash & (RECENT_FIRST_PACKETS - 1)];
+	recent = &recent_placements[hash & (RECENT_PLACEMENTS - 1)];
 	if (is_choice_stored(table, packet)) {
 		__u64 remembered = *(volatile __u64 *)recent;
 

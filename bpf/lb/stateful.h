@@ -264,8 +264,8 @@ static __always_inline void open_connection(struct xdp_md *ctx, const struct pac
 	decision->tsecr = syn_tsecr(owner, taken);
 }
 
-static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,
-						  const struct packet *packet, struct decision *decision)
+static __always_inline void decide_new_stateful(struct xdp_md *ctx, struct service_state *state,
+						const struct packet *packet, struct decision *decision)
 {
 	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
 	int recent = find_recent_slot(hash);

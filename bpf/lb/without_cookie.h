@@ -23,9 +23,9 @@
  * server takes no new connections, the placement rule chooses another one, which only the flow table finds again. A
  * server with an older connection of these ports becomes the previous server.
  */
-static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, struct service_state *state,
-							const struct packet *packet, bool found, __u32 stale,
-							struct decision *decision)
+static __always_inline void decide_new_without_cookie(struct xdp_md *ctx, struct service_state *state,
+						      const struct packet *packet, bool found, __u32 stale,
+						      struct decision *decision)
 {
 	struct flow_table_entry entry = decide_by_bucket(ctx, state, packet, decision);
 	__u32 hint = FLOW_HINT;
@@ -70,7 +70,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		return;
 	}
 	if (syn) {
-		decide_first_without_cookie(ctx, state, packet, found, entry.server_id, decision);
+		decide_new_without_cookie(ctx, state, packet, found, entry.server_id, decision);
 		return;
 	}
 	if (by_bucket) {

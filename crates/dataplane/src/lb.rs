@@ -8,7 +8,7 @@
 //! lb/tunnels               outer headers of servers that packets are encapsulated for
 //! lb/membership            servers of each service, and the eligible ones
 //! lb/placement_memory      the tables of all services
-//! lb/recent_first_packets  servers of recent SYNs, for their retransmissions
+//! lb/recent_placements     servers of recent new connections, for retransmitted SYNs
 //! lb/flow_table            connections without a cookie
 //! lb/lb_stamped_servers    source addresses and clocks of servers, for `timestamps = "lb"`
 //! lb/lb_stamped_offsets    clocks of connections whose server has no shared clock

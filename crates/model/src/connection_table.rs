@@ -146,7 +146,7 @@ pub fn owner_and_slot(number: u16) -> (OwnerNumber, u32) {
     (OwnerNumber((number >> intf::CONNECTION_SLOT_BITS) as u8), number & intf::CONNECTION_SLOT_MASK)
 }
 
-/// Returns the TSecr that a stateful service's first packet carries to the server.
+/// Returns the TSecr that a stateful service's SYN carries to the server.
 pub fn syn_tsecr(owner: OwnerNumber, slot: u32) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, slot))
 }
@@ -285,7 +285,7 @@ pub struct Connection {
     pub packets: u64,
     /// Bytes of the counted packets' frames.
     pub bytes: u64,
-    /// Time of the first packet.
+    /// Time of the SYN.
     pub opened: Clock,
     /// Time of the last packet.
     pub last_seen: Clock,

@@ -153,7 +153,7 @@ impl ServiceMode {
         self.is_stamped() && !self.is_handed_over()
     }
 
-    /// Returns whether another load balancer gets the first packets.
+    /// Returns whether another load balancer gets the new connections.
     pub fn is_handed_over(self) -> bool {
         matches!(self.transfer, Some(Transfer::HandedOverTo(_)))
     }

@@ -15,7 +15,7 @@
 //! * [`connection_table`]: entries of stateful services, their timers, and the operations on them
 //! * [`load`]: smoothed loads per core from absolute reports
 //! * [`recent`]: growth of counters in the last seconds, and its interpretation
-//! * [`placement`]: the data plane's table for first packets
+//! * [`placement`]: the data plane's table for new connections
 //! * [`lb`]: reference model of `bpf/lb/lb.bpf.c`, packet by packet
 //! * [`bucket_history`]: previous servers of buckets
 //! * [`allowance`]: limit of a server's share of new connections

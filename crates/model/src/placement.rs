@@ -1,4 +1,4 @@
-//! Placement tables: the data plane's input for a connection's first packet, and its choice.
+//! Placement tables: the data plane's input for a new connection, and its choice.
 //!
 //! A policy computes a [`PlacementTable`], the controller sends it, and `lb.bpf.c` reads it (`struct placement_table`
 //! of `bpf/include/intf.h`). [`PlacementTable::choose`] is the choice of `lb.bpf.c`, decision by decision; the tests of
@@ -50,7 +50,7 @@ impl BucketCount {
     }
 }
 
-/// Rule by which a first packet finds its server.
+/// Rule by which a new connection finds its server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Rule {
     /// Bucket to server, one look-up.
@@ -113,7 +113,7 @@ pub struct Core {
     pub core: u16,
 }
 
-/// Data for the first packets of one service.
+/// Data for the new connections of one service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacementTable {
     /// Grows with every table of the service.
@@ -174,7 +174,7 @@ impl CoreSlotIndex {
     }
 }
 
-/// State that changes with each first packet.
+/// State that changes with each new connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PlacementState {
     /// Connections assigned since the table was switched in, per core slot.
@@ -227,7 +227,7 @@ impl PlacementTable {
         }
     }
 
-    /// Returns the server for a connection's first packet; `None` when no server is eligible.
+    /// Returns the server for a new connection; `None` when no server is eligible.
     pub fn choose(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
         let bytes = tuple.bytes();
         self.choose_by_hash(state, |group| self.groups[group].toeplitz(&bytes))

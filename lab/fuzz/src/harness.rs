@@ -408,8 +408,8 @@ impl Harness {
         let services = (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
         let mut services = services.filter_map(|service_slot| self.compare_service(instance, service_slot));
         counters.or_else(|| services.next()).or_else(|| traffic.next()).or_else(|| {
-            let expected = self.model.recent_first_packets().to_vec();
-            differ("recent_first_packets", expected, memory.recent_first_packets(), |words| format!("{words:x?}"))
+            let expected = self.model.recent_placements().to_vec();
+            differ("recent_placements", expected, memory.recent_placements(), |words| format!("{words:x?}"))
         })
     }
 

@@ -12,7 +12,7 @@ use coreward_model::lb::{Buckets, ServerTraffic};
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapHandle};
 
-type Recent = [u64; intf::RECENT_FIRST_PACKETS as usize];
+type Recent = [u64; intf::RECENT_PLACEMENTS as usize];
 
 /// 64-bit words of a service's counters.
 pub const COUNTER_WORDS: usize = size_of::<intf::lb_counters>() / size_of::<u64>();
@@ -101,9 +101,9 @@ impl Memory {
         (0..count).map(|word| self.flows.load(word * size_of::<u64>()))
     }
 
-    /// Returns the map `recent_first_packets`.
-    pub fn recent_first_packets(&self) -> Vec<u64> {
-        (0..intf::RECENT_FIRST_PACKETS as usize).map(|word| self.recent.load(word * size_of::<u64>())).collect()
+    /// Returns the map `recent_placements`.
+    pub fn recent_placements(&self) -> Vec<u64> {
+        (0..intf::RECENT_PLACEMENTS as usize).map(|word| self.recent.load(word * size_of::<u64>())).collect()
     }
 }
 

@@ -15,7 +15,7 @@ use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
 impl LoadBalancer {
-    /// Installs a service's table by one atomic switch: every first packet is placed by the old table or by this one.
+    /// Installs a service's table by one atomic switch: every new connection is placed by the old table or by this one.
     /// Does not wait for programs that still read the old one. Fails when the table cannot be held ([`TableError`]),
     /// memory for tables is exhausted, or the kernel refuses the program for its rule: the old table stays then. Panics
     /// when `service` is none of [`services`](Self::services).
@@ -74,7 +74,7 @@ impl LoadBalancer {
             return Ok(());
         }
         // Features that no table uses need not be compiled in. The new variant may find the old table for a short time,
-        // in a first packet on another CPU that had read its offset; that packet runs in the old program.
+        // with a packet on another CPU that had read its offset; that packet runs in the old program.
         self.change_variant(Variant { in_use: features_in_use(&self.services), ..self.variant })
     }
 

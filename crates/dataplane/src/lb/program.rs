@@ -98,7 +98,7 @@ const MAP_NAMES: [&str; 17] = [
     CONNECTIONS,
     CONNECTION_STACKS,
     "recent_connections",
-    "recent_first_packets",
+    "recent_placements",
     FLOW_TABLE,
     FRAGMENTS,
     LB_STAMPED_SERVERS,

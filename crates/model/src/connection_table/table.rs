@@ -54,7 +54,7 @@ const LOW_HALF: u64 = 0xffff_ffff;
 const FLAGS_SHIFT: u32 = 16;
 const NEXT_FREE_SHIFT: u32 = 32;
 
-/// Reason for which a first packet gets no entry.
+/// Reason for which a new connection gets no entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotTaken {
     /// The partition has no free slot.
@@ -63,9 +63,9 @@ pub enum NotTaken {
     Contended,
 }
 
-/// Fields of a connection's first packet.
+/// A new connection that needs an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FirstPacket {
+pub struct NewConnection {
     /// Hash of the 4-tuple.
     pub hash: ConnectionHash,
     /// The service's slot in the load balancer's tables.
@@ -103,8 +103,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     /// Takes a free slot and fills it: `take_connection()` of `bpf/lb/connection_table.h`. Fails when no slot is free,
     /// or other operations were faster at each attempt.
-    pub fn take(&self, packet: &FirstPacket, server: ServerId, now: Clock) -> Result<ConnectionIndex, NotTaken> {
-        let partition = packet.hash.partition(self.size);
+    pub fn take(&self, new: &NewConnection, server: ServerId, now: Clock) -> Result<ConnectionIndex, NotTaken> {
+        let partition = new.hash.partition(self.size);
         let stack = StorageCell::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
             // BPF has no acquiring load: the dependent address of `next_free` orders the two loads.
@@ -116,23 +116,23 @@ impl<M: AtomicStorage> ConnectionTable<M> {
             // If another operation takes the entry meanwhile, `next` has any value, but the exchange fails.
             let next = self.next_free(index);
             if self.memory.compare_exchange(stack, top, changed_top(top, next)) {
-                self.fill(index, packet, server, now);
+                self.fill(index, new, server, now);
                 return Ok(index);
             }
         }
         Err(NotTaken::Contended)
     }
 
-    /// Gives a first packet without a free slot the slot of an expired entry: `reuse_connection()` of
+    /// Gives a new connection without a free slot the slot of an expired entry: `reuse_connection()` of
     /// `bpf/lb/stateful.h`. Also returns the connection that had the slot.
     pub fn reuse(
         &self,
-        packet: &FirstPacket,
+        new: &NewConnection,
         server: ServerId,
         now: Clock,
         is_expired: impl Fn(&Connection) -> bool,
     ) -> Option<(ConnectionIndex, Connection)> {
-        let partition = packet.hash.partition(self.size);
+        let partition = new.hash.partition(self.size);
         let hand = StorageCell::StackHand(partition);
         (0..intf::CONNECTION_HAND_PROBES).find_map(|_| {
             let slot = self.memory.load(hand);
@@ -142,25 +142,25 @@ impl<M: AtomicStorage> ConnectionTable<M> {
             if !self.release(index, before.identity) {
                 return None;
             }
-            self.fill(index, packet, server, now);
+            self.fill(index, new, server, now);
             Some((index, before))
         })
     }
 
     /// Writes an entry that no other side accesses; the identity, which publishes it, comes last.
-    fn fill(&self, index: ConnectionIndex, packet: &FirstPacket, server: ServerId, now: Clock) {
+    fn fill(&self, index: ConnectionIndex, new: &NewConnection, server: ServerId, now: Clock) {
         let at = |field| StorageCell::Entry(index, field);
         let generation = (self.memory.load(at(GENERATION)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
         self.memory.store(at(PACKETS), 1);
-        self.memory.store(at(BYTES), packet.bytes);
+        self.memory.store(at(BYTES), new.bytes);
         self.memory.store(at(TIMES), u64::from(now.0) << 32 | u64::from(now.0));
-        let address = address_words(packet.client.ip());
+        let address = address_words(new.client.ip());
         for (position, pair) in address.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
             let word = u64::from_ne_bytes(pair.try_into().expect("two of four bytes each"));
             self.memory.store(at(CLIENT_ADDRESS + position * size_of::<u64>()), word);
         }
-        self.set_port_and_flags(index, u64::from(packet.client.port().to_be()));
-        let identity = Identity { tag: packet.hash.tag(), generation, service: packet.service, server };
+        self.set_port_and_flags(index, u64::from(new.client.port().to_be()));
+        let identity = Identity { tag: new.hash.tag(), generation, service: new.service, server };
         self.memory.publish(at(IDENTITY), identity.word());
     }
 
@@ -414,11 +414,11 @@ mod tests {
         table
     }
 
-    fn packet(client: u32) -> FirstPacket {
+    fn packet(client: u32) -> NewConnection {
         let client = SocketAddr::new(Ipv4Addr::from(0x0a01_0000 + client / 60_000).into(), (client % 60_000) as u16);
         let hash =
             ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE, client);
-        FirstPacket { hash, service: SERVICE, client, bytes: 74 }
+        NewConnection { hash, service: SERVICE, client, bytes: 74 }
     }
 
     fn server(client: u32) -> ServerId {

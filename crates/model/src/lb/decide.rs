@@ -266,7 +266,7 @@ impl LoadBalancer {
             (Consistency::HashTable, _) => self.by_hash_table(service_slot, packet),
             (Consistency::Beamer, _) | (_, None) => self.without_cookie(service_slot, packet, now_ns),
             (Consistency::Stateful, Some(tsecr)) if first => {
-                self.first_stateful(service_slot, packet, tsecr, sender.bytes)
+                self.new_stateful(service_slot, packet, tsecr, sender.bytes)
             }
             (Consistency::Stateless, Some(_)) if first => {
                 self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION)
@@ -347,7 +347,7 @@ impl LoadBalancer {
     }
 
     /// Decides on a SYN without usable flow entry. `stale`: its unusable entry.
-    fn first_without_cookie(&mut self, service_slot: usize, packet: &Packet, stale: Option<FlowEntry>) -> Decision {
+    fn new_without_cookie(&mut self, service_slot: usize, packet: &Packet, stale: Option<FlowEntry>) -> Decision {
         let (choice, decision) = self.by_bucket(service_slot, packet);
         let (mut before, decision, kind) = match (choice, stale) {
             (Some(_), None) => return decision,
@@ -377,7 +377,7 @@ impl LoadBalancer {
                 .with_previous_server(entry.before_field());
         }
         if first {
-            return self.first_without_cookie(service_slot, packet, found);
+            return self.new_without_cookie(service_slot, packet, found);
         }
         if by_bucket {
             return self.by_bucket(service_slot, packet).1;

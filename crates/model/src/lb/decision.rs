@@ -48,7 +48,7 @@ impl Decision {
         Self { destination, ..Self::end(counter) }
     }
 
-    /// Sets the first packet's TSecr to `value` for the server.
+    /// Sets the SYN's TSecr to `value` for the server.
     pub fn with_tsecr(self, tsecr: Tsecr, value: u32) -> Self {
         Self { tsecr: Some((tsecr, value)), ..self }
     }

@@ -45,7 +45,7 @@ pub use flow::FlowEntry;
 use flow::{Datagram, FlowTable};
 pub use lb_stamped::LbStamped;
 use lb_stamped::LbStamping;
-use place::{Placement, RecentFirstPackets};
+use place::{Placement, RecentPlacements};
 use rate::Broadcast;
 pub use rate::{BroadcastRates, Bucket, Buckets, REASONS, Rate, Reason};
 pub use stateful::Owner;
@@ -206,7 +206,7 @@ pub struct LoadBalancer {
     services: Vec<Option<Service>>,
     by_address: HashMap<(IpAddr, u16, u8), usize>,
     vips: HashSet<IpAddr>,
-    recent: RecentFirstPackets,
+    recent: RecentPlacements,
     flows: FlowTable,
     broadcast: Broadcast,
     fragments: HashMap<Datagram, (usize, ServerId)>,
@@ -234,7 +234,7 @@ impl LoadBalancer {
             services: (0..intf::MAX_SERVICES).map(|_| None).collect(),
             by_address: HashMap::new(),
             vips: HashSet::new(),
-            recent: RecentFirstPackets::default(),
+            recent: RecentPlacements::default(),
             flows: FlowTable::new(constants.flow_sets),
             broadcast: Broadcast::default(),
             fragments: HashMap::new(),
@@ -437,8 +437,8 @@ impl LoadBalancer {
         self.flows.words()
     }
 
-    /// Returns the words of `recent_first_packets`.
-    pub fn recent_first_packets(&self) -> &[u64] {
+    /// Returns the words of `recent_placements`.
+    pub fn recent_placements(&self) -> &[u64] {
         self.recent.words()
     }
 

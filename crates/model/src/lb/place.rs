@@ -47,15 +47,15 @@ impl Placement {
 
 /// Recent placements by rules with a state: direct-mapped by the hash, one word each as in `bpf/include/intf.h`.
 #[derive(Debug, Clone)]
-pub(super) struct RecentFirstPackets(Vec<u64>);
+pub(super) struct RecentPlacements(Vec<u64>);
 
-impl Default for RecentFirstPackets {
+impl Default for RecentPlacements {
     fn default() -> Self {
-        Self(vec![0; intf::RECENT_FIRST_PACKETS as usize])
+        Self(vec![0; intf::RECENT_PLACEMENTS as usize])
     }
 }
 
-impl RecentFirstPackets {
+impl RecentPlacements {
     pub fn words(&self) -> &[u64] {
         &self.0
     }
@@ -85,7 +85,7 @@ impl Service {
     pub(super) fn place(
         &mut self,
         service_slot: usize,
-        recent: Option<&mut RecentFirstPackets>,
+        recent: Option<&mut RecentPlacements>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         // Taken out of the service while its servers are borrowed.
@@ -99,7 +99,7 @@ impl Service {
         &mut self,
         placement: &mut Placement,
         service_slot: usize,
-        recent: Option<&mut RecentFirstPackets>,
+        recent: Option<&mut RecentPlacements>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         if placement.table.members.is_empty() {
@@ -107,7 +107,7 @@ impl Service {
         }
         let bytes = tuple.bytes();
         let hash = placement.hash(0, tuple);
-        let key = RecentFirstPackets::key(hash, placement.table.generation, service_slot);
+        let key = RecentPlacements::key(hash, placement.table.generation, service_slot);
         let mut recent = recent.filter(|_| placement.has_state());
         if let Some(recent) = &mut recent
             && let Some(id) = recent.find(hash, key)

@@ -10,7 +10,7 @@ use coreward_intf as intf;
 use super::decision::Decision;
 use super::packet::{self, Packet};
 use super::{LoadBalancer, Mac};
-use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};
+use crate::connection_table::table::{ConnectionTable, NewConnection, NotTaken, OwnMemory, RecentConnections};
 use crate::connection_table::{
     Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timers, owner_and_slot, source_shard,
     syn_tsecr,
@@ -158,22 +158,22 @@ impl LoadBalancer {
         }
     }
 
-    /// Gives a first packet the slot of an expired entry.
-    fn reuse(&mut self, first: &FirstPacket, server: ServerId) -> Option<ConnectionIndex> {
+    /// Gives a new connection the slot of an expired entry.
+    fn reuse(&mut self, new: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
         let (clock, swept) = (self.stateful.clock, self.stateful.swept);
         let is_expired = |connection: &Connection| {
             let identity = connection.identity;
             let known = self.service(usize::from(identity.service)).server(identity.server).is_some();
             Timers::default().is_expired(connection, known, swept, clock)
         };
-        let (index, before) = self.stateful.table.reuse(first, server, clock, is_expired)?;
+        let (index, before) = self.stateful.table.reuse(new, server, clock, is_expired)?;
         let held = self.stateful.held(before.client.ip());
         *held = held.saturating_sub(1);
         Some(index)
     }
 
     /// Gives a SYN an entry, or the one of its first transmission, and names it to the server.
-    pub(super) fn first_stateful(
+    pub(super) fn new_stateful(
         &mut self,
         service_slot: usize,
         packet: &Packet,
@@ -198,10 +198,10 @@ impl LoadBalancer {
         if !self.stateful.may_take(packet.client.ip()) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
-        let first = FirstPacket { hash, service: service_slot as u16, client: packet.client, bytes };
-        let (index, decision) = match self.stateful.table.take(&first, server, self.stateful.clock) {
+        let new = NewConnection { hash, service: service_slot as u16, client: packet.client, bytes };
+        let (index, decision) = match self.stateful.table.take(&new, server, self.stateful.clock) {
             Ok(index) => (index, decision),
-            Err(NotTaken::Full) => match self.reuse(&first, server) {
+            Err(NotTaken::Full) => match self.reuse(&new, server) {
                 Some(index) => (index, decision.with_event(intf::LB_EVENT_CONNECTION_REUSED)),
                 None => return decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
             },

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicU64 as PlainWord;
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, FirstPacket, NotTaken, StorageCell};
+use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, NewConnection, NotTaken, StorageCell};
 use coreward_model::connection_table::{Clock, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
 use coreward_model::cookie::CookieKey;
 use loom::sync::Arc;
@@ -124,11 +124,11 @@ fn table(free: usize, top_mask: u64) -> Arc<Table> {
     Arc::new(table)
 }
 
-fn packet(client: u16) -> FirstPacket {
+fn packet(client: u16) -> NewConnection {
     let address = SocketAddr::new(Ipv4Addr::new(10, 1, 0, 7).into(), client);
     let hash =
         ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE, address);
-    FirstPacket { hash, service: SERVICE, client: address, bytes: u64::from(client) }
+    NewConnection { hash, service: SERVICE, client: address, bytes: u64::from(client) }
 }
 
 fn server(client: u16) -> ServerId {
