@@ -54,7 +54,7 @@ struct flow_set {
 
 struct flow_table_entry {
 	__u16 server_id;
-	/* The server to which its server forwards unknown packets (placement_table.consistent_before), or NO_SERVER. */
+	/* The server to which its server forwards unknown packets (placement_table.previous_consistent), or NO_SERVER. */
 	__u16 previous_server;
 };
 

@@ -198,14 +198,14 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     let mut harness = Harness::new(&["", "", ""], "");
     let sessions: Vec<Session> = (0..2).map(|n| harness.agent(n, 0, at(0))).collect();
     let before = harness.table(at(0)).consistent;
-    assert!(harness.table(at(0)).consistent_before.is_empty());
+    assert!(harness.table(at(0)).previous_consistent.is_empty());
     assert_eq!(harness.controller.changed_histories().len(), 1);
     assert!(harness.controller.changed_histories().is_empty());
     let changes = harness.controller.predecessor_changes();
     harness.configure(&["", "", "state = \"draining\""], "", at(1));
     let table = harness.table(at(1));
     for (bucket, (old, new)) in before.iter().zip(&table.consistent).enumerate() {
-        assert_eq!(table.consistent_before[bucket], (old != new).then_some(*old));
+        assert_eq!(table.previous_consistent[bucket], (old != new).then_some(*old));
     }
     assert!(harness.controller.predecessor_changes() > changes);
     for session in &sessions {
@@ -216,7 +216,7 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     let (name, history) = harness.controller.changed_histories().remove(0);
     harness.records.services.get_mut(&name).unwrap().buckets = history;
     harness.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &harness.records));
-    assert_eq!(harness.table(at(2)).consistent_before, table.consistent_before);
+    assert_eq!(harness.table(at(2)).previous_consistent, table.previous_consistent);
     // No server forwards packets that do not go by the bucket.
     harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
     let session = harness.agent(0, 0, at(3));

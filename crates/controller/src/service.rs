@@ -317,7 +317,7 @@ impl Service {
             self.add_predecessors();
         }
         if !table.members.is_empty() {
-            table.consistent_before = self.history.previous_consistent();
+            table.previous_consistent = self.history.previous_consistent();
         }
         table.down = self.down_servers().collect();
         self.new_interval = false;

@@ -94,7 +94,7 @@ pub struct Facts {
     /// Servers of these services.
     pub servers: BTreeMap<String, Server>,
     /// Reports rejected as sent in the future.
-    pub reports_from_the_future: u64,
+    pub reports_ahead: u64,
     /// Announcement of VIPs; `None`: coreward announces no VIPs.
     pub announcement: Option<Announcement>,
     /// Facts about a controller.

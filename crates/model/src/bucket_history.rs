@@ -1,4 +1,4 @@
-//! Current and previous server of each bucket of a service: source of `placement_table.consistent_before`.
+//! Current and previous server of each bucket of a service: source of `placement_table.previous_consistent`.
 //!
 //! Packets without a cookie go to their bucket's server. When a bucket moves, older connections remain at the previous
 //! server, to which the new server forwards unknown packets (Beamer, Olteanu et al., NSDI'18, Sect. 4.2, "daisy

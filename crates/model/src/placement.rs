@@ -139,7 +139,7 @@ pub struct PlacementTable {
     pub consistent: Vec<ServerId>,
     /// By bucket, its previous server; empty: no bucket has moved. That server may still have connections of the bucket
     /// (Beamer, NSDI'18, Sect. 4.2: daisy chaining).
-    pub consistent_before: Vec<Option<ServerId>>,
+    pub previous_consistent: Vec<Option<ServerId>>,
     /// The servers that are down, by id: connections leave them where that is harmless.
     pub down: Vec<ServerId>,
     /// Age in tables of the load of each of [`PlacementTable::core_slots`]: until it is newer, assigned connections are
@@ -221,7 +221,7 @@ impl PlacementTable {
             core_slots: Vec::new(),
             members: Vec::new(),
             consistent: Vec::new(),
-            consistent_before: Vec::new(),
+            previous_consistent: Vec::new(),
             down: Vec::new(),
             core_slot_ages: Vec::new(),
         }
@@ -369,7 +369,7 @@ mod tests {
             core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
             members: servers.iter().zip(loads).map(|(server, load)| Member { server: *server, load: *load }).collect(),
             consistent: rendezvous(&servers, bucket_count),
-            consistent_before: Vec::new(),
+            previous_consistent: Vec::new(),
             down: Vec::new(),
             core_slot_ages: Vec::new(),
         }

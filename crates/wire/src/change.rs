@@ -44,9 +44,9 @@ impl FleetChange {
     /// Returns the message in the form that every load balancer's stream shares.
     pub fn encode(&self) -> Bytes {
         let configuration = v1::FleetConfiguration { number: self.number, ..(&self.configuration).into() };
-        let gone_service_index = self.removed_services.iter().map(|index| index.get().into()).collect();
+        let removed_service_index = self.removed_services.iter().map(|index| index.get().into()).collect();
         let message =
-            v1::FleetChange { base: self.base_number, configuration: Some(configuration), gone_service_index };
+            v1::FleetChange { base: self.base_number, configuration: Some(configuration), removed_service_index };
         message.encode_to_vec().into()
     }
 
@@ -54,7 +54,8 @@ impl FleetChange {
     pub fn decode(bytes: Bytes) -> Result<(Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
         let configuration = message.configuration.ok_or_else(|| WireError::missing("configuration"))?;
-        let gone = message.gone_service_index.iter().map(|index| ServiceIndex::parse("gone_service_index", *index));
+        let gone =
+            message.removed_service_index.iter().map(|index| ServiceIndex::parse("removed_service_index", *index));
         let (base, number, gone) = (message.base, configuration.number, gone.collect::<Result<_, _>>()?);
         let (configuration, refused) = FleetConfiguration::read(configuration).within("configuration")?;
         Ok((Self { base_number: base, number, configuration, removed_services: gone }, refused))

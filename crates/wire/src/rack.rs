@@ -199,7 +199,7 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
         message.cores.push(server.loads.count());
         message.load_sum.push(server.loads.sum());
         if let Some(cores) = server.loads.cores() {
-            message.whole.push(v1::WholeServer { server_id: id, load: cores.to_vec() });
+            message.slow_start.push(v1::CoreLoads { server_id: id, load: cores.to_vec() });
         }
     }
     let spread = |(class, bins): &(ServerClass, SpreadBins)| v1::LoadSpread {
@@ -226,13 +226,13 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
 pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSummary), WireError> {
     let service = ServiceIndex::parse("service_index", message.service_index)?;
     let mut servers = parse_servers(message)?;
-    for whole in &message.whole {
-        let id = parse_server_id("whole.server_id", whole.server_id)?;
-        let unknown = || WireError::new("whole.server_id", format!("{id}: expected one of `server_id`"));
+    for loads in &message.slow_start {
+        let id = parse_server_id("slow_start.server_id", loads.server_id)?;
+        let unknown = || WireError::new("slow_start.server_id", format!("{id}: expected one of `server_id`"));
         let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown())?;
-        whole.load.iter().try_for_each(|load| is_load("whole.load", *load))?;
-        check_length("whole.load", whole.load.len(), message.cores[position] as usize)?;
-        servers[position].loads = Loads::Relayed(whole.load.clone().into());
+        loads.load.iter().try_for_each(|load| is_load("slow_start.load", *load))?;
+        check_length("slow_start.load", loads.load.len(), message.cores[position] as usize)?;
+        servers[position].loads = Loads::Relayed(loads.load.clone().into());
     }
     let spreads: Vec<_> = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
     let mut classes = HashSet::new();
@@ -407,8 +407,8 @@ mod tests {
         assert_eq!(error(|m| m.load_sum[0] = f64::NAN), "load_sum: NaN: expected a number from 0 to 64");
         assert_eq!(error(|m| m.load_sum[0] = 65.0), "load_sum: 65: expected a number from 0 to 64");
         assert_eq!(error(|m| m.cores[0] = 4097), "cores: 4097: expected 1 to 4096");
-        assert_eq!(error(|m| m.whole[0].server_id = 7), "whole.server_id: 7: expected one of `server_id`");
-        assert_eq!(error(|m| m.whole[0].load.truncate(3)), "whole.load: 3 entries: expected 4");
+        assert_eq!(error(|m| m.slow_start[0].server_id = 7), "slow_start.server_id: 7: expected one of `server_id`");
+        assert_eq!(error(|m| m.slow_start[0].load.truncate(3)), "slow_start.load: 3 entries: expected 4");
         assert_eq!(error(|m| change(&mut m.lists[0].server, 9, 5)), "lists.server: 5: expected a position below 5");
         assert_eq!(error(|m| m.lists[0].load.truncate(9)), "lists.load: 9 bytes: expected 8 for each number");
         assert_eq!(error(|m| m.lists[0].core.truncate(4)), "lists.core: 4 entries: expected 512");

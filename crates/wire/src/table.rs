@@ -40,10 +40,10 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
         member_server_id: table.members.iter().map(|member| member.server.get().into()).collect(),
         member_load: table.members.iter().map(|member| member.load).collect(),
         consistent_server_id: table.consistent.iter().map(|server| server.get().into()).collect(),
-        consistent_before_id: table
-            .consistent_before
+        previous_consistent_id: table
+            .previous_consistent
             .iter()
-            .map(|before| before.map_or(intf::NO_SERVER, |server| server.get().into()))
+            .map(|previous| previous.map_or(intf::NO_SERVER, |server| server.get().into()))
             .collect(),
         core_slot: table
             .core_slots
@@ -69,7 +69,7 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
         core_slots: parse_core_slots(&message.core_slot)?,
         members: parse_members(message)?,
         consistent: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
-        consistent_before: parse_before(&message.consistent_before_id)?,
+        previous_consistent: parse_previous(&message.previous_consistent_id)?,
         down: parse_server_ids("down_server_id", &message.down_server_id)?,
         core_slot_ages: message.core_slot_age.clone(),
     };
@@ -117,10 +117,10 @@ fn parse_server_ids(field: &str, ids: &[u32]) -> Result<Vec<ServerId>, WireError
     ids.iter().map(|id| parse_server_id(field, *id)).collect()
 }
 
-fn parse_before(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
+fn parse_previous(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
     let parse = |id: &u32| match *id {
         intf::NO_SERVER => Ok(None),
-        id => parse_server_id("consistent_before_id", id).map(Some),
+        id => parse_server_id("previous_consistent_id", id).map(Some),
     };
     ids.iter().map(parse).collect()
 }
@@ -173,8 +173,8 @@ fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
         return check_length("consistent_server_id", table.consistent.len(), 0);
     }
     check_length("consistent_server_id", table.consistent.len(), buckets)?;
-    if !table.consistent_before.is_empty() {
-        check_length("consistent_before_id", table.consistent_before.len(), buckets)?;
+    if !table.previous_consistent.is_empty() {
+        check_length("previous_consistent_id", table.previous_consistent.len(), buckets)?;
     }
     if table.groups.is_empty() {
         return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));

@@ -276,7 +276,7 @@ impl GenState {
             // A placement table without an eligible server.
             table.members.clear();
             table.consistent.clear();
-            table.consistent_before.clear();
+            table.previous_consistent.clear();
         }
         let is_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
         table.down = servers.into_iter().filter(|id| !is_member(id) && rng.chance(2, 3)).collect();

@@ -25,6 +25,6 @@ pub fn fleet(shared: &ControllerState) -> v1::FleetReply {
     v1::FleetReply {
         services: fleet.services.iter().map(service).collect(),
         servers: fleet.servers.values().filter(|server| server.admin_state != AdminState::Left).map(server).collect(),
-        reports_from_the_future: controller.reports_ahead,
+        reports_ahead: controller.reports_ahead,
     }
 }

@@ -69,7 +69,7 @@ impl Case<'_> {
             return (None, "no server takes connections".to_owned());
         };
         let name = self.name(server);
-        let before = match table.consistent_before.get(bucket).copied().flatten() {
+        let before = match table.previous_consistent.get(bucket).copied().flatten() {
             Some(before) if before != server => {
                 format!(
                     "; without such a connection {name} forwards it to {}, the bucket's previous server",

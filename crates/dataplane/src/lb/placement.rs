@@ -49,8 +49,8 @@ impl LoadBalancer {
             return Ok(());
         }
         let (generation, members) = (table.generation, table.members);
-        let (consistent, consistent_before) = (table.consistent, table.consistent_before);
-        let table = PlacementTable { generation, members, consistent, consistent_before, ..chosen };
+        let (consistent, previous_consistent) = (table.consistent, table.previous_consistent);
+        let table = PlacementTable { generation, members, consistent, previous_consistent, ..chosen };
         self.install(service, Hashing::Kept, &table)
     }
 

@@ -95,7 +95,7 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     if consistent != buckets as usize && !(table.members.is_empty() && consistent == 0) {
         return Err(TableError::Consistent { found: consistent, buckets });
     }
-    let before = table.consistent_before.len();
+    let before = table.previous_consistent.len();
     if before != 0 && before != consistent {
         return Err(TableError::Consistent { found: before, buckets });
     }
@@ -282,7 +282,7 @@ impl Tables {
             generation: header.generation,
             members: members.into_iter().filter_map(member).collect(),
             consistent: ids(header.consistent_at).into_iter().filter_map(id).collect(),
-            consistent_before: ids(header.previous_consistent_offset).into_iter().map(id).collect(),
+            previous_consistent: ids(header.previous_consistent_offset).into_iter().map(id).collect(),
             down: Vec::new(),
             ..PlacementTable::empty(buckets)
         })
@@ -312,7 +312,7 @@ impl Tables {
         self.reclaim(grace_periods);
         let mut layout = Layout { bytes: HEADER_BYTES.next_multiple_of(8) };
         let consistent = layout.reserve::<u16>(table.consistent.len());
-        let consistent_before = layout.reserve::<u16>(table.consistent.len());
+        let previous_consistent = layout.reserve::<u16>(table.consistent.len());
         let candidates = layout.reserve::<intf::candidate>(table.candidates.len());
         let members = layout.reserve::<intf::member>(table.members.len());
         let assigned = layout.reserve::<u32>(table.core_slots.len());
@@ -332,7 +332,7 @@ impl Tables {
             toeplitz_destination: [0; intf::MAX_RSS_GROUPS as usize],
             toeplitz_source_offset: [0; intf::MAX_RSS_GROUPS as usize],
             consistent_at: block.offset + consistent,
-            previous_consistent_offset: block.offset + consistent_before,
+            previous_consistent_offset: block.offset + previous_consistent,
             candidates_at: block.offset + candidates,
             members_offset: block.offset + members,
             assigned_offset: block.offset + assigned,
@@ -360,7 +360,7 @@ impl Tables {
         let consistent = ids(&mut table.consistent.iter().map(|server| server.get()));
         self.memory.write(header.consistent_at as usize, consistent.as_slice());
         let nobody = intf::NO_SERVER as u16;
-        let before = match table.consistent_before.as_slice() {
+        let before = match table.previous_consistent.as_slice() {
             [] => vec![nobody; consistent.len()],
             before => ids(&mut before.iter().map(|before| before.map_or(nobody, |server| server.get()))),
         };

@@ -244,7 +244,7 @@ fn new_connection_without_table_or_members_is_dropped() {
     let mut table = random_table(Rule::LeastAssigned, 1, 1, &ids, &mut rng);
     table.members.clear();
     table.consistent.clear();
-    table.consistent_before.clear();
+    table.previous_consistent.clear();
     balancer.install(0, &table);
     balancer.expect(&syn(from), XDP_DROP, 0, "drop_no_eligible_server");
     assert_eq!(balancer.lb.table_generation(balancer.services[0]), None);

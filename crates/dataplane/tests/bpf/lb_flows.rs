@@ -244,7 +244,7 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     let mut nobody = random_table(Rule::RoundRobin, 4, 1, &ids[1..], &mut rng);
     nobody.members.clear();
     nobody.consistent.clear();
-    nobody.consistent_before.clear();
+    nobody.previous_consistent.clear();
     nobody.down = ids[1..].to_vec();
     balancer.install(0, &nobody);
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);

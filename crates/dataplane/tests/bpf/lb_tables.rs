@@ -48,7 +48,7 @@ fn table(
         core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
         members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
         consistent: rendezvous(servers, bucket_count),
-        consistent_before: Vec::new(),
+        previous_consistent: Vec::new(),
         down: Vec::new(),
         core_slot_ages: Vec::new(),
     }

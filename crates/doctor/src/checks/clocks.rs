@@ -50,7 +50,7 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
 
 /// Check `clock-sync`: whether the wall clock is synchronised.
 pub fn synchronised(facts: &Facts) -> Vec<Finding> {
-    let future = facts.reports_from_the_future;
+    let future = facts.reports_ahead;
     if future > 0 {
         let why = "one of the clocks is wrong by more than a second: logs cannot be compared";
         return vec![

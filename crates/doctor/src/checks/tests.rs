@@ -112,7 +112,7 @@ fn passing_facts(role: Role) -> Facts {
         controller: Some(Ok("10.1.0.2:7400".parse().unwrap())),
         services: vec![service(Protocol::Tcp)],
         servers: servers("10.1.1.2", true),
-        reports_from_the_future: 0,
+        reports_ahead: 0,
         announcement: None,
         controller_facts: Some(ControllerFacts {
             listen: "10.1.0.2:7400".parse().unwrap(),
@@ -467,7 +467,7 @@ fn slow_or_unsynchronised_clocks_are_found() {
     let server = |change: fn(&mut Facts)| found(Role::Server, change);
     assert_eq!(server(|facts| facts.clock.source = "hpet".to_owned()), [("clock-source", WARNING)]);
     assert_eq!(server(|facts| facts.clock.synchronised = Some(false)), [("clock-sync", WARNING)]);
-    assert_eq!(server(|facts| facts.reports_from_the_future = 3), [("clock-sync", WARNING)]);
+    assert_eq!(server(|facts| facts.reports_ahead = 3), [("clock-sync", WARNING)]);
     let random_offsets =
         |facts: &mut Facts| drop(facts.sysctls.insert("net/ipv4/tcp_timestamps".to_owned(), "1".to_owned()));
     assert_eq!(server(random_offsets), []);

@@ -29,7 +29,7 @@ pub(super) struct Fleet {
     pub answer: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
     pub servers: BTreeMap<String, Server>,
-    pub reports_from_the_future: u64,
+    pub reports_ahead: u64,
 }
 
 /// Returns the first answer of several controllers. `name`: name of this machine at the controller; `None`: all
@@ -115,7 +115,7 @@ fn of(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet
         answer: Some(Ok(controller)),
         services: ours.filter_map(service).collect(),
         servers: reply.servers.iter().filter_map(server).collect(),
-        reports_from_the_future: reply.reports_from_the_future,
+        reports_ahead: reply.reports_ahead,
     }
 }
 

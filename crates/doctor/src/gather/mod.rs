@@ -54,7 +54,7 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         controller: fleet.answer,
         services,
         servers: fleet.servers,
-        reports_from_the_future: fleet.reports_from_the_future,
+        reports_ahead: fleet.reports_ahead,
         announcement: settings.announce_table.map(announcement::gather),
         controller_facts: options.controller_facts,
         polling: if role == Role::Server { polling::threads() } else { Vec::new() },

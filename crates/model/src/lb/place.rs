@@ -40,7 +40,7 @@ impl Placement {
         }
         let bucket = self.table.bucket_count.bucket(self.hash(0, tuple)) as usize;
         let server = *self.table.consistent.get(bucket)?;
-        let before = self.table.consistent_before.get(bucket).copied().flatten();
+        let before = self.table.previous_consistent.get(bucket).copied().flatten();
         Some(FlowEntry { previous_server: before, ..FlowEntry::of(server) })
     }
 }

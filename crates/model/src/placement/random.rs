@@ -32,7 +32,7 @@ impl PlacementTable {
             1 => Some(*server),
             _ => Some(servers[uniform_below(rng, servers.len() as u32) as usize]),
         };
-        let consistent_before = consistent.iter().map(before).collect();
+        let previous_consistent = consistent.iter().map(before).collect();
         Self {
             generation,
             rule,
@@ -44,7 +44,7 @@ impl PlacementTable {
             core_slots,
             members,
             consistent,
-            consistent_before,
+            previous_consistent,
             down: Vec::new(),
             core_slot_ages: Vec::new(),
         }

@@ -202,7 +202,7 @@ fn table_with(
         core_slots: Vec::new(),
         members,
         consistent,
-        consistent_before: Vec::new(),
+        previous_consistent: Vec::new(),
         down: Vec::new(),
         core_slot_ages: Vec::new(),
     }

@@ -339,7 +339,7 @@ fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256Pl
         core_slots,
         members,
         consistent: rendezvous(servers, buckets),
-        consistent_before: Vec::new(),
+        previous_consistent: Vec::new(),
         down: Vec::new(),
         core_slot_ages: Vec::new(),
     }

@@ -131,9 +131,9 @@ impl Simulation {
         let consistent = rendezvous(&servers, buckets);
         let of_bucket = |bucket: usize| match before.consistent.get(bucket) {
             Some(old) if *old != consistent[bucket] => Some(*old),
-            _ => before.consistent_before.get(bucket).copied().flatten(),
+            _ => before.previous_consistent.get(bucket).copied().flatten(),
         };
-        let consistent_before = (0..consistent.len()).map(of_bucket).collect();
+        let previous_consistent = (0..consistent.len()).map(of_bucket).collect();
         let core_slots: Vec<Core> =
             servers.iter().flat_map(|server| (0..CORES).map(|core| Core { server: *server, core })).collect();
         let rng = &mut self.rng;
@@ -156,7 +156,7 @@ impl Simulation {
             members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
             core_slots,
             consistent,
-            consistent_before,
+            previous_consistent,
             down: Vec::new(),
             core_slot_ages: Vec::new(),
         };

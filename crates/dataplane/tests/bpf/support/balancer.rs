@@ -71,7 +71,7 @@ fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
 /// Returns the previous server of the connection's bucket, by the table.
 pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
     let bucket = table.bucket_count.bucket(table.groups[0].toeplitz(&tuple.bytes()));
-    table.consistent_before.get(bucket as usize).copied().flatten()
+    table.previous_consistent.get(bucket as usize).copied().flatten()
 }
 
 /// A random key gives other collisions in each run.
