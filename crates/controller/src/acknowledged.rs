@@ -54,7 +54,7 @@ impl Controller {
             waiting: lacking.into_iter().take(NAMED).collect(),
             refused_count,
             refused: all_refused.into_iter().take(NAMED).collect(),
-            lost: lost.take(NAMED).collect(),
+            disconnected: lost.take(NAMED).collect(),
         }
     }
 

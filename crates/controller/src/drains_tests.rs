@@ -143,8 +143,9 @@ fn drain_waits_for_missing_confirmations() {
     let generation = harness.records.generation;
     harness.report(&session, Some((0, generation, 0)), at(11));
     assert_eq!(harness.status(at(11)).remaining, Some(100));
-    let lost =
-        |now| harness.controller.acknowledgements(now).lost.into_iter().map(|lost| lost.name).collect::<Vec<_>>();
+    let lost = |now| {
+        harness.controller.acknowledgements(now).disconnected.into_iter().map(|lost| lost.name).collect::<Vec<_>>()
+    };
     assert_eq!((lost(at(11)), lost(at(80))), (vec![], vec!["lb1".to_owned()]));
     // Its agent is gone: its count is valid no longer than its report.
     harness.confirm(balancer, generation, at(80));

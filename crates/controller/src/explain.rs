@@ -137,8 +137,8 @@ impl Case<'_> {
     fn choose(&self, packet: ExplainedPacket) -> Verdict {
         match (packet, self.view.table.as_deref()) {
             (ExplainedPacket::Established { cookie, reset }, table) => self.established(table, cookie, reset),
-            (ExplainedPacket::First, Some(table)) => self.verdict(table),
-            (ExplainedPacket::First, None) => (None, "no table has been made yet".to_owned()),
+            (ExplainedPacket::NewConnection, Some(table)) => self.verdict(table),
+            (ExplainedPacket::NewConnection, None) => (None, "no table has been made yet".to_owned()),
         }
     }
 

@@ -77,7 +77,7 @@ impl Harness {
     }
 
     fn explain(&self, port: u16, now: Now) -> Explanation {
-        self.explain_packet(port, ExplainedPacket::First, now)
+        self.explain_packet(port, ExplainedPacket::NewConnection, now)
     }
 
     fn explain_packet(&self, port: u16, packet: ExplainedPacket, now: Now) -> Explanation {
@@ -475,10 +475,9 @@ fn explanations_name_the_decision_and_its_reason() {
     assert_eq!((&*reply.forwarding, reply.outer_source_port), ("l2", None));
 
     let unknown = ServiceAddress { socket: "10.200.0.9:80".parse().unwrap(), ..web() };
-    assert_eq!(
-        harness.controller.explain(unknown, client(1), ExplainedPacket::First, at(100)).unwrap_err().to_string(),
-        "no service at 10.200.0.9:80/tcp: expected one of 10.200.0.1:80/tcp"
-    );
+    let explained = harness.controller.explain(unknown, client(1), ExplainedPacket::NewConnection, at(100));
+    let expected = "no service at 10.200.0.9:80/tcp: expected one of 10.200.0.1:80/tcp";
+    assert_eq!(explained.unwrap_err().to_string(), expected);
 }
 
 proptest! {

@@ -77,14 +77,14 @@ fn wait(client: &Client, timeout: Duration) -> anyhow::Result<()> {
 }
 
 fn is_in_force(seen: &Acknowledgements) -> bool {
-    seen.waiting_count == 0 && seen.refused_count == 0 && seen.lost.is_empty()
+    seen.waiting_count == 0 && seen.refused_count == 0 && seen.disconnected.is_empty()
 }
 
 /// Returns whether further waiting is useless: a daemon rejects this configuration, or all connected ones have
 /// answered.
 fn is_final(seen: &Acknowledgements) -> bool {
     let newest = seen.configuration_generation;
-    let refuses_it = |refused: &RefusedUpdate| refused.what == "configuration" && refused.generation == newest;
+    let refuses_it = |refused: &RefusedUpdate| refused.kind == "configuration" && refused.generation == newest;
     seen.waiting_count == 0 || seen.refused.iter().any(refuses_it)
 }
 
@@ -96,7 +96,7 @@ fn describe_pending(seen: &Acknowledgements) -> String {
         seen.acknowledged_count,
         seen.waiting_count,
         seen.refused_count,
-        seen.lost.len()
+        seen.disconnected.len()
     )];
     let waiting = |waiting: &Waiting| {
         format!("  {} {}: has configuration {}", waiting.part, waiting.name, waiting.configuration_generation)
@@ -109,7 +109,7 @@ fn describe_pending(seen: &Acknowledgements) -> String {
     };
     lines.extend(seen.waiting.iter().map(waiting));
     lines.extend(RefusedUpdate::lines(&seen.refused).into_iter().map(|line| format!("  {line}")));
-    lines.extend(seen.lost.iter().map(lost));
+    lines.extend(seen.disconnected.iter().map(lost));
     lines.join("\n")
 }
 
@@ -133,7 +133,7 @@ mod tests {
             .map(|generation| RefusedUpdate {
                 part: "lb".to_owned(),
                 name: "lb1".to_owned(),
-                what: "configuration".to_owned(),
+                kind: "configuration".to_owned(),
                 service: None,
                 generation: *generation,
                 reason: "too many services".to_owned(),
@@ -146,7 +146,7 @@ mod tests {
             waiting: (0..waiting).map(|_| part("lb1")).collect(),
             refused_count: refused.len() as u64,
             refused,
-            lost: lost.iter().copied().map(part).collect(),
+            disconnected: lost.iter().copied().map(part).collect(),
         }
     }
 

@@ -27,10 +27,10 @@ pub fn audit(args: &AuditArgs) -> anyhow::Result<()> {
 /// Returns a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
 fn line(entry: &AuditEntry) -> String {
     let at = format_time(entry.at_unix_ms);
-    let AuditEntry { id, who, from_address, action, target, before, after, .. } = entry;
+    let AuditEntry { id, actor, from_address, action, target, before, after, .. } = entry;
     let from = if from_address.is_empty() { String::new() } else { format!(" from {from_address}") };
     let target = if target.is_empty() { String::new() } else { format!(" {target}") };
-    format!("{at} #{id} {who}{from}: {action}{target}: {before} -> {after}\n")
+    format!("{at} #{id} {actor}{from}: {action}{target}: {before} -> {after}\n")
 }
 
 fn format_time(unix_ms: u64) -> String {
@@ -47,7 +47,7 @@ mod tests {
         let entry = AuditEntry {
             id: 7,
             at_unix_ms: 1_795_442_709_000,
-            who: "operator token 1a2b3c4d".into(),
+            actor: "operator token 1a2b3c4d".into(),
             from_address: "10.1.0.9".into(),
             action: "drain".into(),
             target: "s1".into(),

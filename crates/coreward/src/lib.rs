@@ -345,7 +345,7 @@ fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
     let packet = match (args.reset, args.tsecr.is_some() || args.without_timestamps) {
         (true, _) => PacketKind::Reset,
         (false, true) => PacketKind::Established,
-        (false, false) => PacketKind::First,
+        (false, false) => PacketKind::NewConnection,
     };
     let question = Explain { vip: args.vip, protocol: args.protocol, client: args.client, packet, tsecr: args.tsecr };
     show::explain(&client, &question, format)

@@ -23,7 +23,7 @@ const TRUNCATION_NOTE_BYTES: usize = 32;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Author {
     /// See [`AuditEntry::who`].
-    pub who: String,
+    pub actor: String,
     /// See [`AuditEntry::from_address`].
     pub from_address: String,
 }
@@ -31,17 +31,17 @@ pub struct Author {
 impl Author {
     /// Returns the author of changes that are due by schedule.
     pub fn controller() -> Self {
-        Self { who: "controller".to_owned(), from_address: String::new() }
+        Self { actor: "controller".to_owned(), from_address: String::new() }
     }
 
     pub fn signal() -> Self {
-        Self { who: "SIGHUP".to_owned(), from_address: String::new() }
+        Self { actor: "SIGHUP".to_owned(), from_address: String::new() }
     }
 }
 
 impl From<&Caller> for Author {
     fn from(caller: &Caller) -> Self {
-        Self { who: caller.principal.to_string(), from_address: caller.address.to_string() }
+        Self { actor: caller.principal.to_string(), from_address: caller.address.to_string() }
     }
 }
 
@@ -79,7 +79,7 @@ fn truncated(text: &str, limit: usize) -> String {
 /// Returns the entry within the limits of its size.
 pub fn bounded(entry: AuditEntry) -> AuditEntry {
     AuditEntry {
-        who: truncated(&entry.who, NAME_LIMIT),
+        actor: truncated(&entry.actor, NAME_LIMIT),
         from_address: truncated(&entry.from_address, NAME_LIMIT),
         action: truncated(&entry.action, NAME_LIMIT),
         target: truncated(&entry.target, NAME_LIMIT),
@@ -96,7 +96,7 @@ impl Records {
         entries.push(bounded(AuditEntry {
             id: entries.last().map_or(1, |newest| newest.id + 1),
             at_unix_ms: wall.as_millis() as u64,
-            who: author.who.clone(),
+            actor: author.actor.clone(),
             from_address: author.from_address.clone(),
             action: note.action.to_owned(),
             target: note.target,
@@ -128,7 +128,7 @@ mod tests {
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
         let note =
             ChangeDescription { action: "apply", target: long.clone(), before: long.clone(), after: line.clone() };
-        records.record_change(&Author { who: long.clone(), from_address: long }, note, Duration::ZERO);
+        records.record_change(&Author { actor: long.clone(), from_address: long }, note, Duration::ZERO);
         let entry = &records.audit[0];
         assert!(entry.before.ends_with("\u{e4} [9534 more bytes]"), "{}", entry.before);
         assert_eq!(entry.after, line);

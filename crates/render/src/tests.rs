@@ -300,7 +300,7 @@ fn explanation_is_printed_as_text() {
         vip: "10.200.0.1:80".parse().unwrap(),
         protocol: Protocol::Tcp,
         client: "10.1.0.7:40312".parse().unwrap(),
-        packet: PacketKind::First,
+        packet: PacketKind::NewConnection,
         tsecr: None,
     };
     let expected = "\

@@ -20,7 +20,7 @@ use coreward_fleet::records::DrainRecord;
 use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
 /// Version of the layout; other versions are rejected.
-const FORMAT: u32 = 4;
+const FORMAT: u32 = 5;
 
 #[derive(Debug)]
 pub struct Rows {

@@ -22,7 +22,7 @@ pub struct Acknowledgements {
     pub refused: Vec<RefusedUpdate>,
     /// Load balancers that are disconnected and not forgotten: each forwards by its last configuration.
     #[serde(default)]
-    pub lost: Vec<Waiting>,
+    pub disconnected: Vec<Waiting>,
 }
 
 /// A peer that has not confirmed the newest configuration.
@@ -44,7 +44,7 @@ pub struct RefusedUpdate {
     /// Name of the load balancer or server.
     pub name: String,
     /// "configuration" or "table".
-    pub what: String,
+    pub kind: String,
     /// Name of the service; null: all of the update.
     pub service: Option<String>,
     /// Generation of the configuration or the table; 0: unknown.
@@ -61,15 +61,15 @@ impl RefusedUpdate {
     /// ...".
     pub fn lines(refused: &[Self]) -> Vec<String> {
         let mut services: BTreeMap<_, Vec<&str>> = BTreeMap::new();
-        for Self { part, name, what, service, generation, reason } in refused {
+        for Self { part, name, kind, service, generation, reason } in refused {
             // The kernel's log of a program may be long; the API returns it in full.
             let reason = reason.lines().next().unwrap_or_default();
-            let alike = services.entry((part, name, what, *generation, reason)).or_default();
+            let alike = services.entry((part, name, kind, *generation, reason)).or_default();
             alike.extend(service.as_deref());
         }
-        let line = |((part, name, what, generation, reason), services): ((_, _, _, _, _), Vec<&str>)| {
+        let line = |((part, name, kind, generation, reason), services): ((_, _, _, _, _), Vec<&str>)| {
             let subject = format!("{part} {name}");
-            format!("{} refuses {what} {generation}{}: {reason}", subject.trim_end(), list_services(&services))
+            format!("{} refuses {kind} {generation}{}: {reason}", subject.trim_end(), list_services(&services))
         };
         services.into_iter().map(line).collect()
     }
@@ -89,12 +89,12 @@ fn list_services(services: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    fn refused(what: &str, service: Option<&str>, reason: &str) -> RefusedUpdate {
-        let (part, name, what) = ("lb".to_owned(), "lb1".to_owned(), what.to_owned());
+    fn refused(kind: &str, service: Option<&str>, reason: &str) -> RefusedUpdate {
+        let (part, name, kind) = ("lb".to_owned(), "lb1".to_owned(), kind.to_owned());
         RefusedUpdate {
             part,
             name,
-            what,
+            kind,
             service: service.map(str::to_owned),
             generation: 5,
             reason: reason.to_owned(),

@@ -12,7 +12,7 @@ pub struct AuditEntry {
     pub at_unix_ms: u64,
     /// The name in a certificate, the role and id of a token ("operator token 1a2b3c4d"), "SIGHUP", or "controller" for
     /// its own changes.
-    pub who: String,
+    pub actor: String,
     /// Address of the request; empty: the controller's own host.
     #[serde(rename = "from")]
     pub from_address: String,

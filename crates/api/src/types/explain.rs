@@ -10,11 +10,11 @@ use utoipa::{IntoParams, PartialSchema, ToSchema};
 
 /// Relation of a packet to its connection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum PacketKind {
     /// Opens the connection.
     #[default]
-    First,
+    NewConnection,
     /// Belongs to an established connection.
     Established,
     /// Reset of an established connection.
@@ -40,7 +40,7 @@ pub struct Explain {
     #[serde(default)]
     #[param(value_type = Option<PacketKind>, inline)]
     pub packet: PacketKind,
-    /// TSecr of a packet that is not the first one (`ecr` in tcpdump); absent: no timestamps.
+    /// TSecr of a packet of an established connection (`ecr` in tcpdump); absent: no timestamps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(value_type = Option<u32>, maximum = 4294967295_u32)]
     pub tsecr: Option<u32>,

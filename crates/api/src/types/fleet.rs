@@ -58,7 +58,7 @@ pub struct FleetApplied {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FleetChange {
     /// "server s1", "service web"; empty: the whole fleet.
-    pub what: String,
+    pub subject: String,
     /// Changed configuration key; null: the whole server or service was added or removed.
     pub key: Option<String>,
     /// Old value; null: not set.

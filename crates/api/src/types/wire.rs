@@ -72,7 +72,7 @@ impl RefusedUpdate {
         Self {
             part: part.to_owned(),
             name: name.to_owned(),
-            what: if refused.table { "table" } else { "configuration" }.to_owned(),
+            kind: if refused.table { "table" } else { "configuration" }.to_owned(),
             service: (!refused.service.is_empty()).then(|| refused.service.clone()),
             generation: refused.generation,
             reason: refused.reason.clone(),

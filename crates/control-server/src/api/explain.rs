@@ -42,7 +42,7 @@ fn not_explained(error: ExplainError) -> Problem {
 
 fn explained_packet(kind: PacketKind, cookie: Option<u32>) -> ExplainedPacket {
     match kind {
-        PacketKind::First => ExplainedPacket::First,
+        PacketKind::NewConnection => ExplainedPacket::NewConnection,
         PacketKind::Established | PacketKind::Reset => {
             ExplainedPacket::Established { cookie, reset: kind == PacketKind::Reset }
         }

@@ -121,8 +121,8 @@ impl Api {
 fn change_document(change: &config::Change) -> FleetChange {
     let message = change.to_string();
     let breaks = change.breaks().map(str::to_owned);
-    let whole = |what: &String| FleetChange {
-        what: what.clone(),
+    let whole = |subject: &String| FleetChange {
+        subject: subject.clone(),
         key: None,
         old: None,
         new: None,
@@ -130,9 +130,9 @@ fn change_document(change: &config::Change) -> FleetChange {
         breaks: breaks.clone(),
     };
     let document = match change {
-        config::Change::Added { what, .. } | config::Change::Removed { what } => whole(what),
-        config::Change::Changed { what, key, old, new } => {
-            FleetChange { key: Some(key.clone()), old: old.clone(), new: new.clone(), ..whole(what) }
+        config::Change::Added { subject, .. } | config::Change::Removed { subject } => whole(subject),
+        config::Change::Changed { subject, key, old, new } => {
+            FleetChange { key: Some(key.clone()), old: old.clone(), new: new.clone(), ..whole(subject) }
         }
     };
     FleetChange { message, ..document }

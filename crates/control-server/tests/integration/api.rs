@@ -184,7 +184,7 @@ async fn document_is_applied_whole_or_not_at_all() {
     assert_eq!(client.fleet().await.unwrap().generation, 0);
     let applied = client.put_fleet(&new_fleet(&text, 0, false)).await.unwrap();
     assert_eq!((applied.generation, applied.in_force), (1, true));
-    assert_eq!(applied.changes[0].what, "server s1");
+    assert_eq!(applied.changes[0].subject, "server s1");
     assert_eq!(client.fleet().await.unwrap().text, text);
     let moved = client.put_fleet(&new_fleet(&text, 0, false)).await.unwrap_err();
     assert_eq!(moved.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);

@@ -92,7 +92,7 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
     let first = document(&["s1", "s2"], "");
     let proposed = controller.proposed(&home, &first).await.unwrap();
     let is_added = |change: &&FleetChange| change.message.starts_with("+ ");
-    let added: Vec<&str> = proposed.changes().iter().filter(is_added).map(|change| change.what.as_str()).collect();
+    let added: Vec<&str> = proposed.changes().iter().filter(is_added).map(|change| change.subject.as_str()).collect();
     assert_eq!(added, ["server s1", "server s2", "service web"]);
     assert_eq!(controller.document().await.generation, 0, "a look changes nothing");
     assert_eq!(apply(proposed).await, Ok(1));

@@ -77,7 +77,7 @@ async fn audit_entry_survives_a_restart() {
         ]
     );
     for entry in &audit.entries {
-        assert!(entry.who.starts_with("operator token ") && entry.who.len() == "operator token ".len() + 8);
+        assert!(entry.actor.starts_with("operator token ") && entry.actor.len() == "operator token ".len() + 8);
         assert_eq!(entry.from_address, "127.0.0.1");
     }
     let newest = running.client.audit(&AuditQuery { after: 0, limit: Some(1) }).await.unwrap();
@@ -123,7 +123,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     assert_eq!((seen.acknowledged_count, seen.refused_count), (1, 1));
     let [refused] = &seen.refused[..] else { panic!("{seen:?}") };
     assert_eq!((refused.name.as_str(), refused.service.as_deref()), ("lb1", Some("web")));
-    assert_eq!((refused.what.as_str(), refused.reason.as_str()), ("configuration", reason.as_str()));
+    assert_eq!((refused.kind.as_str(), refused.reason.as_str()), ("configuration", reason.as_str()));
 
     let state = running.status().await.load_balancers.remove(0).state.unwrap();
     assert_eq!(state.warnings, [format!("it refuses configuration 2 of service web: {reason}")]);

@@ -12,7 +12,7 @@ use super::{Case, Verdict};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExplainedPacket {
-    First,
+    NewConnection,
     Established {
         /// TSecr of the packet; `None`: no timestamps.
         cookie: Option<u32>,

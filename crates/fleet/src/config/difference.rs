@@ -11,15 +11,15 @@ pub enum Change {
     /// New server or service.
     Added {
         /// "server" or "service", and its name.
-        what: String,
+        subject: String,
         /// The other keys of the server or service, with their values.
         values: Vec<(String, String)>,
     },
     /// Removed server or service.
-    Removed { what: String },
+    Removed { subject: String },
     Changed {
         /// Server or service, as in `Added`; empty for the whole fleet.
-        what: String,
+        subject: String,
         key: String,
         /// `None`: absent.
         old: Option<String>,
@@ -31,14 +31,14 @@ pub enum Change {
 impl Change {
     /// Returns the reason why established connections break; `None`: they continue.
     pub fn breaks(&self) -> Option<&'static str> {
-        let (what, key) = match self {
-            Self::Removed { what } if what.starts_with("service ") => {
+        let (subject, key) = match self {
+            Self::Removed { subject } if subject.starts_with("service ") => {
                 return Some("its connections break: load balancers forward nothing to its address any more");
             }
             Self::Added { .. } | Self::Removed { .. } => return None,
-            Self::Changed { what, key, .. } => (what, key.as_str()),
+            Self::Changed { subject, key, .. } => (subject, key.as_str()),
         };
-        match (what.split(' ').next()?, key) {
+        match (subject.split(' ').next()?, key) {
             ("service", "vip" | "protocol") => Some("connections to the old address break"),
             ("service", "consistency" | "timestamps") => {
                 Some("established connections are found by the new way or break: expected few of them")
@@ -53,15 +53,15 @@ impl Change {
 impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Added { what, values } => {
+            Self::Added { subject, values } => {
                 let values: Vec<String> = values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
-                write!(f, "+ {what}: {}", values.join(", "))
+                write!(f, "+ {subject}: {}", values.join(", "))
             }
-            Self::Removed { what } => write!(f, "- {what}"),
-            Self::Changed { what, key, old, new } => {
-                let what = if what.is_empty() { "fleet" } else { what };
+            Self::Removed { subject } => write!(f, "- {subject}"),
+            Self::Changed { subject, key, old, new } => {
+                let subject = if subject.is_empty() { "fleet" } else { subject };
                 let shown = |value: &Option<String>| value.clone().unwrap_or_else(|| "(default)".to_owned());
-                write!(f, "~ {what}: {key} {} -> {}", shown(old), shown(new))
+                write!(f, "~ {subject}: {key} {} -> {}", shown(old), shown(new))
             }
         }
     }
@@ -76,12 +76,12 @@ pub fn difference(old: &Source, new: &Source) -> Vec<Change> {
         let [old, new] = [&old, &new].map(|document| by_name(document, kind));
         let names: BTreeSet<&str> = old.keys().chain(new.keys()).copied().collect();
         for name in names {
-            let what = format!("{kind} {name}");
+            let subject = format!("{kind} {name}");
             match (old.get(name), new.get(name)) {
-                (Some(old), Some(new)) => changed_keys(&what, old, new, &[], &mut changes),
-                (Some(_), None) => changes.push(Change::Removed { what }),
+                (Some(old), Some(new)) => changed_keys(&subject, old, new, &[], &mut changes),
+                (Some(_), None) => changes.push(Change::Removed { subject }),
                 (None, new) => {
-                    changes.push(Change::Added { what, values: new.map(|new| values(new)).unwrap_or_default() })
+                    changes.push(Change::Added { subject, values: new.map(|new| values(new)).unwrap_or_default() })
                 }
             }
         }
@@ -99,13 +99,18 @@ fn values(entry: &Table) -> Vec<(String, String)> {
     others.map(|(key, value)| (key.clone(), value.to_string())).collect()
 }
 
-fn changed_keys(what: &str, old: &Table, new: &Table, but: &[&str], changes: &mut Vec<Change>) {
+fn changed_keys(subject: &str, old: &Table, new: &Table, but: &[&str], changes: &mut Vec<Change>) {
     let keys: BTreeSet<&String> = old.keys().chain(new.keys()).filter(|key| !but.contains(&key.as_str())).collect();
     for key in keys {
         let (old, new) = (old.get(key), new.get(key));
         if old != new {
             let shown = |value: Option<&Value>| value.map(Value::to_string);
-            changes.push(Change::Changed { what: what.to_owned(), key: key.clone(), old: shown(old), new: shown(new) });
+            changes.push(Change::Changed {
+                subject: subject.to_owned(),
+                key: key.clone(),
+                old: shown(old),
+                new: shown(new),
+            });
         }
     }
 }
