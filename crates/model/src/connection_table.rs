@@ -307,6 +307,11 @@ impl Connection {
             closing: u32::from(entry.flags) & intf::CONNECTION_CLOSING != 0,
         })
     }
+
+    /// Returns whether the connection has had no packet since it was read as `earlier`.
+    pub fn has_no_packet_since(&self, earlier: &Self) -> bool {
+        (self.packets, self.last_seen) == (earlier.packets, earlier.last_seen)
+    }
 }
 
 /// Returns the `count` heaviest connections, the heaviest first; of equal ones, the earlier first. Needs memory for

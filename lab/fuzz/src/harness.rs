@@ -344,11 +344,7 @@ impl Harness {
         if exceeds_mtu {
             self.promises.placed(&given);
         }
-        let expected_verdict = match outcome.verdict() {
-            Verdict::Drop => 1,
-            Verdict::Pass => 2,
-            Verdict::Transmit => XDP_TX,
-        };
+        let expected_verdict = outcome.verdict().xdp_action();
         let difference = broken
             .or_else(|| {
                 differ("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)

@@ -295,7 +295,7 @@ impl LoadBalancer {
         let table = &self.maps.connections;
         let unchanged = |connection: &&Connection| {
             let now = table.connection(connection.index);
-            now.is_some_and(|now| (now.packets, now.last_seen) == (connection.packets, connection.last_seen))
+            now.is_some_and(|now| now.has_no_packet_since(connection))
         };
         let released: Vec<&Connection> = connections
             .iter()

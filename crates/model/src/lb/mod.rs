@@ -66,6 +66,17 @@ pub enum Verdict {
     Transmit,
 }
 
+impl Verdict {
+    /// Returns the value of `enum xdp_action` (linux/bpf.h).
+    pub fn xdp_action(self) -> i32 {
+        match self {
+            Self::Drop => 1,
+            Self::Pass => 2,
+            Self::Transmit => 3,
+        }
+    }
+}
+
 /// Outcome of one frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {

@@ -93,7 +93,7 @@ impl Stateful {
     pub fn free_connections(&mut self, connections: &[Connection]) {
         let is_unchanged = |connection: &&Connection| {
             let now = self.table.connection(connection.index);
-            now.is_some_and(|now| (now.packets, now.last_seen) == (connection.packets, connection.last_seen))
+            now.is_some_and(|now| now.has_no_packet_since(connection))
         };
         let release = |connection: &&Connection| self.table.release(connection.index, connection.identity);
         let released: Vec<&Connection> = connections.iter().filter(is_unchanged).filter(release).collect();

@@ -21,8 +21,6 @@ use coreward_model::placement::PlacementTable;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
-use super::balancer::{XDP_DROP, XDP_PASS, XDP_TX};
-
 const NANOSECONDS: u64 = 1_000_000_000;
 const NO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
@@ -103,13 +101,8 @@ impl ComparedLb {
         self.now_ns.set(self.now_ns.get() + 1);
         let mut expected = frame.to_vec();
         let outcome = model.borrow_mut().receive(&mut expected, self.now_ns.get());
-        let expected_verdict = match outcome.verdict() {
-            model::Verdict::Drop => XDP_DROP,
-            model::Verdict::Pass => XDP_PASS,
-            model::Verdict::Transmit => XDP_TX,
-        };
         let name = intf::LB_COUNTER_NAMES[outcome.counter as usize];
-        assert_eq!(verdict, expected_verdict, "the model's verdict, {name}, frame {frame:02x?}");
+        assert_eq!(verdict, outcome.verdict().xdp_action(), "the model's verdict, {name}, frame {frame:02x?}");
         assert_eq!(packet, expected, "the model's packet, {name}, frame {frame:02x?}");
         (verdict, packet, Some(outcome))
     }
