@@ -14,7 +14,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, daemon_log, eventually, open, pause, time_to_log,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, assert_masked_within, daemon_log, eventually, open, pause,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -229,17 +229,6 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     wait_until_served_by(&env, &[2]);
 }
 
-/// Asserts that every load balancer has masked server 2 in the time that its checks take.
-fn assert_masked_in_time(env: &TestEnv, died: SystemTime) {
-    let words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
-    for number in env.testbed.load_balancer_numbers() {
-        let masked = || time_to_log(&env.testbed, number, words, died);
-        eventually(LIMIT, words, || masked().is_some());
-        println!("lb{number}: masked after {:?}, expected within {DETECTION_TIME:?}", masked().unwrap());
-        assert!(masked().unwrap() <= DETECTION_TIME, "lb{number}");
-    }
-}
-
 /// Returns the servers that answer new connections; `None`: one is refused or not answered.
 fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
     let request =
@@ -285,7 +274,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     let died = SystemTime::now();
     env.nginx[1] = None;
     wait_until_served_by(&env, &[1, 3]);
-    assert_masked_in_time(&env, died);
+    assert_masked_within(DETECTION_TIME, &env.testbed, "s2", died);
     connections.retain(|(_, answerer)| answerer.server != 2);
     assert_answered(&mut connections);
     // All are down: none is masked, as the load balancer may be at fault.
@@ -312,7 +301,7 @@ fn load_balancer_restarted_without_controller_continues_checks() {
     let died = SystemTime::now();
     env.nginx[1] = None;
     wait_until_served_by(&env, &[1, 3]);
-    assert_masked_in_time(&env, died);
+    assert_masked_within(DETECTION_TIME, &env.testbed, "s2", died);
     connections.retain(|(_, answerer)| answerer.server == 1);
 
     env.fleet.kill("lb1").unwrap();

@@ -12,7 +12,9 @@ use coreward_testbed::process::Process;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{MIN_CONNECTIONS_FOR_EVERY_SERVER, count_broken, eventually, open, time_to_log, try_open};
+use crate::support::{
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_masked_within, count_broken, eventually, open, try_open,
+};
 
 /// By the document: interval x fall + timeout, and the daemon's tick. The timeout is what a busy machine may take.
 const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
@@ -115,13 +117,7 @@ impl TestEnv {
     fn stop_server(&mut self, number: u16) {
         let died = SystemTime::now();
         self.nginx[usize::from(number) - 1] = None;
-        let words = format!("event=\"server-masked\" server=\"s{number}\" service=\"web0\"");
-        for balancer in self.testbed.load_balancer_numbers() {
-            let masked = || time_to_log(&self.testbed, balancer, &words, died);
-            eventually(*TIMEOUT, &words, || masked().is_some());
-            println!("lb{balancer}: masked after {:?}, expected within {DETECTION_TIME:?}", masked().unwrap());
-            assert!(masked().unwrap() <= DETECTION_TIME, "lb{balancer}");
-        }
+        assert_masked_within(DETECTION_TIME, &self.testbed, &format!("s{number}"), died);
     }
 
     /// Waits until new connections go to these servers and none fails.

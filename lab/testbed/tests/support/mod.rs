@@ -186,6 +186,17 @@ pub fn time_to_log(testbed: &Testbed, load_balancer: u16, words: &str, since: Sy
     times.filter_map(|time| time.duration_since(since).ok()).min()
 }
 
+/// Asserts that every load balancer masks the server `name` of service `web0`, which ended at `died`, within `limit`.
+pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, died: SystemTime) {
+    let words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
+    for balancer in testbed.load_balancer_numbers() {
+        let masked = || time_to_log(testbed, balancer, &words, died);
+        eventually(*TIMEOUT, &words, || masked().is_some());
+        println!("lb{balancer}: masked after {:?}, expected within {limit:?}", masked().unwrap());
+        assert!(masked().unwrap() <= limit, "lb{balancer}");
+    }
+}
+
 pub fn pause(milliseconds: u64) {
     std::thread::sleep(Duration::from_millis(milliseconds));
 }
