@@ -5,13 +5,17 @@ use std::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
+/// Lateness of bytes after which a client counts its connection as timed out (ns). TCP has then retransmitted them at
+/// least seven times; on one busy CPU, bursts of broadcasts delayed connections by more than 10 s (docs/limits.md).
+pub const LOSS_TIMEOUT_NS: u64 = 30_000_000_000;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Broken {
     /// Connections refused: the server of the SYN has no such socket.
     pub refused: u64,
     /// RST on an established connection: for example after a packet to a wrong server.
     pub reset: u64,
-    /// No data for seconds when data was due, or TCP gave up.
+    /// No data for [`LOSS_TIMEOUT_NS`] when data was due, or TCP gave up.
     pub timed_out: u64,
     /// FIN before the last response.
     pub closed_early: u64,

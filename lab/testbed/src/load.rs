@@ -18,12 +18,10 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::connection_errors::{Broken, Failure};
+use crate::connection_errors::{Broken, Failure, LOSS_TIMEOUT_NS};
 use coreward_load::event_loop::{Epoll, Event, now_ns};
 use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response};
 
-/// Time after which an unanswered request counts its connection as broken (ns).
-const TIMEOUT_NS: u64 = 10_000_000_000;
 /// Interval of the search for broken connections (ns).
 const SWEEP_INTERVAL_NS: u64 = 500_000_000;
 /// Time between start and the log's time 0, when none is given (ns).
@@ -356,7 +354,7 @@ impl Client<'_> {
     fn sweep(&mut self, now_ns: u64) {
         let late = |(index, connection): (&usize, &Connection)| {
             let waits = connection.answered < connection.due;
-            (waits && self.due_ns(*index, connection.answered) + TIMEOUT_NS < now_ns).then_some(*index)
+            (waits && self.due_ns(*index, connection.answered) + LOSS_TIMEOUT_NS < now_ns).then_some(*index)
         };
         let late: Vec<usize> = self.connections.iter().filter_map(late).collect();
         for index in late {

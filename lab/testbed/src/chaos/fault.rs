@@ -103,7 +103,7 @@ pub enum Fault {
 
 /// Duration of a fault without effect on clients (ms).
 const DURATION_MS: Range<u32> = 300..6_000;
-/// Duration of a fault that loses clients' packets (ms): TCP must retransmit them before the client's timeout of 10 s.
+/// Duration of a fault that loses clients' packets (ms): TCP must retransmit them before the client's timeout of 30 s.
 const LOSS_DURATION_MS: Range<u32> = 200..2_500;
 
 impl Fault {

@@ -25,7 +25,7 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use super::{REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::connection_errors::{Broken, Failure};
+use crate::connection_errors::{Broken, Failure, LOSS_TIMEOUT_NS};
 use crate::fleet::lab_command;
 use crate::interrupt;
 use crate::load::{Latency, new_histogram, nth_address};
@@ -34,8 +34,6 @@ use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, Event, now_ns};
 
 const SECOND_NS: u64 = 1_000_000_000;
-/// Lateness of bytes that count as lost (ns): TCP has then retransmitted them at least five times.
-const LOSS_TIMEOUT_NS: u64 = 10 * SECOND_NS;
 /// Lateness of connections at the end of a run (ns) for which the run continues until they recover or break.
 const FINAL_WAIT_NS: u64 = SECOND_NS / 2;
 /// Interval of the search for late connections (ns).
