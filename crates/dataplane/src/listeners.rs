@@ -2,9 +2,9 @@
 //! (UDP).
 //!
 //! nginx's master opens one socket per worker (`listen ... reuseport`), and every process inherits all of them. Only
-//! the epoll sets show their owners: each worker waits for its own. The kernel lists the members of an epoll set, with
-//! inode numbers, in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may just read its socket:
-//! then only the open descriptors show the owner ([`find_owners`]).
+//! epoll sets show which worker uses which socket. The kernel lists the members of an epoll set, with inode numbers,
+//! in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may read its socket without epoll: then
+//! only the open descriptors show the owner ([`find_owners`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -20,35 +20,35 @@ use crate::sockets::{self, Inode};
 /// A socket of a service and the process that waits for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listener {
-    /// The socket.
+    /// Inode number of the socket.
     pub inode: Inode,
-    /// Its descriptor in the process.
+    /// Descriptor of the socket in the process.
     pub descriptor: i32,
-    /// The process.
+    /// Process id.
     pub pid: i32,
-    /// CPUs of the process's affinity.
+    /// CPUs on which the process may run.
     pub affinity: BTreeSet<usize>,
 }
 
-/// Returns inodes of the TCP sockets that listen at `address`; if there are none, of those that listen at its port on
-/// any address (the kernel prefers more specific ones in the same way). Fails when the kernel's list cannot be read.
+/// Returns the inodes of the TCP sockets that listen at `address`; without such sockets, of sockets that listen at its
+/// port on the wildcard address, as the kernel selects. Fails when the kernel's list cannot be read.
 pub fn listening(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     Ok(most_specific(address, &sockets::counts::listening()?))
 }
 
-/// Returns inodes of the unconnected UDP sockets at `address`; if there are none, of those at its port on any IPv4
-/// address, then on any IPv6 address (which also gets IPv4). Fails when the kernel's lists cannot be read.
+/// Returns the inodes of the unconnected UDP sockets at `address`; without such sockets, of sockets at its port on
+/// 0.0.0.0, then on `[::]` (which also receives IPv4). Fails when the kernel's lists cannot be read.
 pub fn receiving(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
-    // Not connected: the state that the kernel calls TCP_CLOSE.
+    // The kernel's state TCP_CLOSE: not connected.
     const UNCONNECTED: &str = "07";
     let mut sockets = sockets_in("udp", UNCONNECTED)?;
-    // A kernel without IPv6 has no such file.
+    // A kernel without IPv6 has no /proc/net/udp6.
     sockets.extend(sockets_in("udp6", UNCONNECTED).unwrap_or_default());
     Ok(most_specific(address, &sockets))
 }
 
-/// Returns the listening `sockets` that connections to `address` reach: at the address itself; if there are none, at
-/// its port on any address.
+/// Returns the `sockets` that connections to `address` reach: those bound to the address, or else those bound to its
+/// port on the wildcard address.
 pub fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BTreeSet<Inode> {
     let any_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let any = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
@@ -60,7 +60,7 @@ pub fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BT
 }
 
 fn sockets_in(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
-    // Not /proc/net: that is the namespace of the process's first thread.
+    // /proc/net would show the network namespace of the process's first thread.
     let path = format!("/proc/thread-self/net/{file}");
     let mut sockets = Vec::new();
     for line in BufReader::new(File::open(&path).with_context(|| path.clone())?).lines().skip(1) {
@@ -73,7 +73,7 @@ fn sockets_in(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, Inode)
     Ok(sockets)
 }
 
-/// Parses local address, state and inode of a line of /proc/net/tcp, udp or udp6.
+/// Returns local address, state and inode from a line of /proc/net/tcp, udp or udp6.
 fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
     let mut words = line.split_whitespace();
     let (local, state) = (words.nth(1)?, words.nth(1)?);
@@ -92,13 +92,12 @@ fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
     Some((SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?), state, inode))
 }
 
-/// Returns the process that waits for each of these sockets, by the epoll sets of every accessible process. Fails when
-/// /proc cannot be read.
+/// Returns a process for each of these sockets that has the socket in an epoll set. Fails when /proc cannot be read.
 pub fn waiting(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found: BTreeMap<Inode, Listener> = BTreeMap::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-        // A process that has just ended has none.
+        // A process that has just ended has no descriptors to read.
         for (inode, descriptor) in epoll_members(&entry.path()).unwrap_or_default() {
             if inodes.contains(&inode) {
                 let affinity = affinity(pid);
@@ -122,7 +121,7 @@ fn epoll_members(process: &Path) -> std::io::Result<Vec<(Inode, i32)>> {
     Ok(members)
 }
 
-/// `tfd:        8 events:     2019 data: 7f0e...  pos:0 ino:5a3f sdev:9`, numbers but the first in hexadecimal.
+/// Parses a line `tfd:  8 events:  2019 data: 7f0e... pos:0 ino:5a3f sdev:9`. Only `tfd` is decimal.
 fn parse_epoll_member(line: &str) -> Option<(Inode, i32)> {
     let mut words = line.strip_prefix("tfd:")?.split_whitespace();
     let descriptor = words.next()?.parse().ok()?;
@@ -130,8 +129,9 @@ fn parse_epoll_member(line: &str) -> Option<(Inode, i32)> {
     Some((Inode::from_str_radix(inode, 16).ok()?, descriptor))
 }
 
-/// Returns the process that has each of these sockets open. Of several processes (a master that opened all, workers
-/// that inherited them) the one with the fewest of them, then the youngest. Fails when /proc cannot be read.
+/// Returns a process for each of these sockets that has the socket open. Of several processes (a master and workers
+/// that inherited its sockets) it is the process with the fewest of these sockets, then the youngest. Fails when /proc
+/// cannot be read.
 pub fn find_owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut holders: Vec<(i32, Vec<(Inode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -166,8 +166,8 @@ fn affinity(pid: i32) -> BTreeSet<usize> {
     (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).collect()
 }
 
-/// Returns a descriptor of our own for another process's socket (pidfd_getfd, Linux 5.6). Fails when the process has
-/// ended, or access is denied (CAP_SYS_PTRACE).
+/// Duplicates another process's socket and returns the new descriptor (pidfd_getfd, Linux 5.6). Fails when the process
+/// has ended, or access is denied (CAP_SYS_PTRACE).
 pub fn duplicate_socket(listener: &Listener) -> anyhow::Result<OwnedFd> {
     let own = |result: libc::c_long| {
         // SAFETY: the system call returned a new descriptor that nothing else owns.

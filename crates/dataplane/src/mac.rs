@@ -10,7 +10,7 @@ impl MacAddress {
     /// The broadcast address.
     pub const BROADCAST: MacAddress = MacAddress([0xff; 6]);
 
-    /// Whether frames to it reach more than one station (IEEE 802.3, Sect. 3.2.3: the first bit sent).
+    /// Whether this is a multicast or broadcast address (IEEE 802.3, Sect. 3.2.3: the first bit sent).
     pub fn is_group(self) -> bool {
         self.0[0] & 1 != 0
     }
@@ -28,7 +28,7 @@ impl MacAddress {
     }
 }
 
-/// Six bytes in hexadecimal, separated by colons.
+/// Writes six bytes in hexadecimal, separated by colons.
 impl fmt::Display for MacAddress {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, e, f] = self.0;

@@ -1,8 +1,8 @@
 //! The values of a BPF array map, shared as memory with the programs that use the map.
 //!
-//! The programs read and write it at any time, on any CPU. So there are no references into it: all accesses are 64-bit
-//! words, each atomic. Larger values are written where no program reads, then switched in. Offsets are bytes from the
-//! start, by `std::mem::offset_of!` of the layouts in `bpf/include/intf.h`.
+//! Programs read and write the memory at any time, on any CPU. So there are no references into the memory: each access
+//! is an atomic 64-bit word. Larger values are written where no program reads, and then activated by one word. Offsets
+//! are bytes from the start, by `std::mem::offset_of!` of the layouts in `bpf/include/intf.h`.
 
 use std::marker::PhantomData;
 use std::num::NonZeroUsize;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// A map's memory as a `T`: one value, or a slice of as many as the map has.
+/// A map's memory as a `T`: one value, or a slice of the map's values.
 #[derive(Debug)]
 pub struct MmapArray<T: ?Sized> {
     address: NonNull<libc::c_void>,
@@ -23,25 +23,25 @@ pub struct MmapArray<T: ?Sized> {
 
 // SAFETY: the memory belongs to the map, not to a thread; callers are responsible for raw pointers.
 unsafe impl<T: ?Sized> Send for MmapArray<T> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`; all accesses are atomic.
 unsafe impl<T: ?Sized> Sync for MmapArray<T> {}
 
 impl<T: FromBytes + IntoBytes> MmapArray<T> {
-    /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: both sides take their
-    /// types from `bpf/include/intf.h`. Fails when the map is smaller than a `T` or cannot be mapped.
+    /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: Rust and BPF code take
+    /// the type from `bpf/include/intf.h`. Fails when the map is smaller than a `T` or cannot be mapped.
     pub fn new(map: impl AsFd) -> nix::Result<Self> {
         Self::map(map, size_of::<T>())
     }
 
-    /// Returns its address; valid as long as `self`. Programs read and write it at the same time.
+    /// Returns the address of the value, which is valid as long as `self`. Programs access the value concurrently.
     pub fn pointer(&self) -> *mut T {
         self.address.as_ptr().cast()
     }
 }
 
 impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
-    /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each must be a `T`, and its size a
-    /// multiple of 8: the kernel puts the next one there. Fails when the map is smaller or cannot be mapped.
+    /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each value must be a `T`, with a size
+    /// that is a multiple of 8, as the kernel aligns values. Fails when the map is smaller or cannot be mapped.
     pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
         const { assert!(size_of::<T>().is_multiple_of(WORD)) };
         Self::map(map, count * size_of::<T>())
@@ -61,8 +61,8 @@ impl<T: ?Sized> MmapArray<T> {
     }
 
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: these bytes are mapped, aligned to a page, until `self` is dropped; others change them only word by
-        // word, as memory of atomic type may be changed.
+        // SAFETY: these bytes are mapped, aligned to a page, until `self` is dropped; programs change them only word
+        // by word, as memory of atomic type may be changed.
         unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), self.bytes.get() / WORD) }
     }
 
@@ -76,14 +76,14 @@ impl<T: ?Sized> MmapArray<T> {
         self.words_at(offset, WORD)[0].load(Ordering::Acquire)
     }
 
-    /// Sets the word at `offset`; programs that see it also see what was written before. Panics when `offset` is no
-    /// multiple of 8 or outside.
+    /// Sets the word at `offset`. Programs that read the new word also see all earlier writes. Panics when `offset` is
+    /// no multiple of 8 or outside.
     pub fn store(&self, offset: usize, word: u64) {
         self.words_at(offset, WORD)[0].store(word, Ordering::Release);
     }
 
-    /// Replaces `old` by `new`, if that is the word at `offset`; atomically, ordered before and after. Panics when
-    /// `offset` is no multiple of 8 or outside.
+    /// Replaces the word at `offset` by `new` if it equals `old`, and returns whether it did; atomically, with acquire
+    /// and release ordering. Panics when `offset` is no multiple of 8 or outside.
     pub fn compare_exchange(&self, offset: usize, old: u64, new: u64) -> bool {
         let word = &self.words_at(offset, WORD)[0];
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
@@ -103,8 +103,8 @@ impl<T: ?Sized> MmapArray<T> {
         &self.words_at(offset, WORD)[0]
     }
 
-    /// Returns a copy of the value at `offset`. Each word is whole; a program may write between two of them. Panics
-    /// when offset or size are no multiples of 8, or outside.
+    /// Returns a copy of the value at `offset`, read word by word: a program may write between two words. Panics when
+    /// offset or size are no multiples of 8, or outside.
     pub fn read<V: FromBytes + IntoBytes>(&self, offset: usize) -> Box<V> {
         let mut value = V::new_box_zeroed().expect("memory for one value");
         let words = self.words_at(offset, size_of::<V>());
@@ -114,8 +114,8 @@ impl<T: ?Sized> MmapArray<T> {
         value
     }
 
-    /// Returns a copy of `count` values from `offset` on, word by word as `read` does. Panics when `offset` is no
-    /// multiple of 8, or they are outside.
+    /// Returns a copy of `count` values from `offset` on, read word by word as in `read`. Panics when `offset` is no
+    /// multiple of 8, or a value is outside.
     pub fn read_slice<V: FromBytes + IntoBytes>(&self, offset: usize, count: usize) -> Vec<V> {
         let mut values = V::new_vec_zeroed(count).expect("memory for the values");
         let bytes = values.as_mut_slice().as_mut_bytes();

@@ -1,9 +1,9 @@
-//! MAC addresses of servers, by ARP (RFC 826) and neighbour discovery (RFC 4861) of our own.
+//! MAC addresses of servers, resolved by ARP (RFC 826) and neighbour discovery (RFC 4861) in user space.
 //!
-//! The kernel's neighbour table would serve a host that sends to its neighbours. Packets from XDP never use it, so its
-//! entries go stale, and a new MAC address would be noticed after up to half a minute. Here every server is probed once
-//! a second: at its known address, and at the broadcast address after a missed probe. So a changed MAC address is in
-//! force within about two seconds, and at once when the server announces it (gratuitous ARP).
+//! The kernel refreshes its neighbour table for packets that the host itself sends. XDP packets do not refresh it, so
+//! the kernel would notice a new MAC address after up to half a minute. Here every server is probed once a second: at
+//! its known MAC address, and at the broadcast address after a missed probe. So a changed MAC address is in force
+//! within about two seconds, and at once when the server announces the address (gratuitous ARP).
 //!
 //! [`Neighbours`] has the state and the schedule without I/O; [`Resolver`] is the thread with the socket.
 
@@ -32,38 +32,38 @@ use crate::vlan_device;
 pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Probe interval of an unresolved neighbour.
 pub const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
-/// Number of probes that are sent before answers are read. With [`BURST_INTERVAL`] these are 32,000 per second: ten
-/// thousand servers are probed within a third of a second, and no switch or server is flooded.
+/// Number of probes that are sent before replies are read. With [`BURST_INTERVAL`] the limit is 32,000 probes per
+/// second: ten thousand servers are probed within a third of a second, and no switch or server is flooded.
 pub const PROBES_PER_BURST: usize = 32;
 /// Time between two bursts.
 pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
-/// Missed probes after which a neighbour counts as unresolved.
+/// Number of missed probes after which a neighbour counts as unresolved.
 pub const MISSED_LIMIT: u32 = 4;
 
-/// An ARP packet for Ethernet and IPv4 with its frame's header: 42 bytes.
+/// Length of an ARP frame for Ethernet and IPv4, in bytes.
 pub const FRAME_BYTES: usize = 42;
-/// Frames read in a row before probes are sent again.
+/// Maximum number of frames that are read before probes are sent again.
 const MAX_FRAMES_PER_BURST: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
 const ETHERTYPE_VLAN: u16 = 0x8100;
-/// Hardware Ethernet, protocol IPv4, lengths 6 and 4.
+/// Start of an ARP packet: hardware Ethernet, protocol IPv4, address lengths 6 and 4.
 const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
 
-/// A change of a neighbour's MAC address; `None`: not known any more.
+/// A change of a neighbour's MAC address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Change {
     /// Address of the neighbour.
     pub address: IpAddr,
-    /// New MAC address.
+    /// New MAC address; `None`: the neighbour is unresolved.
     pub mac: Option<MacAddress>,
 }
 
 /// A probe to be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Probe {
-    /// Address that is resolved.
+    /// Address to resolve.
     pub address: IpAddr,
-    /// MAC address in use; `None`: the probe is broadcast or multicast.
+    /// MAC address to which the probe is sent; `None`: the probe is broadcast or multicast.
     pub mac: Option<MacAddress>,
 }
 
@@ -74,11 +74,11 @@ struct Neighbour {
     next_probe: Duration,
 }
 
-/// State of the neighbours, and the schedule of probes. Times are of any monotonic clock.
+/// State of the neighbours, and the schedule of probes. Callers pass times of one monotonic clock.
 #[derive(Debug, Clone, Default)]
 pub struct Neighbours {
     known: BTreeMap<IpAddr, Neighbour>,
-    /// Their addresses by the time of the next probe.
+    /// Addresses of the neighbours, sorted by the time of the next probe.
     order: BTreeSet<(Duration, IpAddr)>,
 }
 
@@ -93,7 +93,8 @@ impl Neighbours {
         self.order = self.known.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
     }
 
-    /// Records the sender of a packet of ARP or neighbour discovery: an answer, a request or an announcement.
+    /// Records the sender of a packet of ARP or neighbour discovery (reply, request or announcement), and returns the
+    /// change of its MAC address.
     pub fn observe(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<Change> {
         let neighbour = self.known.get_mut(&address)?;
         neighbour.missed = 0;
@@ -103,7 +104,7 @@ impl Neighbours {
         (neighbour.mac.replace(mac) != Some(mac)).then_some(Change { address, mac: Some(mac) })
     }
 
-    /// Returns the due probes, at most [`PROBES_PER_BURST`], and neighbours that missed too many.
+    /// Returns the due probes, at most [`PROBES_PER_BURST`], and the neighbours that became unresolved.
     pub fn due(&mut self, now: Duration) -> (Vec<Probe>, Vec<Change>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {
@@ -129,7 +130,7 @@ impl Neighbours {
     }
 }
 
-/// Returns the ARP request frame for `address`: to `mac`, or broadcast.
+/// Returns the frame of an ARP request for `address`, sent to `mac`; `None`: broadcast.
 pub fn request_frame(
     address: Ipv4Addr,
     mac: Option<MacAddress>,
@@ -148,7 +149,7 @@ pub fn request_frame(
     frame
 }
 
-/// Returns the sender of an ARP frame; `None` for anything but ARP for Ethernet and IPv4, or a group address.
+/// Returns the sender of an ARP frame; `None`: not ARP for Ethernet and IPv4, or a sender with a group address.
 pub fn sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     if frame.len() < FRAME_BYTES || frame[12..14] != ETHERTYPE_ARP.to_be_bytes() || frame[14..20] != ARP_ETHERNET_IPV4 {
         return None;
@@ -158,17 +159,17 @@ pub fn sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     (!mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
-/// Resolver of neighbours in a thread of its own, until dropped.
+/// Thread that resolves neighbours until this is dropped.
 #[derive(Debug)]
 pub struct Resolver {
     desired: Arc<Mutex<Option<Vec<IpAddr>>>>,
-    /// Closed by dropping: the thread then ends.
+    /// Dropping this sender closes the channel, which ends the thread.
     alive: Sender<()>,
 }
 
 impl Resolver {
-    /// Starts at the device `interface` of the calling thread's network namespace; changes go to the receiver. Fails
-    /// when the interface does not exist or packet sockets are not allowed.
+    /// Starts the thread at the device `interface` of the caller's network namespace; the receiver gets the changes.
+    /// Fails when the interface does not exist or packet sockets are not allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<Change>)> {
         let (changes, receiver) = mpsc::channel();
         let notify = move |change| changes.send(change).is_ok();
@@ -176,8 +177,8 @@ impl Resolver {
         Ok((resolver, receiver))
     }
 
-    /// The same for neighbours in a VLAN, with tagged frames, for which no VLAN device is needed. `notify` gets the
-    /// changes, and ends the thread by returning false.
+    /// [`start`](Self::start) for neighbours in a VLAN. The thread sends tagged frames, so it needs no VLAN device.
+    /// `notify` gets the changes, and ends the thread by returning false.
     pub fn start_in_vlan(
         interface: &str,
         vlan: Vlan,
@@ -194,7 +195,7 @@ impl Resolver {
                     tracing::error!(
                         event = "resolver-ended",
                         error = format!("{error:#}"),
-                        "MAC addresses are no longer resolved"
+                        "the resolver has ended: changes of servers' MAC addresses are no longer noticed"
                     );
                 }
             })
@@ -226,7 +227,7 @@ impl Link {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
         let open = |ethertype, filter: &[libc::sock_filter]| {
-            // A VLAN device takes a tagged frame before sockets for its type get it.
+            // A VLAN device takes tagged frames away from sockets for one EtherType, but not from those for all types.
             let received = if vlan.is_tagged() { libc::ETH_P_ALL as u16 } else { ethertype };
             let filter = filter::in_vlan(vlan, filter);
             packet_socket(index, received, &filter).with_context(|| format!("a packet socket at {interface}"))
@@ -254,7 +255,7 @@ impl Link {
             if start.elapsed() >= paced_until {
                 let now = start.elapsed();
                 let (probes, missing) = neighbours.due(now);
-                // Once per interval: thousands of servers are probed in many batches.
+                // Own addresses are read once per interval, not once per burst of probes.
                 if !probes.is_empty() && own_read_at.is_none_or(|read_at| read_at + SEARCH_INTERVAL <= now) {
                     (own, own_read_at) = (OwnAddresses::in_vlan(&self.interface, self.vlan), Some(now));
                 }
@@ -276,7 +277,7 @@ impl Link {
         Ok(())
     }
 
-    /// A frame that cannot be sent (the link is down) counts as missed.
+    /// Sends probes. A probe that cannot be sent (the link is down) counts as missed.
     fn send(&self, probes: &[Probe], own: &OwnAddresses) {
         for Probe { address, mac } in probes {
             let sent = match *address {
@@ -289,7 +290,7 @@ impl Link {
         }
     }
 
-    /// Sends a frame with the VLAN's tag.
+    /// Sends a frame, with the tag of the VLAN if there is one.
     fn write(&self, socket: &OwnedFd, frame: &[u8]) -> nix::Result<usize> {
         const ADDRESSES: usize = 12;
         if !self.vlan.is_tagged() {
@@ -299,7 +300,8 @@ impl Link {
         nix::unistd::write(socket, &[&frame[..ADDRESSES], &tag, &frame[ADDRESSES..]].concat())
     }
 
-    /// Waits until a frame arrives or a probe is due, at most as long as a new configuration may take to be noticed.
+    /// Waits until a frame arrives or a probe is due, at most 51 ms so that new addresses are soon noticed. Returns the
+    /// senders of received frames.
     fn wait(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let until_due = neighbours.next_probe_time().map_or(SEARCH_INTERVAL, |due| due.saturating_sub(start.elapsed()));
         let limit = until_due.min(Duration::from_millis(50)).as_millis() as u16 + 1;
@@ -325,7 +327,7 @@ impl Link {
         while senders.len() < MAX_FRAMES_PER_BURST {
             match recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
                 Ok(length) => senders.extend(sender(&frame[..length])),
-                // The device went down; it may come back.
+                // ENETDOWN: the device is down, and may be set up again.
                 Err(Errno::EAGAIN | Errno::EINTR | Errno::ENETDOWN) => break,
                 Err(error) => return Err(error).with_context(|| format!("reading neighbours at {}", self.interface)),
             }
@@ -334,7 +336,8 @@ impl Link {
     }
 }
 
-/// Opens a packet socket for frames of this type that pass the filter (empty: all). Fails without CAP_NET_RAW.
+/// Opens a packet socket for frames of one EtherType that pass the filter. An empty filter passes all frames. Fails
+/// without CAP_NET_RAW.
 fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked. Protocol 0 receives
     // nothing before bind(), so no frame evades the filter.
@@ -368,33 +371,33 @@ fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> an
     Ok(socket)
 }
 
-/// Returns the device's first IPv4 address, or else its first IPv6 address that is not link-local: others can resolve
-/// its MAC address there.
+/// Returns the device's first IPv4 address, or else its first IPv6 address that is not link-local.
 pub fn own_address(interface: &str) -> Option<IpAddr> {
     let own = OwnAddresses::of(interface)?;
     [own.ipv4.into(), own.routable_ipv6.into()].into_iter().find(|address: &IpAddr| !address.is_unspecified())
 }
 
-/// Returns the device's first IPv4 address and its first IPv6 address that routers forward packets from.
+/// Returns the device's first IPv4 address, and its first IPv6 address that is not link-local.
 pub fn outer_sources(interface: &str) -> OuterSources {
     let own = OwnAddresses::of(interface);
     let (ipv4, ipv6) = own.map_or((Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED), |own| (own.ipv4, own.routable_ipv6));
     OuterSources { ipv4, ipv6 }
 }
 
-/// MAC address of a device, and the sources of its probes.
+/// Addresses of a device. The first IPv4 and IPv6 addresses are the sources of probes.
 struct OwnAddresses {
     mac: MacAddress,
-    /// The first address; without one, 0.0.0.0 (an "ARP probe", RFC 5227, Sect. 1.1).
+    /// First IPv4 address, or 0.0.0.0 (an "ARP probe", RFC 5227, Sect. 1.1).
     ipv4: Ipv4Addr,
-    /// The first address; without one, the unspecified address, as in duplicate address detection.
+    /// First IPv6 address, or the unspecified address, as in duplicate address detection.
     ipv6: Ipv6Addr,
-    /// The first address that is not link-local.
+    /// First IPv6 address that is not link-local, or the unspecified address.
     routable_ipv6: Ipv6Addr,
 }
 
 impl OwnAddresses {
-    /// Those of the VLAN device. Without one, those of the interface, but no IPv4 address: it is of another network.
+    /// Returns the addresses of the VLAN device. Without a VLAN device, returns those of the interface, except its IPv4
+    /// address, which belongs to another network.
     fn in_vlan(interface: &str, vlan: Vlan) -> Option<Self> {
         match vlan_device::name(interface, vlan) {
             Some(device) => Self::of(&device),
@@ -442,7 +445,7 @@ mod tests {
         assert_eq!(neighbours.observe(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
         assert_eq!(neighbours.observe(A, MAC, at(2)), None);
         assert!(neighbours.due(at(500)).0.is_empty());
-        // Probed at its own address first, at the broadcast address after a miss.
+        // The first probe goes to the neighbour's MAC address; after a missed probe, probes are broadcast.
         assert_eq!(neighbours.due(at(1002)).0, [Probe { address: A, mac: Some(MAC) }]);
         let mut lost_at = None;
         for ms in (1003..10_000).step_by(10) {

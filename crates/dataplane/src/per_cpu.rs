@@ -3,7 +3,7 @@
 use anyhow::Context as _;
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
-/// Returns the first `N` counters of the array, each summed over the CPUs. Fails when it has fewer.
+/// Returns the first `N` counters of the array, each summed over the CPUs. Fails when the array has fewer counters.
 pub(crate) fn per_cpu_sums<const N: usize>(counters: &MapHandle) -> anyhow::Result<[u64; N]> {
     let mut sums = [0; N];
     for (counter, sum) in (0u32..).zip(&mut sums) {

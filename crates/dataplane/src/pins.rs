@@ -13,21 +13,22 @@ use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
 /// Lock of a pin directory, released when this is dropped or the process ends.
 ///
-/// Two daemons on the same pins would both free entries of one connection table and undo each other's configuration;
-/// the controller rejects the second one only after its take-over. Readers (`coreward connections`) need no lock.
+/// Two daemons on the same pins would both free entries of one connection table and undo each other's configuration.
+/// The controller rejects the second daemon only after it has taken the pins over. Readers (`coreward connections`)
+/// need no lock.
 #[derive(Debug)]
 pub struct PinLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
-/// A process that has just ended, and its child before execve(2), hold the lock for a short time.
+/// Limit of the wait for the lock: a process that has just ended, or its child before execve(2), may still hold it.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Depth of the search for pin directories.
+/// Maximum depth of the search for pin directories.
 const MAX_DEPTH: usize = 5;
 
 impl PinLock {
-    /// Locks the directory and creates it if it is missing. Fails when it is not on a BPF file system, or another
-    /// process holds the lock for two seconds.
+    /// Locks the directory and creates it if it is missing. Fails when the directory is not on a BPF file system, or
+    /// another process holds the lock for two seconds.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         ensure_bpf_file_system(directory)?;
@@ -50,8 +51,9 @@ impl PinLock {
     }
 }
 
-/// Returns the other directories of the same BPF file system in which `file` (with its folder) is pinned, except
-/// unreadable ones. (Programs at a device have no names without CAP_SYS_ADMIN, which daemons lack.)
+/// Returns the directories other than `directory`, on the same BPF file system, in which the relative path `file` is
+/// pinned. Unreadable directories are left out. (The kernel shows the names of programs only with CAP_SYS_ADMIN, which
+/// daemons lack.)
 pub fn other_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     let Some(root) = directory.ancestors().filter(|folder| ensure_bpf_file_system(folder).is_ok()).last() else {
         return Vec::new();
@@ -69,7 +71,7 @@ pub fn other_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Removes an empty pin directory; one with other content stays. Fails when it cannot be removed.
+/// Removes a pin directory if it is empty. Fails when it cannot be removed.
 pub fn remove_if_empty(directory: &Path) -> anyhow::Result<()> {
     match fs::remove_dir(directory) {
         Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),
@@ -77,7 +79,7 @@ pub fn remove_if_empty(directory: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Fails when the directory does not exist, or is on another kind of file system.
+/// Checks that the directory is on a BPF file system. Fails when it is not, or does not exist.
 pub fn ensure_bpf_file_system(directory: &Path) -> anyhow::Result<()> {
     let file_system = statfs(directory).with_context(|| directory.display().to_string())?;
     ensure!(

@@ -1,5 +1,5 @@
-//! RCU grace periods, awaited by a separate thread. A writer that switches programs to another memory continues at
-//! once, and reuses the old memory after a grace period that began later.
+//! RCU grace periods, awaited by a separate thread. A writer that switches programs to other memory continues at once.
+//! It reuses the old memory after a grace period that began after the switch.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// A map of maps without user: every update of its one element waits for an RCU grace period.
+/// A map of maps that no program uses: every update of its one element waits for an RCU grace period.
 static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 
 /// Returns when every program that ran at the time of the call has ended: programs run inside an RCU read-side section.
@@ -20,7 +20,7 @@ static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 pub fn wait_for_programs() -> anyhow::Result<()> {
     let (outer, inner) = match MAP_OF_MAPS.get() {
         Some(maps) => maps,
-        // Two threads may initialise this: one's maps are used and the other's are closed.
+        // Two threads may create maps at the same time: the maps of the slower thread are closed.
         None => {
             let maps = map_of_maps()?;
             MAP_OF_MAPS.get_or_init(|| maps)
@@ -32,7 +32,7 @@ pub fn wait_for_programs() -> anyhow::Result<()> {
         .context("waiting for an RCU grace period by an update of a map of maps")
 }
 
-/// An array of one map, and the array that it refers to.
+/// Creates a map of one map, and returns both maps: outer, inner.
 fn map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     let sz = size_of::<libbpf_sys::bpf_map_create_opts>() as _;
     let mut options = libbpf_sys::bpf_map_create_opts { sz, ..Default::default() };
@@ -45,18 +45,19 @@ fn map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     Ok((outer, inner))
 }
 
-/// Time of a switch: see [`GracePeriods::has_passed`].
+/// Number of the first grace period that begins after a switch ([`GracePeriods::has_passed`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GraceTicket(u64);
 
-/// The thread, which ends when this is dropped.
+/// Thread that waits for grace periods, and ends when this is dropped.
 #[derive(Debug)]
 pub struct GracePeriods(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Periods that have begun, and that have ended.
+    /// Number of grace periods that have begun.
     begun: AtomicU64,
+    /// Number of grace periods that have ended.
     ended: AtomicU64,
     wishes: Mutex<Requests>,
     changed: Condvar,
@@ -64,7 +65,7 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Requests {
-    /// The last period that is awaited.
+    /// Number of the last grace period that a caller awaits.
     requested: u64,
     over: bool,
     failed: Option<String>,
@@ -112,9 +113,9 @@ impl GracePeriods {
         Ok(Self(shared))
     }
 
-    /// Returns a ticket after programs were switched, and requests a grace period.
+    /// Requests a grace period, and returns its ticket. To be called after programs were switched.
     pub fn now(&self) -> GraceTicket {
-        // Earlier stores are visible to everything that begins after this.
+        // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
         let moment = self.0.begun.load(Ordering::SeqCst) + 1;
         let mut wishes = self.0.wishes();

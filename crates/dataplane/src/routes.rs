@@ -1,7 +1,8 @@
 //! Next hops of servers behind routers, from the kernel's routing table by rtnetlink(7).
 //!
-//! XDP could ask for every packet (`bpf_fib_lookup`), for the price of a helper call and a walk through rules, tables
-//! and neighbours. Routes change seldom, so the kernel is asked when it has reported a change.
+//! The XDP program could look up each packet's route (`bpf_fib_lookup`), at the cost of a helper call and a walk
+//! through rules, tables and neighbours. Routes change seldom, so user space queries the kernel after notified changes
+//! only.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -20,42 +21,43 @@ use crate::veth::attribute;
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
 const RTA_GATEWAY: u16 = 5;
-/// Gateway of another family than the destination: struct rtvia (RFC 8950 in fabrics of unnumbered links).
+/// Gateway with another address family than the destination: struct rtvia (RFC 8950, in fabrics of unnumbered links).
 const RTA_VIA: u16 = 18;
-/// `rtvia_family` in struct rtvia.
+/// Size of `rtvia_family` in struct rtvia, in bytes; the address follows.
 const VIA_FAMILY: usize = 2;
-/// struct nlmsghdr and struct rtmsg.
+/// Size of struct nlmsghdr and struct rtmsg, in bytes.
 const HEADER: usize = 16 + 12;
-/// struct rtattr.
+/// Size of struct rtattr, in bytes.
 const ATTRIBUTE_HEADER: usize = 4;
-/// `nlmsg_seq` in struct nlmsghdr.
+/// Position of `nlmsg_seq` in struct nlmsghdr.
 const SEQUENCE: Range<usize> = 8..12;
-/// `rtm_type` in struct rtmsg.
+/// Offset of `rtm_type` in the message.
 const TYPE_AT: usize = 16 + 7;
-/// Links, and addresses, routes and rules of IPv4 and of IPv6: RTMGRP_* of include/uapi/linux/rtnetlink.h; the last one
-/// is 1 << (RTNLGRP_IPV6_RULE - 1).
+/// Multicast groups for links, and for addresses, routes and rules of IPv4 and IPv6: RTMGRP_* of
+/// include/uapi/linux/rtnetlink.h. The last group is 1 << (RTNLGRP_IPV6_RULE - 1).
 const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
-/// Reason for which the device does not reach a server.
+/// Reason why the load balancer's interface does not reach a server.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
     /// The kernel has no route.
     #[error("no route ({0}): expected one by the load balancer's interface")]
     None(Errno),
-    /// Only unicast routes lead to a server.
+    /// The route is not a unicast route, so it does not lead to a server.
     #[error("a route of type {0}: expected a unicast route by the load balancer's interface")]
     NotUnicast(u8),
-    /// Packets leave by the device that they came on.
+    /// The route leads to another interface, but XDP sends packets by the interface that received them.
     #[error("a route by the interface of index {found}: expected index {expected}, the load balancer's interface")]
     OtherInterface {
-        /// Index in the route.
+        /// Index of the route's interface.
         found: u32,
-        /// Index of the load balancer's.
+        /// Index of the load balancer's interface.
         expected: u32,
     },
 }
 
-/// Routes of the kernel and notifications of their changes, in the network namespace of the thread that opened it.
+/// Access to the kernel's routes and notifications of changes, in the network namespace of the thread that called
+/// [`open`](Self::open).
 #[derive(Debug)]
 pub struct Routes {
     notifications: OwnedFd,
@@ -65,7 +67,7 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// Opens both sockets. Fails when the kernel offers no netlink.
+    /// Opens a socket for notifications and another for queries. Fails when the kernel offers no netlink.
     pub fn open() -> io::Result<Self> {
         let open = || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
         let (notifications, queries) = (open()?, open()?);
@@ -74,7 +76,7 @@ impl Routes {
         Ok(Self { notifications, queries, sequence: 0 })
     }
 
-    /// Whether anything has changed since the last call that may change a next hop.
+    /// Returns whether links, addresses, routes or rules have changed since the last call.
     pub fn changed(&self) -> bool {
         let mut changed = false;
         let mut notification = [0; 4096];
@@ -88,8 +90,8 @@ impl Routes {
         }
     }
 
-    /// Returns the neighbour at the device of index `interface` that packets to `server` go to: a gateway, or the
-    /// server. Fails when packets to it do not leave by that device.
+    /// Returns the next hop of packets to `server` at the device of index `interface`: a gateway, or the server itself.
+    /// Fails when packets to the server do not leave by that device.
     pub fn next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
         self.send_query(server).map_err(RouteError::None)?;
         let mut answer = [0; 4096];
@@ -98,7 +100,7 @@ impl Routes {
                 Err(Errno::EINTR) => continue,
                 result => result.map_err(RouteError::None)?,
             };
-            // An answer after the time limit belongs to an earlier query.
+            // An answer to an earlier query may have come after its time limit.
             if answer.get(SEQUENCE) == Some(&self.sequence.to_ne_bytes()[..]) {
                 return read_route(&answer[..length], interface, server);
             }
@@ -117,9 +119,9 @@ impl Routes {
         request.extend(libc::RTM_GETROUTE.to_ne_bytes());
         request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
         request.extend(self.sequence.to_ne_bytes());
-        // Port.
+        // nlmsg_pid: assigned by the kernel.
         request.extend([0; 4]);
-        // Family, length of the destination; the rest of struct rtmsg.
+        // struct rtmsg: family, length of the destination in bits, zeros.
         request.extend([family as u8, destination.len() as u8 * 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         request.extend(((ATTRIBUTE_HEADER + destination.len()) as u16).to_ne_bytes());
         request.extend(RTA_DST.to_ne_bytes());
@@ -164,7 +166,7 @@ mod tests {
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
         let broadcast = Routes::open().unwrap().next_hop(index, Ipv4Addr::BROADCAST.into());
         let mut routes = Routes::open().unwrap();
-        // Its answer waits in the socket, as after a timeout.
+        // The answer to this query waits in the socket, as after a timeout.
         routes.send_query(Ipv4Addr::LOCALHOST.into()).unwrap();
         assert_ne!(broadcast, Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
         assert_eq!(routes.next_hop(index, Ipv4Addr::BROADCAST.into()), broadcast);

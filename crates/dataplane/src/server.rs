@@ -1,15 +1,15 @@
-//! `bpf/server/server.bpf.c` at a server's device: loaded, attached, pinned, taken over, filled, read.
+//! `bpf/server/server.bpf.c` at a server's device: loading, attaching, pinning, take-over, configuration, counters.
 //!
-//! The state of packets is pinned below one directory of a bpffs, so that it outlives the process:
+//! The maps are pinned below one directory of a bpffs, so that they outlive the process:
 //!
 //! ```text
 //! server/state               struct server_state: keys, services, counters, samples
 //! server/held_timestamps     state of the PAWS clamp
-//! server/half_open_indexes   stateful services: indexes of connections without a socket so far
+//! server/half_open_indexes   stateful services: indexes of connections that have no socket yet
 //! server/connection_indexes  stateful services: indexes of connections with a socket
 //! server/chained_servers     MAC addresses of servers for daisy chaining
 //! server/rss_mapping         struct rss_mapping, shared with steer.bpf.c
-//! server/ingress, egress     the links (not below kernel 6.6: there the clsact qdisc holds the programs)
+//! server/ingress, egress     the links (before kernel 6.6 the clsact qdisc holds the programs instead)
 //! ```
 
 use std::fs;
@@ -48,15 +48,15 @@ pub const COUNTERS: usize = intf::SERVER_COUNTER_COUNT as usize;
 /// Options of the server's programs.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Index of the device of the services' packets.
+    /// Index of the device that receives the services' packets.
     pub interface_index: u32,
     /// Pin directory, below a bpffs.
     pub pin_directory: PathBuf,
-    /// Sample every TCP SYN that arrives, not only those to services (fixed at load time).
+    /// Whether every TCP SYN that arrives is sampled, not only SYNs to services (fixed at load time).
     pub sample_every_syn: bool,
 }
 
-/// The programs at the device, and the memory shared with them. After a drop they continue to work.
+/// The programs at the device, and the memory shared with them. The programs continue to work after a drop.
 #[derive(Debug)]
 pub struct ServerPrograms {
     options: ServerOptions,
@@ -71,7 +71,7 @@ pub struct ServerPrograms {
     chained_servers: MmapArray<ChainedServers>,
     /// Whether encapsulated packets have IPv6 outer headers.
     outer_ipv6: bool,
-    /// Maps that are pinned once the services are known; programs of another version work until then.
+    /// Maps of programs that replace another version's programs, and are pinned, once the services are known.
     pending_upgrade: Option<[OwnedFd; MAPS.len()]>,
 }
 
@@ -81,10 +81,10 @@ type ChainedServers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
 impl ServerPrograms {
     /// Loads the programs and attaches them to the device. State pinned by an earlier process is taken over with keys,
-    /// services and counters, and the old programs are replaced atomically. Programs of another version with another
-    /// layout continue until [`set_services`](Self::set_services) has configured these, which then replace them, with
-    /// their keys. Fails when the pin directory is not on a bpffs, programs that are pinned elsewhere are at the
-    /// device, or the kernel refuses programs or links.
+    /// services and counters, and the old programs are replaced atomically. Programs of another layout version continue
+    /// until [`set_services`](Self::set_services) has configured the new programs, which take over the keys. Fails when
+    /// the pin directory is not on a bpffs, the device has programs that are pinned in another directory, or the kernel
+    /// rejects programs or links.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let pins = options.pin_directory.join("server");
         ensure_only_stamper(options.interface_index, &options.pin_directory)?;
@@ -95,7 +95,7 @@ impl ServerPrograms {
             tracing::warn!(
                 event = "upgrade-pending",
                 reason = %problem,
-                "the pinned programs stay until the controller sends the services"
+                "the pinned programs of another version stay attached until the controller sends the services"
             );
             let skeleton = load(&mut storage, options.sample_every_syn, None)?;
             let mut programs = Self::new(&skeleton, options, Attachment::Tcx, false)?;
@@ -117,7 +117,7 @@ impl ServerPrograms {
         self.options.pin_directory.join("server")
     }
 
-    /// Attaches the programs in place of earlier ones.
+    /// Attaches the programs in place of an earlier process's programs.
     fn put_at_device(&mut self) -> anyhow::Result<()> {
         let (pins, index) = (self.pins(), self.options.interface_index);
         self.attachment = tc::attach(self.ingress.as_fd(), index, Direction::Ingress, &pins.join("ingress"))?;
@@ -125,9 +125,9 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Copies keys and time key from the state of another layout, where all layouts from [`FIRST_LAYOUT_WITH_KEYS`] on
-    /// have them: its cookies stay valid, and time continues. Older layouts stamped another cookie, which is not
-    /// recognised any more.
+    /// Copies keys and time key from state of another layout, so that issued cookies stay valid and TSvals continue.
+    /// All layouts from [`FIRST_LAYOUT_WITH_KEYS`] on have the keys at the same offsets. Cookies of older layouts are
+    /// not recognised any more.
     fn carry_over(&mut self, state: &Path) -> anyhow::Result<()> {
         let map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
         let old = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
@@ -137,7 +137,7 @@ impl ServerPrograms {
             tracing::warn!(
                 event = "cookies-incompatible",
                 pin = %state.display(),
-                "pinned cookies have another layout: connections stamped with them break"
+                "stamped cookies have an older layout: connections with such cookies break"
             );
             return Ok(());
         }
@@ -148,7 +148,7 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Replaces another version's programs, if those are still at work.
+    /// Replaces another version's programs, if they are still attached.
     fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(maps) = self.pending_upgrade.take() else { return Ok(()) };
         self.put_at_device()?;
@@ -162,12 +162,12 @@ impl ServerPrograms {
         for (map, name) in maps.iter().zip(MAPS) {
             tc::pin_object(map.as_fd(), &pins.join(name))?;
         }
-        tracing::info!(event = "upgrade-finished", "this version's programs replace the other ones");
+        tracing::info!(event = "upgrade-finished", "this version's programs have replaced those of another version");
         Ok(())
     }
 
-    /// Loads the programs, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`, and for temporary
-    /// use ([`tc::hold`]).
+    /// Loads the programs without attaching or pinning them: for tests by `BPF_PROG_TEST_RUN`, and for
+    /// [`tc::attach_until_drop`].
     pub fn load_only(sample_every_syn: bool) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let skeleton = load(&mut storage, sample_every_syn, None)?;
@@ -222,19 +222,19 @@ impl ServerPrograms {
         }
     }
 
-    /// Returns the map with the server's own RSS, which `steer.bpf.c` shares.
+    /// Returns the map with the server's RSS configuration, which `steer.bpf.c` shares.
     pub fn rss_map(&self) -> BorrowedFd<'_> {
         self.rss_map.as_fd()
     }
 
-    /// Sets the family of outer headers, which is that of this server's address, for the next
-    /// [`set_services`](Self::set_services). IPv4 at first.
+    /// Sets the address family of outer headers to that of `address`, this server's address (default: IPv4). In force
+    /// from the next [`set_services`](Self::set_services) on.
     pub fn set_outer_family(&mut self, address: IpAddr) {
         self.outer_ipv6 = address.is_ipv6();
     }
 
-    /// Sets the services of this server, each with its id there and its mode, all at once. Fails when there are too
-    /// many, or one is listed twice.
+    /// Replaces the services of this server atomically, each with the server's id in the service and the mode. Fails
+    /// when there are too many services, or a service is listed twice.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
         let number = |id, mode| number(id, mode, self.outer_ipv6);
         let numbered: Vec<_> = services.iter().map(|(address, id, mode)| (*address, number(*id, *mode))).collect();
@@ -246,7 +246,7 @@ impl ServerPrograms {
         self.commit_upgrade()
     }
 
-    /// Returns whether the service's last SYN-ACK was forwarded: its sockets are in another network namespace.
+    /// Returns whether the service's last SYN-ACK was forwarded: the listening socket is in another network namespace.
     pub fn is_forwarded(&self, service: &ServiceAddress) -> bool {
         let word = service_slots::word(&service.key());
         let slot = service_slots::forwarded_slot(word) * size_of::<u64>();
@@ -257,8 +257,8 @@ impl ServerPrograms {
         self.state.load(ACTIVE_HALF) & 1
     }
 
-    /// Sets the MAC address of a server to which packets may be forwarded (`SERVER_NUMBER_CHAINED`, and those without
-    /// timestamps); `None`: unknown, its packets stay here.
+    /// Sets the MAC address of another server, for daisy chaining (`SERVER_NUMBER_CHAINED`, and services without
+    /// timestamps). `None`: the address is unknown, and packets for that server are not forwarded.
     pub fn set_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
         let MacAddress(mac_address) = mac.unwrap_or(MacAddress([0; 6]));
         let flags = if mac.is_some() { intf::SERVER_RESOLVED as u16 } else { 0 };
@@ -266,59 +266,60 @@ impl ServerPrograms {
         self.chained_servers.write(usize::from(server.get()) * size_of::<intf::server_entry>(), &entry);
     }
 
-    /// Whether there is any service.
+    /// Whether any service is configured.
     pub fn has_services(&self) -> bool {
         let directory = self.state.read::<intf::service_directory>(half_offset(self.active_half()));
         directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
-    /// Sets the fleet's cookie keys. From TSval `switch_ms` of the server's own clock (ms) on, packets are stamped with
-    /// the current one, earlier ones with the other. `switch_ms` is within 2^31 ms of now, and later than every sent
-    /// packet when the current key changes. Before that, the fleet must have both keys.
+    /// Sets the fleet's cookie keys. From TSval `switch_ms` (the server's own clock, in ms) on, packets are stamped
+    /// with the current key, and before with the other key. `switch_ms` is within 2^31 ms of now. When the current key
+    /// changes, `switch_ms` must be later than every sent packet, and the whole fleet must have both keys.
     pub fn set_keys(&mut self, keys: &FleetKeys, switch_ms: u32) {
         let key = keys.keys.map(|key| key.layout());
         let current = u64::from(switch_ms) << 32 | keys.current.get() as u64;
-        // Keys first: the new current one takes the place of an unused one.
+        // The keys are written first: the new current key replaces an unused key.
         self.state.write(KEYS, &key);
         self.state.store(KEYS + offset_of!(intf::fleet_keys, current), current);
     }
 
-    /// Returns the keys of [`set_keys`](Self::set_keys), also those of an earlier process.
+    /// Returns the keys and `switch_ms` from [`set_keys`](Self::set_keys), also from an earlier process.
     pub fn keys(&self) -> (FleetKeys, u32) {
         let keys = self.state.read::<intf::fleet_keys>(KEYS);
         let current = if keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
         (FleetKeys { keys: keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }), current }, keys.switch_ms)
     }
 
-    /// Keeps the time of the last clamp close to the server's own clock (ms). To be called every few days at least,
-    /// because the PAWS clamp compares 32-bit times.
+    /// Keeps the times of the last clamp within 2^29 ms of `now_ms`, the server's own clock. To be called every few
+    /// days at least, because the PAWS clamp compares 32-bit times.
     pub fn refresh_clamp_times(&mut self, now_ms: u32) {
         let first = offset_of!(intf::server_state, last_clamp_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
             let last = self.state.half(first + group * size_of::<u32>());
             let seen = last.load(Ordering::Relaxed);
             let past = now_ms.wrapping_sub(seen) as i32;
-            // Also a time that seems to be in the future: nothing was ever clamped, and the clock is beyond 2^31 ms.
+            // A time that seems to be in the future was never set: it is 0, and the clock is beyond 2^31 ms.
             if !(-LAST_CLAMP_AHEAD_MS..=LAST_CLAMP_OLDEST_MS).contains(&past) {
                 let old = now_ms.wrapping_sub(LAST_CLAMP_OLDEST_MS as u32);
-                // A packet that is clamped now is newer.
+                // The exchange fails if a packet was clamped since, which is newer.
                 let _ = last.compare_exchange(seen, old, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
     }
 
-    /// Returns the key that masks the time part of stamps here: this server's own, drawn with the pinned state.
+    /// Returns the key that masks the time part of this server's stamps. It is random, drawn when the state is created.
     pub fn time_key(&self) -> CookieKey {
         let key = self.state.read::<intf::cookie_key>(TIME_KEY);
         CookieKey { k0: key.k0, k1: key.k1 }
     }
 
-    /// Sets the server's own RSS, for sampling and steering; `None`: unknown. `generation` is the agent's.
+    /// Sets the server's RSS configuration, for sampling and steering; `None`: unknown. `generation` is the agent's
+    /// number of the configuration.
     ///
-    /// During the change nothing is predicted. A SYN that met the old table just before may be compared with a mixture,
-    /// which the verdict over many SYNs tolerates.
+    /// During the change no receive queue is predicted. A program that already reads the old table may see parts of the
+    /// new table; the verdict over many SYNs tolerates such a sample.
     pub fn set_rss(&mut self, rss: Option<&Rss>, generation: u32) {
-        // The first word: entry_count, then generation.
+        // The first word of the map: entry_count in the lower half, generation in the upper half.
         let header = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
         self.rss.store(0, header(0));
         if let Some(rss) = rss {
@@ -342,18 +343,18 @@ impl ServerPrograms {
         sums
     }
 
-    /// One counter.
+    /// Returns one counter since the state was created.
     pub fn counter(&self, counter: intf::server_counter) -> u64 {
         self.counters()[counter as usize]
     }
 
-    /// Returns the number of the newest sample; 0: there is none.
+    /// Returns the sequence number of the newest sample; 0: no SYN has been sampled.
     pub fn newest_sample(&self) -> u32 {
         self.state.load(offset_of!(intf::server_state, sample_sequence)) as u32
     }
 
-    /// Returns the SYNs sampled after the one with sequence `after` (0: all), oldest first. At most the last
-    /// [`RSS_SAMPLES`](intf::RSS_SAMPLES), without overwritten ones.
+    /// Returns the SYNs sampled after sequence number `after` (0: all), oldest first. Only the last
+    /// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored; older samples are missing.
     pub fn samples(&self, after: u32) -> Vec<intf::rss_sample> {
         let samples = offset_of!(intf::server_state, samples);
         let all = self.state.read::<[intf::rss_sample; intf::RSS_SAMPLES as usize]>(samples);
@@ -377,8 +378,8 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     fs::remove_dir(&pins).with_context(|| pins.display().to_string())
 }
 
-/// Rejects a second stamping program: each would put a cookie over the other's, and no connection could open. (Before
-/// kernel 6.6 there is one place for ours.)
+/// Rejects a second stamping program: each program would overwrite the other's cookies, and no connection could open.
+/// (Before kernel 6.6 the fixed handle at the clsact qdisc excludes a second program.)
 fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     for elsewhere in pins::other_directories(pin_directory, "server/egress") {
         let pin = elsewhere.join("server").join("egress");
@@ -393,9 +394,9 @@ fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Re
     Ok(())
 }
 
-/// Nothing was clamped recently.
+/// Maximum age of a stored clamp time: nothing was clamped recently.
 const LAST_CLAMP_OLDEST_MS: i32 = 1 << 29;
-/// Another CPU may have clamped a packet at a time that seems to be in the future here.
+/// Limit of clamp times in the future, which another CPU's clock may have.
 const LAST_CLAMP_AHEAD_MS: i32 = 60_000;
 
 const KEYS: usize = offset_of!(intf::server_state, keys);
@@ -408,7 +409,7 @@ fn half_offset(half: u64) -> usize {
         + half as usize * size_of::<intf::service_directory>()
 }
 
-/// Sequences wrap; 0 marks a sample that was never written.
+/// Returns whether a sample is newer than `after`. Sequence numbers wrap; 0 marks a sample that was never written.
 fn is_newer(sequence: u32, after: u32) -> bool {
     sequence != 0 && sequence != after && sequence.wrapping_sub(after) < u32::MAX / 2
 }
@@ -432,7 +433,7 @@ fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAPS.len()]> {
     Ok(owned.try_into().expect("one per name"))
 }
 
-/// Returns `number` of a service's slot for the programs.
+/// Returns the number in a service's slot: the server's id and flags of the mode.
 fn number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
     let encapsulates = mode.forwarding.encapsulates();
     let flag = |set: bool, flag: u32| if set { flag } else { 0 };
@@ -456,7 +457,7 @@ fn remove_if_present(path: &Path) -> anyhow::Result<()> {
 }
 
 /// Returns the reason why [`ServerPrograms::attach`] would not take over the state pinned below `pin_directory`;
-/// `None`: it would, or there is none. Fails when the pins cannot be opened.
+/// `None`: the state fits, or nothing is pinned. Fails when the pins cannot be opened.
 pub fn pinned_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
     problem_of_state(&pin_directory.join("server").join("state"))
 }

@@ -10,33 +10,35 @@ use rand::Rng as _;
 
 /// [`seeded_rng`]'s stream for candidate seeds.
 const RNG_STREAM_SLOT_SEEDS: u64 = 16;
-/// With 128 keys in 1024 slots one seed in 4,000 fits; this many fail together with probability e^-250. (At the load
-/// balancer most seeds fit.)
+/// Maximum number of seeds that are tried. On a server with 128 keys in 1024 slots one seed in 4,000 fits, so all of
+/// these fail with probability e^-250. At the load balancer most seeds fit.
 const SEEDS_TRIED: usize = 1 << 20;
 
-/// Reason for which services have no slot in a directory.
+/// Reason why no directory can be built for a list of services.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DirectoryError {
-    /// More than the programs' tables hold.
+    /// More services than the directory holds.
     #[error("{0} services: expected at most {1}")]
     TooMany(usize, u32),
     /// The same VIP, port and protocol twice.
     #[error("service {0} is listed twice")]
     Duplicate(ServiceAddress),
-    /// Port 0 is no port.
+    /// A service has port 0, which is no valid port.
     #[error("service {0}: expected a port from 1 to 65535")]
     PortZero(ServiceAddress),
-    /// Not met in practice: [`SEEDS_TRIED`] seeds failed.
+    /// All [`SEEDS_TRIED`] seeds failed, which does not happen in practice.
     #[error("no perfect hash was found for {0} services")]
     NoSeed(usize),
 }
 
-/// Returns the 64 bits that identify an IPv4 service (`struct service_key` of `bpf/include/intf.h`).
+/// Returns the last 64 bits of a service's key (`struct service_key` of `bpf/include/intf.h`), which identify an IPv4
+/// service.
 fn tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
-/// Returns the word by which a service's slot is found: the tail, for IPv6 with the rest of the address mixed in.
+/// Returns the word that is hashed to find a service's slot: the tail of the key, for IPv6 combined with the rest of
+/// the address.
 pub(crate) fn word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
         return tail(key);
@@ -46,7 +48,7 @@ pub(crate) fn word(key: &intf::service_key) -> u64 {
     tail(key) ^ mixed ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
 }
 
-/// Returns the place of a service with that word in `forwarded_services` of `bpf/include/server.h`.
+/// Returns the index of a service with that word in `forwarded_services` of `bpf/include/server.h`.
 pub(crate) fn forwarded_slot(word: u64) -> usize {
     (word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
@@ -55,22 +57,21 @@ fn slot(word: u64, seed: u64) -> usize {
     (word.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
-/// Returns the load balancer's group, and the slot without displacement.
+/// Returns the group of a word in a load balancer's directory, and its slot before displacement.
 fn group_and_slot(word: u64, seed: u64) -> (usize, u16) {
     let hash = word.wrapping_mul(seed);
     let slot = hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
     ((hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, slot as u16)
 }
 
-/// Returns the slot of a service with that word in `directory`, if it has one.
+/// Returns the slot in which `directory` has a service with that word, if it has such a service.
 fn lb_slot(directory: &intf::lb_service_directory, word: u64) -> usize {
     let (group, slot) = group_and_slot(word, directory.seed);
     usize::from(slot ^ directory.displacement[group])
 }
 
-/// Returns a server's directory, with the number of each service, and with
-/// [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY) for each VIP (port and protocol 0). Fails: see
-/// [`DirectoryError`].
+/// Returns a server's directory: the number of each service, and [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY)
+/// for each VIP (port and protocol 0). Fails for the reasons of [`DirectoryError`].
 pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service_directory>, DirectoryError> {
     let mut directory: Box<intf::service_directory> = zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
     let slots = keys(services, intf::MAX_SERVICES_OF_SERVER)?;
@@ -82,7 +83,7 @@ pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service
     Ok(directory)
 }
 
-/// Returns a load balancer's directory. Fails: see [`DirectoryError`].
+/// Returns a load balancer's directory, with the same entries. Fails for the reasons of [`DirectoryError`].
 pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
     let mut directory: Box<intf::lb_service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");
@@ -145,14 +146,14 @@ fn seed(words: &[u64]) -> Option<u64> {
 
 type Displacement = [u16; intf::LB_SERVICE_GROUPS as usize];
 
-/// Returns a seed and displacements that give every word a slot of its own.
+/// Returns a seed, and displacements under which every word has a different slot.
 fn perfect_hash(words: &[u64]) -> Option<(u64, Displacement)> {
     let mut rng = seeded_rng(0, RNG_STREAM_SLOT_SEEDS);
     let mut seeds = (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1);
     seeds.find_map(|seed| Some((seed, displacements(words, seed)?)))
 }
 
-/// Returns displacements that give every word a slot of its own under that seed; the largest groups choose first.
+/// Returns displacements under which every word has a different slot with that seed. The largest groups choose first.
 fn displacements(words: &[u64], seed: u64) -> Option<Displacement> {
     let mut groups: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
@@ -186,8 +187,8 @@ mod tests {
         ServiceAddress { socket: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
-    /// Returns that number of services, each on a VIP of its own, half of them IPv6; the last one is of UDP at the
-    /// first one's VIP. No port is 0 or 1, in either byte order.
+    /// Returns `count` services on different VIPs, half of them IPv6. The last service is UDP at the first service's
+    /// VIP. No port is 0 or 1, in either byte order.
     fn many(count: u32) -> Vec<(ServiceAddress, u32)> {
         let address = |n: u32| match n % 2 {
             0 => format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n),
@@ -198,7 +199,8 @@ mod tests {
         services
     }
 
-    /// `found`: the slot that a program reads for a word.
+    /// Checks that all services and VIPs are found, and other ports are not. `found` returns the slot that a program
+    /// reads for a word.
     fn all_are_found(services: &[(ServiceAddress, u32)], found: impl Fn(u64) -> intf::service_slot) {
         let find = |key| Some(found(word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
         for (address, number) in services {
@@ -211,7 +213,7 @@ mod tests {
         }
     }
 
-    /// By `find_service` of bpf/include/service.h.
+    /// The look-up is that of `find_service` in bpf/include/service.h.
     #[test]
     fn server_finds_the_maximum_of_services() {
         let services = many(intf::MAX_SERVICES_OF_SERVER);
@@ -219,7 +221,7 @@ mod tests {
         all_are_found(&services, |word| directory.slots[slot(word, directory.seed)]);
     }
 
-    /// By `find_lb_service` of bpf/include/service.h.
+    /// The look-up is that of `find_lb_service` in bpf/include/service.h.
     #[test]
     fn load_balancer_finds_the_maximum_of_services() {
         for count in [2, 64, intf::MAX_SERVICES] {

@@ -11,10 +11,10 @@ use coreward_model::FourTuple;
 use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// An inode number of the kernel's file system of sockets: names a socket as long as it lives.
+/// Inode number in the kernel's file system of sockets, which identifies a socket for its lifetime.
 pub type Inode = u64;
 
-/// struct nlmsghdr, linux/netlink.h. (libc's has no derives.)
+/// struct nlmsghdr of linux/netlink.h. (The type in libc lacks zerocopy's traits.)
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct MessageHeader {
@@ -25,7 +25,7 @@ struct MessageHeader {
     port: u32,
 }
 
-/// struct inet_diag_sockid, linux/inet_diag.h. Ports and addresses in packet byte order.
+/// struct inet_diag_sockid of linux/inet_diag.h, with ports and addresses in network byte order.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct SocketId {
@@ -37,7 +37,7 @@ struct SocketId {
     cookie: [u32; 2],
 }
 
-/// struct inet_diag_req_v2 behind its header.
+/// struct nlmsghdr and struct inet_diag_req_v2.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Request {
@@ -51,11 +51,11 @@ struct Request {
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
-/// inet_diag_msg.idiag_state behind the header: family first, then the state.
+/// Offset of inet_diag_msg.idiag_state in the message, after the header and the family.
 const STATE_OFFSET: usize = size_of::<MessageHeader>() + 1;
-/// include/net/tcp_states.h: the state that an exact look-up returns without a connection.
+/// TCP_LISTEN of include/net/tcp_states.h. A look-up without a connection finds the listening socket instead.
 const LISTEN: u8 = 10;
-/// Concurrent queries: their answers fit the smallest receive buffer.
+/// Number of concurrent queries, whose answers fit the smallest receive buffer.
 const BATCH: usize = 64;
 
 fn request(sequence: u32, connection: &FourTuple) -> Request {
@@ -93,8 +93,8 @@ fn request(sequence: u32, connection: &FourTuple) -> Request {
     }
 }
 
-/// Returns for each connection whether it has a socket here: established, half-open, ending or in TIME-WAIT; a
-/// listening one does not count. In the order of `connections`. About 2 us each. Fails when the kernel has no
+/// Returns whether each connection has a socket on this host: established, half-open, closing or in TIME-WAIT. The
+/// results are in the order of `connections`, and take about 2 us of CPU each. Fails when the kernel has no
 /// sock_diag(7) for TCP, or does not answer.
 pub fn open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     static SUPPORTED: OnceLock<()> = OnceLock::new();

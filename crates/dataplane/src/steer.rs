@@ -1,7 +1,7 @@
-//! `bpf/server/steer.bpf.c` at a group of listening sockets: loaded, attached, pinned, taken over, filled, read.
+//! `bpf/server/steer.bpf.c` at a group of listening sockets: loading, attaching, pinning, take-over, counters.
 //!
 //! A restarted agent takes over the pins below `steer/NAME/` of one directory of a bpffs (`workers` and `state`) and
-//! replaces the attached program: [`crate::reuseport`] gives the reason.
+//! replaces the attached program, for the reason in [`crate::reuseport`].
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,7 +25,7 @@ pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
 /// Number of counters.
 pub const COUNTERS: usize = intf::STEER_COUNTER_COUNT as usize;
 
-/// Steering of one service. After a drop it continues to work.
+/// Steering of one service's connections. The program continues to work after a drop.
 #[derive(Debug)]
 pub struct Steer {
     program: OwnedFd,
@@ -34,12 +34,12 @@ pub struct Steer {
     taken_over: bool,
 }
 
-/// Counters of one service's steering, also without a running agent.
+/// Read access to the counters of one service's steering, also without a running agent.
 #[derive(Debug)]
 pub struct Counts(MmapArray<intf::steer_state>);
 
 impl Counts {
-    /// Opens the pins of [`Steer::load`]. Fails when there are none, or of another version.
+    /// Opens the pins of [`Steer::load`]. Fails when nothing is pinned, or the pins are of another version.
     pub fn pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
         let path = pin_directory.join("steer").join(name).join("state");
         let map = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
@@ -55,9 +55,9 @@ impl Counts {
 }
 
 impl Steer {
-    /// Loads the program; `rss_map` is the server programs' ([`crate::server::ServerPrograms::rss_map`]). `name` is the
-    /// service's, for the pins; pinned sockets stay in their slots. Fails when the pin directory is not on a bpffs, the
-    /// pins are of another version, or the kernel refuses the program.
+    /// Loads the program. `name` is the service's name, for the pins; pinned sockets stay in their slots. `rss_map` is
+    /// [`rss_map`](crate::server::ServerPrograms::rss_map) of the server programs. Fails when the pin directory is not
+    /// on a bpffs, the pins are of another version, or the kernel rejects the program.
     pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let pins = pin_directory.join("steer").join(name);
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
@@ -90,27 +90,27 @@ impl Steer {
         self.taken_over
     }
 
-    /// Attaches the program to the group that `socket` is in, in place of one attached before. Fails when the socket is
-    /// in no SO_REUSEPORT group.
+    /// Attaches the program to the group that `socket` is in, and replaces an attached program. Fails when the socket
+    /// is in no SO_REUSEPORT group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         reuseport::attach(self.program.as_fd(), socket)
     }
 
-    /// Returns the slots in use, each with its socket. A closed socket leaves its slot by itself.
+    /// Returns the slots in use, each with its socket. The kernel clears the slot of a closed socket.
     pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
         self.workers.sockets()
     }
 
     /// Puts a listening socket into a free slot and returns the slot. Fails when all slots are taken, the socket does
-    /// not listen, or it is in another array.
+    /// not listen, or the socket is in another array.
     pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
         let slot = self.workers.free_slot()?;
         self.workers.insert(slot, socket)?;
         Ok(slot)
     }
 
-    /// Sets the slot for the connections of each receive queue; `None`, and queues beyond: the kernel's choice. Panics
-    /// with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
+    /// Sets the slot of the socket that gets each receive queue's connections. For `None`, and for queues beyond the
+    /// list, the kernel selects. Panics with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
     pub fn set_queues(&self, slots: &[Option<u32>]) {
         let mut queues = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
         for (queue, slot) in queues[..slots.len()].iter_mut().zip(slots) {

@@ -1,5 +1,5 @@
-//! Programs at a device's tc hooks: as pinned tcx links from kernel 6.6 on, as filters of a clsact qdisc before. The
-//! kernel keeps them when this process ends, and attaching again replaces the program atomically.
+//! Programs at a device's tc hooks: attached by pinned tcx links from kernel 6.6 on, by filters of a clsact qdisc
+//! before. Programs stay attached when this process ends. Attaching again replaces the program atomically.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -10,12 +10,12 @@ use anyhow::Context as _;
 use libbpf_rs::query::LinkTypeInfo;
 use libbpf_rs::{Link, TcAttachPoint, TcHook, TcHookBuilder, libbpf_sys};
 
-/// Direction of a program's packets.
+/// Direction of the packets that a program processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// Arriving packets.
+    /// Received packets.
     Ingress,
-    /// Departing packets.
+    /// Sent packets.
     Egress,
 }
 
@@ -35,22 +35,22 @@ impl Direction {
     }
 }
 
-/// Kind of attachment.
+/// Mechanism by which a program is attached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attachment {
-    /// By a tcx link.
+    /// Attached by a tcx link.
     Tcx,
-    /// By a filter of the clsact qdisc.
+    /// Attached by a filter of the clsact qdisc.
     Clsact,
 }
 
-/// Priority of our filter in the clsact qdisc: before those of usual priorities; the handle identifies it.
+/// Priority of coreward's filter in the clsact qdisc, ahead of other filters; the handle identifies the filter.
 const CLSACT_PRIORITY: u32 = 1;
 const CLSACT_HANDLE: u32 = 0xc03e;
 const CLSACT_HELD_PRIORITY: u32 = 2;
 
-/// Attaches `program`, in place of the one that `pin` names if that is attached to the same hook. Fails when neither
-/// tcx nor clsact accepts it.
+/// Attaches `program`. It replaces the program of the link at `pin` if that link is attached to the same device. Fails
+/// when neither tcx nor clsact accepts the program.
 pub fn attach(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -76,7 +76,7 @@ pub fn attach(
     }
 }
 
-/// Holds a program at a hook for as long as it lives.
+/// Keeps a program attached to a hook until this is dropped.
 #[derive(Debug)]
 pub struct TemporaryAttachment(HeldAttachment);
 
@@ -86,8 +86,8 @@ enum HeldAttachment {
     Clsact(TcHook),
 }
 
-/// Attaches `program` in addition to others, until the result is dropped. Below kernel 6.6 the program stays if this
-/// process is killed, until the next call replaces it. Fails when neither tcx nor clsact accepts it.
+/// Attaches `program` in addition to others, until the result is dropped. Before kernel 6.6 the program stays attached
+/// if this process is killed, until the next call replaces it. Fails when neither tcx nor clsact accepts the program.
 pub fn attach_until_drop(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -110,12 +110,12 @@ impl Drop for TemporaryAttachment {
         if let HeldAttachment::Clsact(hook) = &mut self.0
             && let Err(error) = hook.detach()
         {
-            tracing::warn!(event = "not-detached", %error, "cannot detach from the clsact qdisc");
+            tracing::warn!(event = "not-detached", %error, "cannot detach a temporary program from the clsact qdisc");
         }
     }
 }
 
-/// Attaches `program` in the way of kernels before 6.6, in place of an earlier one.
+/// Attaches `program` by a clsact filter, as kernels before 6.6 need it. An earlier program is replaced.
 pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<()> {
     let mut hook = clsact(program, interface_index, direction);
     hook.create().context("making a clsact qdisc")?;
@@ -123,10 +123,10 @@ pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction
     Ok(())
 }
 
-/// Detaches the program of [`attach`], if it is there.
+/// Detaches the program of [`attach`], if it is attached.
 pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
     if let Some(link) = open_link(pin)? {
-        // Fails when the device is gone: nothing to detach.
+        // Fails when the device was removed: then nothing is attached.
         if let Err(error) = link.detach() {
             tracing::debug!(event = "link-not-detached", pin = %pin.display(), %error, "cannot detach the link");
         }
@@ -141,16 +141,16 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     Ok(())
 }
 
-/// Whether the link that is pinned at `pin` holds a program at this hook. Fails when the pin is no link, or the kernel
-/// does not show the hook.
+/// Returns whether the link pinned at `pin` attaches a program to this hook. Fails when the pin is no link, or the
+/// kernel does not list the hook's programs.
 pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
     let Some(link) = open_link(pin)? else { return Ok(false) };
-    // An index alone may be another network namespace's interface.
+    // The ids of programs decide because an index may be that of an interface in another network namespace.
     let at_hook = programs_at(interface_index, direction)?;
     Ok(is_attached_to(&link, interface_index) && at_hook.contains(&link.info()?.prog_id))
 }
 
-/// The kernel's own limit (BPF_MPROG_MAX).
+/// Maximum number of programs at a hook (the kernel's BPF_MPROG_MAX).
 const MAX_PROGRAMS: usize = 64;
 
 fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
@@ -164,7 +164,7 @@ fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec
     // SAFETY: `options` and `ids`, of the declared length, live through the call.
     let result = unsafe { libbpf_sys::bpf_prog_query_opts(interface_index as i32, direction.tcx(), &raw mut options) };
     match -result {
-        // A kernel without tcx.
+        // The kernel has no tcx.
         libc::EINVAL => return Ok(Vec::new()),
         error if error > 0 => {
             return Err(std::io::Error::from_raw_os_error(error)).context("asking for the programs at the device");

@@ -1,4 +1,4 @@
-//! One run of a loaded program on one packet (`BPF_PROG_TEST_RUN`), for tests and benches.
+//! Runs of a loaded program on a packet (`BPF_PROG_TEST_RUN`), for tests and benchmarks.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -8,7 +8,7 @@ use libbpf_rs::libbpf_sys;
 
 pub use crate::skip_if;
 
-/// Ends a test, by returning `$result`, and reports it as skipped if `$missing` is `Some`, which names what is missing.
+/// Reports a test as skipped and returns `$result` from it if `$missing` is `Some`, with the missing requirement.
 #[macro_export]
 macro_rules! skip_if {
     ($missing:expr $(, $result:expr)?) => {
@@ -20,13 +20,13 @@ macro_rules! skip_if {
     };
 }
 
-/// Returns the name of the function that `inner` is defined in.
+/// Returns the name of the function in which `inner` is defined.
 pub fn surrounding_function<F>(_inner: F) -> &'static str {
     std::any::type_name::<F>().rsplit("::").find(|part| !["here", "{{closure}}"].contains(part)).unwrap_or_default()
 }
 
-/// Returns the right to load BPF programs if this process lacks it. scripts/test sets the variable when
-/// scripts/capabilities found that something is missing.
+/// Returns what a test that loads BPF programs lacks; `None`: the process may load programs. scripts/test sets the
+/// variable if scripts/capabilities reported a missing requirement.
 pub fn missing_bpf_rights() -> Option<&'static str> {
     let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
     (!allowed).then_some("needs root, to load BPF programs")
@@ -37,34 +37,34 @@ pub fn missing_bpf_rights() -> Option<&'static str> {
 pub struct Outcome {
     /// The program's return value.
     pub verdict: i32,
-    /// The packet afterwards.
+    /// The packet after the run.
     pub packet: Vec<u8>,
-    /// Time of the run as the kernel measured it, mean over its repetitions.
+    /// Mean time of a repetition, as measured by the kernel.
     pub duration: Duration,
 }
 
-/// A receive queue of a device in the calling thread's network namespace, as the packets' origin.
+/// A receive queue of a device in the calling thread's network namespace, from which packets seem to come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiveQueue {
-    /// The device's index.
+    /// Index of the device.
     pub interface: u32,
-    /// Below the device's number of receive queues.
+    /// Number of the receive queue, from 0.
     pub queue: u32,
 }
 
-/// Room for a packet that grows.
+/// Bytes by which a packet may grow in a run.
 const HEADROOM: usize = 256;
 
 /// Runs `program` on `packet` (an Ethernet frame of at least 14 bytes).
 ///
-/// With `repeat` above 1 the kernel does not restore the packet in between. Fails when the kernel refuses: no
-/// privilege, a packet too short or too long, a type of program that cannot be test-run.
+/// With `repeat` above 1 the kernel does not restore the packet between runs. Fails without privilege, or when the
+/// packet is too short or too long, or the program's type does not support test runs.
 pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Outcome> {
     run_from(program, packet, repeat, None)
 }
 
-/// [`run`] with packets from a certain receive queue; `None`: the loopback device's first. Fails as [`run`] does, and
-/// when there is no such queue.
+/// [`run`] with a packet from the receive queue `queue`; `None`: the first queue of the loopback device. Fails as
+/// [`run`] does, and when the queue does not exist.
 pub fn run_from(
     program: BorrowedFd<'_>,
     packet: &[u8],
@@ -78,15 +78,15 @@ pub fn run_from(
     Ok(Outcome { verdict: options.retval as i32, packet: out, duration })
 }
 
-/// One run of `program` on `packet`, for callers with many: returns the program's return value, and the packet's new
-/// length in `out`. Fails as [`run`] does, and when the packet does not fit into `out`.
+/// Runs `program` once without allocating memory. Returns the program's return value and the length of the packet in
+/// `out`. Fails as [`run`] does, and when the packet does not fit into `out`.
 pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
     let options = run_with(program, packet, 1, None, out)?;
     Ok((options.retval as i32, options.data_size_out as usize))
 }
 
-/// Runs an XDP program on `frames` live copies of `frame`, for which the kernel executes the program's action
-/// (`BPF_F_TEST_XDP_LIVE_FRAMES`). Frames are reused with all changes.
+/// Runs an XDP program on `frames` copies of `frame`, and the kernel executes the program's actions
+/// (`BPF_F_TEST_XDP_LIVE_FRAMES`). The kernel reuses frames without restoring them.
 pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Result<()> {
     let mut options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,

@@ -1,8 +1,8 @@
 //! The other end of a veth device, by rtnetlink(7), also in another network namespace.
 //!
-//! veth puts a frame from XDP into the other end's ring, and wakes its poll only if an XDP program is there
-//! (veth_xdp_flush() in drivers/net/veth.c). With GRO alone frames wait until the kernel itself sends through the ring;
-//! with neither they are dropped.
+//! veth puts a frame from XDP into the ring of the other end. It wakes the other end's poll only if an XDP program is
+//! attached there (veth_xdp_flush() in drivers/net/veth.c). With GRO but no program, frames wait until the kernel
+//! itself sends through the ring; without both, frames are dropped.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -20,11 +20,11 @@ const IFLA_INFO_KIND: u16 = 1;
 const IFLA_XDP_ATTACHED: u16 = 2;
 /// XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
 const ATTACHED_IN_DRIVER: [u8; 2] = [1, 4];
-/// struct nlmsghdr and struct ifinfomsg.
+/// Size of struct nlmsghdr and struct ifinfomsg, in bytes.
 const HEADER: usize = 16 + 16;
 
-/// Returns whether the other end of a veth, given by its index, has an XDP program in its driver. `None`: the device is
-/// no veth, or the kernel does not show the other end.
+/// Returns whether the other end of the veth with this index has a native XDP program. `None`: the device is no veth,
+/// or the kernel does not show the other end.
 pub fn peer_has_xdp(interface_index: u32) -> Option<bool> {
     let own = link(interface_index, None).ok()?;
     let kind = attribute(attribute(&own, IFLA_LINKINFO)?, IFLA_INFO_KIND)?;
@@ -37,7 +37,7 @@ pub fn peer_has_xdp(interface_index: u32) -> Option<bool> {
     Some(attached.first().is_some_and(|attached| ATTACHED_IN_DRIVER.contains(attached)))
 }
 
-/// Returns the attributes of a link. `namespace`: another network namespace, by its number in this one.
+/// Returns the attributes of a link. `namespace`: id of the link's network namespace, as assigned in the caller's.
 fn link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     let target = namespace.map(|namespace| {
         [&8u16.to_ne_bytes()[..], &IFLA_TARGET_NETNSID.to_ne_bytes(), &namespace.to_ne_bytes()].concat()
@@ -50,7 +50,7 @@ fn link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     // Sequence and port of the header; family, padding and type.
     request.extend([0; 4 + 4 + 4]);
     request.extend(interface_index.to_ne_bytes());
-    // Flags, and which of them change.
+    // Flags and change mask.
     request.extend([0; 4 + 4]);
     request.extend(target);
     let socket = open()?;

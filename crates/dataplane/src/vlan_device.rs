@@ -1,4 +1,4 @@
-//! VLAN devices of the kernel, and the offload that hides tags from XDP. Of the calling thread's network namespace.
+//! VLAN devices of the calling thread's network namespace, and the offload that hides tags from XDP.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_char, c_int, c_short};
@@ -24,12 +24,12 @@ const NAME_BYTES: usize = 24;
 struct Request {
     command: c_int,
     device: [c_char; NAME_BYTES],
-    /// Name of the device below, or the id in the first bytes.
+    /// Name of the underlying device, or the VLAN id in the first bytes.
     answer: [u8; NAME_BYTES],
     priority: c_short,
 }
 
-/// Sends one query about a VLAN device. Fails when `device` is none.
+/// Sends a query about a VLAN device, and returns the answer. Fails when `device` is no VLAN device.
 fn query(command: c_int, device: &str) -> io::Result<[u8; NAME_BYTES]> {
     let mut request = Request { command, device: [0; NAME_BYTES], answer: [0; NAME_BYTES], priority: 0 };
     if device.len() >= NAME_BYTES {
@@ -44,7 +44,7 @@ fn query(command: c_int, device: &str) -> io::Result<[u8; NAME_BYTES]> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(request.answer) }
 }
 
-/// Returns the device below a VLAN device, and its VLAN; `None`: it is no VLAN device.
+/// Returns the underlying device of a VLAN device, and the VLAN; `None`: `device` is no VLAN device.
 pub fn below(device: &str) -> Option<(String, Vlan)> {
     let name = query(GET_REAL_DEVICE, device).ok()?;
     let name = CStr::from_bytes_until_nul(&name).ok()?.to_str().ok()?.to_owned();
@@ -53,18 +53,19 @@ pub fn below(device: &str) -> Option<(String, Vlan)> {
     Some((name, Vlan::new(u64::try_from(id).ok()?).ok()?))
 }
 
-/// Returns the device whose queues and RSS a device's packets use: the one below a VLAN device.
+/// Returns the device whose receive queues and RSS apply: the underlying device of a VLAN device, or `device`.
 pub fn nic(device: &str) -> String {
     below(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
 }
 
-/// Returns the name of the device for a VLAN at `interface`: that itself for untagged frames; `None`: there is none.
+/// Returns the name of the device for a VLAN at `interface`, or `interface` for untagged frames; `None`: no such
+/// device.
 pub fn name(interface: &str, vlan: Vlan) -> Option<String> {
     names(interface, [vlan]).remove(&vlan)
 }
 
-/// Returns the names of the devices for these VLANs at `interface`, as far as there are any. Asks for every device of
-/// the network namespace, unless all are for untagged frames.
+/// Returns the names of the devices for these VLANs at `interface`; VLANs without a device are missing. Queries every
+/// device of the network namespace if `vlans` has a tagged VLAN.
 pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap<Vlan, String> {
     let mut vlans: BTreeSet<Vlan> = vlans.into_iter().collect();
     let mut names = BTreeMap::new();
@@ -83,7 +84,7 @@ pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap
     names
 }
 
-/// Returns the reason and the remedy for a VLAN without a device.
+/// Returns the error text for a VLAN without a device, with the remedy.
 pub fn missing(interface: &str, vlan: Vlan) -> String {
     let id = vlan.get();
     format!(
@@ -92,7 +93,7 @@ pub fn missing(interface: &str, vlan: Vlan) -> String {
     )
 }
 
-/// Returns the reason for which frames to a VLAN device are not forwarded: a MAC address other than the interface's.
+/// Returns an error text if a VLAN device has another MAC address than `interface`: its frames are then not forwarded.
 pub fn mac_problem(interface: &str, device: &str) -> Option<String> {
     let mac = |name| mac_of(name).ok().flatten();
     let (expected, found) = (mac(interface)?, mac(device)?);
@@ -104,14 +105,14 @@ pub fn mac_problem(interface: &str, device: &str) -> Option<String> {
     })
 }
 
-/// Makes the driver leave VLAN tags in received frames. Fails when it cannot.
+/// Makes the driver leave VLAN tags in received frames. Fails when the driver cannot.
 pub fn leave_tags(interface: &str) -> io::Result<()> {
     let flags = ethtool::flags(interface)?;
     if flags & ETH_FLAG_RXVLAN == 0 {
         return Ok(());
     }
     ethtool::set_flags(interface, flags & !ETH_FLAG_RXVLAN)?;
-    tracing::info!(event = "vlan-offload-off", interface, "the driver leaves VLAN tags in frames (rxvlan off)");
+    tracing::info!(event = "vlan-offload-off", interface, "rxvlan is off now: the driver leaves VLAN tags in frames");
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! `bpf/lb/capture.h`: captures packets and their decisions during operation.
 //!
-//! A variant of the program replaces the one at the device during a capture.
+//! During a capture, a variant of the program is attached to the device in place of the program that is in operation.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -28,47 +28,47 @@ use crate::mac::MacAddress;
 pub struct Options {
     /// The load balancer's pin directory, below a BPF file system.
     pub pin_directory: PathBuf,
-    /// The service.
+    /// Service whose packets are captured.
     pub service: ServiceAddress,
-    /// Limit of bytes of a frame, at least 1.
+    /// Maximum number of captured bytes of a frame, at least 1.
     pub capture_length: u32,
 }
 
-/// A packet and its decision.
+/// A captured packet and the program's decision about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Captured {
-    /// Time of arrival: CLOCK_MONOTONIC.
+    /// Time of arrival by CLOCK_MONOTONIC.
     pub time: Duration,
-    /// Length of the frame; more than the captured bytes if it was cut.
+    /// Length of the frame in bytes; a longer frame than `capture_length` is captured in part.
     pub length: u32,
-    /// The frame at its arrival.
+    /// Captured bytes of the frame at its arrival.
     pub frame_in: Vec<u8>,
-    /// The frame as it left the program.
+    /// Captured bytes of the frame after the program has changed it.
     pub frame_out: Vec<u8>,
-    /// The counter that counted it: one of [`COUNTER_NAMES`].
+    /// Name of the counter that counted the packet: one of [`COUNTER_NAMES`].
     pub outcome: &'static str,
     /// Destination of the packet.
     pub destination: Destination,
 }
 
-/// Destination of the packet.
+/// Destination of a captured packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
-    /// To the load balancer's own kernel.
+    /// Network stack of the load balancer's own kernel.
     Kernel,
-    /// Nowhere.
+    /// None: the program dropped the packet.
     Dropped,
-    /// To a server; several ids when several have this MAC address.
+    /// Server with this MAC address; several ids when several servers have the address.
     Server(MacAddress, Vec<ServerId>),
-    /// To the load balancer with this owner number.
+    /// Load balancer with this owner number.
     LoadBalancer(u8),
-    /// Broadcast.
+    /// All servers, by broadcast.
     AllServers,
-    /// To an address without server (any more).
+    /// MAC address that no server of the service has (any more).
     Unknown(MacAddress),
 }
 
-/// A capture that runs until it is dropped.
+/// A running capture, which ends when this is dropped.
 pub struct Capture {
     options: Options,
     maps: Maps,
@@ -80,10 +80,10 @@ pub struct Capture {
     records: Rc<RefCell<Records>>,
 }
 
-/// The variant at the device, and the program that it replaced.
+/// The capturing variant at the device, and the program that the variant replaced.
 struct Attached {
     replaced: OwnedFd,
-    /// Id of the variant: another id at the device is the daemon's newest program.
+    /// Id of the variant. Another id at the device shows that the daemon has attached a newer program.
     program: u32,
     buffer: PerfBuffer<'static>,
     /// The kernel removes the buffers from the map when the descriptor that inserted them is closed.
@@ -93,20 +93,20 @@ struct Attached {
 /// Records from the perf buffer.
 #[derive(Default)]
 struct Records {
-    /// By CPU, packets that await their decision.
+    /// Arrived packets without a recorded decision, by CPU.
     arrived: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
     complete_records: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
     lost_records: u64,
 }
 
-/// Perf buffer per CPU.
+/// Size of the perf buffer of each CPU, in pages.
 const BUFFER_PAGES: usize = 1024;
-/// Interval of checks for another program at the link.
+/// Interval of checks whether the daemon has attached another program.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Capture {
-    /// Replaces the program of the load balancer pinned there by the capturing variant. Fails when none is at work
-    /// there, it does not know the service, or was loaded by another version of coreward.
+    /// Replaces the program of the load balancer in `pin_directory` by the capturing variant. Fails when no load
+    /// balancer is pinned there, or the load balancer lacks the service or was loaded by another version of coreward.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
         let pins = program::active_pins(&options.pin_directory)?;
@@ -127,8 +127,8 @@ impl Capture {
         Ok(capture)
     }
 
-    /// Waits for packets, at most `timeout`, and passes each to `sink` in the order of its CPU. Fails when the load
-    /// balancer was detached meanwhile.
+    /// Waits for packets, at most `timeout`, and passes each to `sink`. The packets of one CPU keep their order. Fails
+    /// when the load balancer was detached during the capture.
     pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(Captured)) -> anyhow::Result<()> {
         if self.checked.elapsed() >= CHECK_INTERVAL {
             self.checked = Instant::now();
@@ -139,7 +139,7 @@ impl Capture {
             }
         }
         match self.attached.buffer.poll(timeout) {
-            // A signal: the caller handles it.
+            // A signal interrupted the wait: the caller handles it.
             Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
             outcome => outcome.context("reading what was captured")?,
         }
@@ -238,14 +238,14 @@ impl Drop for Capture {
             tracing::warn!(
                 event = "program-not-restored",
                 error = format!("{error:#}"),
-                "cannot attach the former program again"
+                "cannot restore the program that the capture replaced"
             );
         }
     }
 }
 
 impl Records {
-    /// One record: a `struct captured_packet` and the bytes after it.
+    /// Stores one record: a `struct captured_packet` and the packet's bytes after that header.
     fn read_record(&mut self, cpu: i32, data: &[u8]) {
         let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };
         let bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();
@@ -267,7 +267,8 @@ fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// Returns the services pinned there, with the names from the daemon. Fails without a load balancer.
+/// Returns the services of the load balancer in `pin_directory`, with their configured names. Fails when no load
+/// balancer is pinned there.
 pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
     let maps = Maps::take_over(&program::active_pins(pin_directory)?)?;
     Ok(service_names(&maps))

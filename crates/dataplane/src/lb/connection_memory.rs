@@ -1,4 +1,4 @@
-//! Memory of the connection table: two maps that packets change, too.
+//! Memory of the connection table: two BPF maps, which the program changes as well.
 
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
@@ -17,7 +17,7 @@ pub(super) struct SharedMemory {
     size: TableSize,
 }
 
-/// The table, shared with packets.
+/// The connection table, in memory that is shared with the program.
 pub(super) type Table = ConnectionTable<SharedMemory>;
 
 impl SharedMemory {
@@ -68,7 +68,7 @@ impl AtomicStorage for SharedMemory {
     }
 }
 
-/// Returns the table in two maps of that size.
+/// Maps the memory of both maps and returns the connection table of `size` in them.
 pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
     let entries = MmapArray::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
     let stacks = MmapArray::new_slice(stacks, size.partitions() as usize).context("mapping the free slots")?;

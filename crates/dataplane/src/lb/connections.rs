@@ -1,5 +1,5 @@
 //! The connection table of stateful services: reading, freeing, take-over. `bpf/lb/connection_table.h` has the
-//! operations of packets; this side's are in [`coreward_model::connection_table::table`].
+//! program's operations on the table, [`coreward_model::connection_table::table`] those of user space.
 
 use std::mem::offset_of;
 use std::path::Path;
@@ -26,7 +26,7 @@ use crate::rcu::wait_for_programs;
 const CLOCK: usize = offset_of!(intf::lb_state, clock);
 const OWNERS: usize = offset_of!(intf::lb_state, owners);
 
-/// Prepares new maps: this key or a random one, all slots free, no owner number.
+/// Initialises new maps: all slots free, the hash key `key` or a random one, no owner number.
 pub(super) fn begin(maps: &Maps, key: Option<CookieKey>) {
     maps.connections.initialise();
     let key = key.unwrap_or_else(|| CookieKey::random(&mut UnwrapErr(SysRng)));
@@ -35,7 +35,7 @@ pub(super) fn begin(maps: &Maps, key: Option<CookieKey>) {
     set_owner_word(maps, None);
 }
 
-/// Sets when packets may reuse entries, and that user space swept at `swept`.
+/// Stores the timers by which packets may reuse entries, and the time `swept` of user space's last sweep.
 fn set_timers(maps: &Maps, timers: &Timers, swept: Clock) {
     maps.state.write(offset_of!(intf::lb_state, timers), &timers.layout(swept));
 }
@@ -45,13 +45,13 @@ fn connection_key(maps: &Maps) -> CookieKey {
     CookieKey { k0: key.k0, k1: key.k1 }
 }
 
-/// Returns the number of entries of a source prefix, which packets increment.
+/// Returns the counter of a source prefix's entries, which the program increments.
 fn held_by(maps: &Maps, shard: usize) -> &AtomicU64 {
     maps.takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
 }
 
-/// Counts the entries in use, and corrects the count of each source prefix: an earlier process may have been killed
-/// between freeing and subtracting. A prefix that changes meanwhile waits for the next count.
+/// Returns the number of entries in use, and corrects the count of each source prefix: an earlier process may have been
+/// killed between freeing and subtracting. The next call corrects a prefix whose count changes during this one.
 fn recount(maps: &Maps) -> u64 {
     let key = connection_key(maps);
     let shards = 0..intf::SOURCE_SHARDS as usize;
@@ -62,7 +62,7 @@ fn recount(maps: &Maps) -> u64 {
         counted[source_shard(&key, client)] += 1;
     }
     for shard in shards.filter(|shard| before[*shard] != counted[*shard]) {
-        // A failure means that the prefix is not at rest.
+        // The exchange fails when the prefix's count has changed since.
         let (before, counted) = (before[shard], counted[shard]);
         let _ = held_by(maps, shard).compare_exchange(before, counted, Ordering::AcqRel, Ordering::Relaxed);
     }
@@ -85,7 +85,7 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
-    // Packets may be about to fill some; they have ended after this.
+    // A running program may be filling a missing slot; all such programs have ended after this.
     wait_for_programs()?;
     let lost: Vec<_> = missing.into_iter().filter(|index| table.is_free(*index)).collect();
     lost.iter().for_each(|index| table.push(*index));
@@ -93,13 +93,13 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
         tracing::info!(
             event = "entries-recovered",
             count = lost.len(),
-            "entries of the connection table that an earlier process lost are free again"
+            "connection table entries that an earlier process lost are free again"
         );
     }
     Ok(())
 }
 
-/// Owner and clock share a word that only user space writes.
+/// Stores the owner number. It shares a word with the clock, which only user space writes.
 fn set_owner_word(maps: &Maps, owner: Option<OwnerNumber>) {
     let number = owner.map_or(intf::MAX_OWNERS, |owner| u32::from(owner.get()));
     let clock = maps.state.load(CLOCK) as u32;
@@ -120,11 +120,11 @@ fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
     (server_entry(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
 }
 
-/// Number of entries in use: the last count, and the changes since.
+/// Number of entries in use: the last count, and the changes since that count.
 #[derive(Debug)]
 pub(super) struct Occupancy {
     counted: u64,
-    /// Entries that packets had taken by then.
+    /// Entries that packets had allocated at the last count, since the maps were created.
     allocations: u64,
     freed: u64,
 }
@@ -138,7 +138,7 @@ fn allocations(maps: &Maps) -> u64 {
 }
 
 impl Occupancy {
-    /// Reads the whole table.
+    /// Counts the entries of the whole table.
     pub fn count(maps: &Maps) -> Self {
         let allocations = allocations(maps);
         Self { counted: recount(maps), allocations, freed: 0 }
@@ -155,24 +155,24 @@ pub(super) fn service_connections(table: &Table, service: ServiceIndex) -> impl 
     all.filter(move |connection| connection.identity.service == service.0)
 }
 
-/// The connection table of a working load balancer, read during operation and without its daemon.
+/// Read access to the connection table of a load balancer in operation, without its daemon.
 #[derive(Debug)]
 pub struct Pinned {
     maps: Maps,
 }
 
 impl Pinned {
-    /// Fails when none is at work there, or one of another version.
+    /// Opens the maps in `pin_directory`. Fails when no load balancer is pinned there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         Ok(Self { maps: Maps::take_over(&program::active_pins(pin_directory)?)? })
     }
 
-    /// Returns the services, with the names from the daemon.
+    /// Returns the services, with their configured names.
     pub fn services(&self) -> Vec<(ServiceAddress, String)> {
         service_names(&self.maps)
     }
 
-    /// Returns the number of entries of the table.
+    /// Returns the size of the table.
     pub fn size(&self) -> TableSize {
         self.maps.connections.size()
     }
@@ -182,7 +182,7 @@ impl Pinned {
         clock(&self.maps)
     }
 
-    /// Returns the connections of a service with an entry; none without such a service.
+    /// Returns the entries of a service's connections; none when the service does not exist.
     pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
         let index = services_of(&self.maps).get(&service).map(|service| service.index);
         index.into_iter().flat_map(|index| service_connections(&self.maps.connections, index))
@@ -190,18 +190,19 @@ impl Pinned {
 }
 
 impl LoadBalancer {
-    /// Returns the number of entries of the table.
+    /// Returns the size of the connection table.
     pub fn connection_table_size(&self) -> TableSize {
         self.maps.connections.size()
     }
 
-    /// Returns the key that hashes connections in the table: drawn when the maps were created.
+    /// Returns the hash key of the connection table, drawn when the maps were created.
     pub fn connection_key(&self) -> CookieKey {
         connection_key(&self.maps)
     }
 
-    /// Sets this load balancer's number among those with a connection table. With `None`, as at first, new connections
-    /// of stateful services get cookies of the stateless kind. Another number than before makes all entries another's.
+    /// Sets this load balancer's number among all load balancers with a connection table. With `None` (the default) new
+    /// connections of stateful services get stateless cookies. After a change of the number, cookies that carry the
+    /// former number no longer lead to entries of this table.
     pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
         set_owner_word(&self.maps, owner);
     }
@@ -211,27 +212,28 @@ impl LoadBalancer {
         OwnerNumber::try_from(self.maps.state.load(CLOCK) >> 32).ok()
     }
 
-    /// Sets the destination of packets with an index of another load balancer's table. `None`: that one is lost, and
-    /// they are broadcast with a rate of their own ([`Options::broadcast`](super::Options::broadcast)).
+    /// Sets the MAC address of another load balancer, to which packets with an index of its table are sent. `None`:
+    /// the load balancer is lost, and its packets are broadcast at a separate rate
+    /// ([`Options::broadcast`](super::Options::broadcast)).
     pub fn set_owner_mac(&mut self, owner: OwnerNumber, mac: Option<MacAddress>) {
         let flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
         let word = mac.map_or(0, MacAddress::word) | u64::from(flags) << SERVER_FLAGS_SHIFT;
         self.maps.state.store(owner_at(owner), word);
     }
 
-    /// Returns the destination for an index of that load balancer's table, also after a take-over.
+    /// Returns the MAC address from [`set_owner_mac`](Self::set_owner_mac), also after a take-over.
     pub fn owner_mac(&self, owner: OwnerNumber) -> Option<MacAddress> {
         let word = self.maps.state.load(owner_at(owner));
         let resolved = (word >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_RESOLVED != 0;
         resolved.then(|| MacAddress::from_word(word))
     }
 
-    /// Removes an owner number without connections: packets with its indexes are treated as forged.
+    /// Removes an owner number that no connection uses. Packets with indexes of that owner are then treated as forged.
     pub fn forget_owner(&mut self, owner: OwnerNumber) {
         self.maps.state.store(owner_at(owner), 0);
     }
 
-    /// Sets the time for packets: tenths of a second of the machine's monotonic clock. To be called as often.
+    /// Sets the packets' clock, which counts tenths of a second, from CLOCK_MONOTONIC. To be called every 100 ms.
     pub fn tick(&mut self, monotonic: Duration) {
         let owner = self.maps.state.load(CLOCK) & !u64::from(u32::MAX);
         self.maps.state.store(CLOCK, owner | u64::from(Clock::at(monotonic).0));
@@ -242,7 +244,7 @@ impl LoadBalancer {
         clock(&self.maps)
     }
 
-    /// Returns the connections of a service with an entry, during operation.
+    /// Returns the entries of a service's connections, read during operation.
     pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
         service_connections(&self.maps.connections, service)
     }
@@ -259,8 +261,8 @@ impl LoadBalancer {
         self.occupancy.now(&self.maps)
     }
 
-    /// Reads the whole table, so that [`occupancy`](Self::occupancy) and the prefixes' counts are exact again: rows
-    /// that two CPUs share lose a count now and then.
+    /// Counts the entries of the whole table, so that [`occupancy`](Self::occupancy) and the counts of source prefixes
+    /// are exact again. Counter rows that two CPUs share lose an increment now and then.
     pub fn count_connections(&mut self) {
         self.occupancy = Occupancy::count(&self.maps);
     }
@@ -270,9 +272,9 @@ impl LoadBalancer {
         count_used(&self.maps.connections)
     }
 
-    /// Returns connections that may be freed, with the reason, in the next `entries` entries of the table: a part of it
-    /// per call avoids a long pause. The table is read in a circle. After [`intf::CONNECTION_UNSWEPT`] without a call
-    /// packets reuse entries by the timers of the last one.
+    /// Returns connections in the next `entries` entries of the table that may be freed, with the reason. Each call
+    /// continues after the last one and wraps; a full sweep would pause the daemon. After
+    /// [`intf::CONNECTION_UNSWEPT`] without a call, packets reuse entries by the timers of the last call.
     pub fn due_connections(&mut self, timers: &Timers, entries: u32) -> Vec<(Connection, Due)> {
         let all = self.maps.connections.size().entries();
         let (table, now) = (&self.maps.connections, self.clock());
@@ -288,9 +290,9 @@ impl LoadBalancer {
         found
     }
 
-    /// Frees entries that are still as given; those that changed hands or had another packet stay. Returns the number
-    /// of freed ones. Waits for an RCU grace period (some ms). Fails when the kernel offers no grace period: the slots
-    /// are lost until the next process takes over.
+    /// Frees entries and returns the number of freed ones. An entry stays if it has another connection now, or its
+    /// connection had another packet. Waits for an RCU grace period (some ms). Fails when the kernel offers no grace
+    /// period: the slots are lost until the next process takes over.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
         let table = &self.maps.connections;
         let unchanged = |connection: &&Connection| {
@@ -303,7 +305,7 @@ impl LoadBalancer {
             .filter(|connection| table.release(connection.index, connection.identity))
             .collect();
         if !released.is_empty() {
-            // A packet that saw the connection may still be counting.
+            // A program that found the connection may still be updating the entry.
             self.grace_periods.wait(self.grace_periods.now())?;
         }
         let key = connection_key(&self.maps);
@@ -316,7 +318,7 @@ impl LoadBalancer {
         Ok(released.len())
     }
 
-    /// Frees all entries of services that are gone or no longer stateful, once no packet can find them.
+    /// Frees all entries of services that were removed or are no longer stateful, once no packet can find them.
     pub(super) fn forget_connections(&mut self, services: &[ServiceIndex]) -> anyhow::Result<()> {
         for service in services {
             let connections: Vec<Connection> = self.connections(*service).collect();

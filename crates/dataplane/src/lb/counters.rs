@@ -15,7 +15,7 @@ pub const EVENTS: usize = intf::LB_EVENT_COUNT as usize;
 /// Outcomes of packets since the maps were created.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// In the order of [`COUNTER_NAMES`](super::COUNTER_NAMES): each packet once.
+    /// Packets by outcome, in the order of [`COUNTER_NAMES`](super::COUNTER_NAMES). Each packet has one outcome.
     pub packets: [u64; COUNTERS],
     /// Events, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
     pub events: [u64; EVENTS],
@@ -29,13 +29,13 @@ impl Counters {
         counted.filter(|(name, _)| outcomes.contains(name)).map(|(_, count)| count).sum()
     }
 
-    /// Returns the SYNs sent to servers by the placement rule or an entry. Clients without timestamps and those
-    /// of a `beamer` service are counted by [`Counters::established`] alone.
+    /// Returns the number of SYNs sent to servers by the placement rule or a connection table entry. Only
+    /// [`Counters::established`] counts the SYNs of clients without timestamps and of `beamer` services.
     pub fn syns(&self) -> u64 {
         self.sum(&["new_connection"])
     }
 
-    /// Returns the packets that were sent to servers as those of connections.
+    /// Returns the number of packets sent to servers as packets of established connections.
     pub fn established(&self) -> u64 {
         self.sum(&["established", "connection_table", "flow_table", "per_packet", "bucket_hash", "to_owner"])
     }
@@ -47,7 +47,7 @@ impl LoadBalancer {
         self.sum(&[usize::from(service.0)])
     }
 
-    /// New connections of a service that were sent to servers.
+    /// Returns the number of a service's new connections that were sent to servers.
     pub fn opened(&self, service: ServiceIndex) -> u64 {
         let entry = |row: usize| row * intf::LB_COUNTERS_PER_ROW as usize + usize::from(service.0);
         let field = offset_of!(intf::lb_counters, opened);
@@ -55,8 +55,8 @@ impl LoadBalancer {
         (0..self.maps.counter_rows()).map(of_row).sum()
     }
 
-    /// Adds the counters of an index's service to those of removed services, so that the next service there starts at
-    /// zero. No packet is counted there any more.
+    /// Moves a removed service's counters to the total of removed services, so that the next service with this index
+    /// starts at zero. No packet may be counted for the index during the call.
     pub(super) fn retire_counters(&self, service: ServiceIndex) {
         let words = size_of::<intf::lb_counters>() / size_of::<u64>();
         for row in 0..self.maps.counter_rows() {
@@ -76,8 +76,8 @@ impl LoadBalancer {
         self.sum(&[intf::LB_COUNTERS_NO_SERVICE as usize])
     }
 
-    /// Returns the counters of all packets, removed services included. They only grow, also after a take-over before
-    /// the services are configured.
+    /// Returns the counters of all packets, removed services included. No counter ever falls, even after a take-over
+    /// when the services are not configured yet.
     pub fn total_counters(&self) -> Counters {
         let places = 0..self.services_by_index.len();
         let others = [intf::LB_COUNTERS_NO_SERVICE as usize, intf::LB_COUNTERS_REMOVED as usize];

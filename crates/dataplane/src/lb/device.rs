@@ -18,9 +18,9 @@ use crate::veth;
 use crate::vlan_device;
 
 impl LoadBalancer {
-    /// Attaches the program to the device `interface`, in place of a pinned one. Fails when the interface does not
-    /// exist, another XDP program is there, the state taken over is for another interface, or the driver cannot run XDP
-    /// and `mode` is [`XdpMode::Native`].
+    /// Attaches the program to the device `interface`, in place of a pinned program. Fails when the interface does not
+    /// exist or has another XDP program, or the state taken over is for another interface. Also fails when the driver
+    /// cannot run XDP and `mode` is [`XdpMode::Native`].
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<Attachment> {
         let index =
             nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
@@ -71,7 +71,7 @@ impl LoadBalancer {
     }
 
     fn attach_new(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<Attachment> {
-        // Frames that native XDP sends would stay at the other end.
+        // The other end of the veth would not receive the frames that native XDP sends.
         let is_cut_off = mode == XdpMode::Auto && veth::peer_has_xdp(index) == Some(false);
         if is_cut_off {
             tracing::warn!(
@@ -106,11 +106,11 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    /// Returns the origin of the program at the device, and the remedy.
+    /// Returns the error text about a foreign program at the device: its origin and the remedy.
     fn describe_owner(&self, interface: &str, index: u32) -> String {
         let own = self.pins.as_deref().and_then(Path::parent);
         let others = own.map(|own| pins::other_directories(own, "lb/link")).unwrap_or_default();
-        // By program: an index alone may be another network namespace's interface.
+        // Program ids are compared because an interface index may be one of another network namespace.
         let xdp = device::xdp(index).unwrap_or_default();
         let at_device = |directory: &&PathBuf| {
             let program = pinned_program(directory).ok().flatten();
@@ -128,8 +128,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Reads the device's addresses and MTU again: frames to another MAC address are not ours. To be called often,
-    /// because the operator may change them. Fails when the device is gone.
+    /// Reads the device's addresses and MTU again. The program ignores frames to another MAC address. To be called
+    /// often, because the operator may change the addresses. Fails when the device is gone.
     pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
         let interface = self.interface.as_deref().context("not attached")?;
         let mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
@@ -141,14 +141,15 @@ impl LoadBalancer {
         let devices = vlan_device::names(interface, self.server_vlans.iter().copied().chain([vip_vlan]));
         let tagged = devices.iter().filter(|(vlan, _)| vlan.is_tagged());
         let mtu = tagged.filter_map(|(_, device)| device::mtu(device).ok()).fold(mtu, u32::min);
-        // Without a device of the VIPs' VLAN this host's address is elsewhere.
+        // Without a device for the VIPs' VLAN, the interface itself has this host's address.
         let sources = neighbour::outer_sources(devices.get(&vip_vlan).map_or(interface, String::as_str));
         self.set_own_mac(mac);
         self.set_outer(sources, mtu);
         Ok(())
     }
 
-    /// Sets the address of accepted frames, and of sent frames' source. [`attach`](Self::attach) sets it.
+    /// Sets the MAC address to which frames are accepted and from which frames are sent. [`attach`](Self::attach) sets
+    /// the device's address.
     pub fn set_own_mac(&mut self, mac: MacAddress) {
         self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.word() << 16);
     }
@@ -158,7 +159,7 @@ fn no_such_interface(interface: &str) -> String {
     format!("interface {interface:?} does not exist")
 }
 
-/// Returns the interface's MAC address. Not from /sys, which may show another network namespace.
+/// Returns the interface's MAC address. /sys is not used because it may show another network namespace.
 pub(crate) fn mac_of(interface: &str) -> anyhow::Result<Option<MacAddress>> {
     let addresses = nix::ifaddrs::getifaddrs().context("reading the interfaces' addresses")?;
     let mac = addresses.filter(|entry| entry.interface_name == interface).find_map(|entry| {

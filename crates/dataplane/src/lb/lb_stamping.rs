@@ -1,4 +1,4 @@
-//! LB-side stamping (`timestamps = "lb"`): MAC addresses of servers, and their clocks as learned by the program
+//! LB-side stamping (`timestamps = "lb"`): servers' MAC addresses, and the servers' clocks that the program has learned
 //! (`bpf/lb/lb_cookie.h`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,22 +18,22 @@ use super::{LbStampingClock, LoadBalancer, ServiceIndex, state_of};
 use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
-/// A server's clock by its SYN-ACKs.
+/// Measurements of a server's timestamp clock, from the server's replies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
-    /// Connections in a row whose SYN-ACKs agreed, the newest included; at most [`AGREEING`].
+    /// Number of latest connections in a row whose SYN-ACKs showed one clock; at most [`AGREEING`].
     pub agreeing: u16,
-    /// Samples of connections whose clock ticked in ms; another one halves the count.
+    /// Number of sampled connections whose TSval grew by 1 per ms; a sample with another rate halves the number.
     pub steady: u16,
-    /// Whether the newest sample's clock did not tick in ms.
+    /// Whether the newest sample's TSval did not grow by 1 per ms.
     pub is_unsteady: bool,
-    /// First packets sent to it.
+    /// Number of new connections sent to the server.
     pub opened: u64,
-    /// SYN-ACKs that passed here.
+    /// Number of SYN-ACKs from the server that passed this load balancer.
     pub syn_acks: u64,
-    /// SYN-ACKs with timestamps.
+    /// Number of SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// Answers that did not agree with another connection's.
+    /// Number of replies that showed another clock than the connection before.
     pub disagreed: u64,
 }
 
@@ -42,20 +42,20 @@ pub struct ServerClock {
 pub enum ClockState {
     /// Stamped: all connections show one clock.
     Known,
-    /// Stamped: each connection shows a clock of its own, which ticks in ms.
+    /// Stamped: each connection has a separate clock, which grows by 1 per ms.
     PerConnection,
-    /// Undecided until a few more connections.
+    /// Undecided: more connections are needed.
     Learning,
-    /// None of its answers has passed here.
+    /// Not stamped: none of the server's replies has passed this load balancer.
     Unseen,
-    /// Its answers carry no timestamps.
+    /// Not stamped: the server's replies carry no timestamps.
     NoTimestamps,
-    /// Its connections show clocks of their own, which do not tick in ms or have not been measured.
+    /// Not stamped: each connection has a separate clock, which does not grow by 1 per ms or has not been measured.
     Differs,
 }
 
 impl ClockState {
-    /// The name in the controller's output.
+    /// Returns the state's name in the controller's output.
     pub fn name(self) -> &'static str {
         match self {
             ClockState::Known => "known",
@@ -68,7 +68,7 @@ impl ClockState {
     }
 }
 
-/// Number of disagreeing answers after which a clock that no connection has shown is reported.
+/// Number of disagreeing replies after which a clock counts as [`ClockState::Differs`] although no sample measured it.
 const MAX_UNMEASURED_ANSWERS: u64 = 100;
 
 impl ServerClock {
@@ -89,8 +89,8 @@ impl ServerClock {
         }
     }
 
-    /// Returns the reason why the server's new connections are not stamped, with the expectation; `None`: they are, or
-    /// it is too early.
+    /// Returns the reason why the server's new connections are not stamped, with the remedy; `None`: they are stamped,
+    /// or the state is not decided yet.
     pub fn problem(&self) -> Option<String> {
         const FALLBACK: &str = "its connections use the flow table";
         match self.state() {
@@ -124,12 +124,12 @@ impl ServerClock {
     }
 }
 
-/// Packets of open connections to a service with LB-side stamping, by decision.
+/// Numbers of established packets of a service with LB-side stamping, by the lookup that found the server.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StampedPackets {
-    /// By the cookie.
+    /// Packets whose server was found by the cookie.
     pub by_cookie: u64,
-    /// By the flow table.
+    /// Packets whose server was found in the flow table.
     pub by_flow_table: u64,
 }
 
@@ -139,14 +139,14 @@ pub struct StampedPackets {
 pub struct IdTooLarge(ServerId);
 
 impl LoadBalancer {
-    /// Sets the key that masks the time part of a service's cookies: the same at all load balancers, and constant while
-    /// the service has connections.
+    /// Sets the key that masks the time part of a service's cookies. All load balancers need the same key, and it must
+    /// not change while the service has connections.
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
         let key = key.layout();
         self.maps.state.write(state_of(service) + offset_of!(intf::service_state, time_key), &key);
     }
 
-    /// Returns a server's TSval from which the current key stamps, by this machine's clock.
+    /// Returns the TSval from which the current key of `new` is used, by this machine's clock in ms.
     pub(super) fn switch_ms(&self, new: &FleetKeys) -> u32 {
         let now_ms = match self.variant.lb_stamping_clock {
             LbStampingClock::Kernel => monotonic_ms(),
@@ -159,8 +159,8 @@ impl LoadBalancer {
         key_activation::switch_ms(&before, new, now_ms)
     }
 
-    /// Returns each server's clock, by id. Of two ids with one MAC address (the operator changed it), the one that
-    /// takes new connections. Fails when the map cannot be read.
+    /// Returns each server's clock, sorted by id. When two ids have one MAC address (the operator changed the id), only
+    /// the id that takes new connections is returned. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
         let entries = lb_stamped_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
         let clock = |(_, known): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
@@ -181,7 +181,7 @@ impl LoadBalancer {
         Ok(clocks)
     }
 
-    /// Returns the service's packets of open connections, by decision.
+    /// Returns the numbers of the service's established packets, by the lookup that found the server.
     pub fn stamped_packets(&self, service: ServiceIndex) -> StampedPackets {
         let packets = self.counters(service).packets;
         StampedPackets {
@@ -194,7 +194,7 @@ impl LoadBalancer {
         self.service(service).mode.timestamps == Timestamps::LoadBalancer
     }
 
-    /// Moves a server with its clock to `mac`; `None`: unknown at present.
+    /// Moves a server's entry with its clock to `mac`; `None`: the address is unknown, and nothing changes.
     pub(super) fn move_lb_stamped_server(
         &mut self,
         service: ServiceIndex,
@@ -204,7 +204,7 @@ impl LoadBalancer {
     ) -> anyhow::Result<()> {
         let Some(mac) = mac.filter(|_| self.is_lb_stamped(service)) else { return Ok(()) };
         if !can_name(id) {
-            // An earlier server may have had its id with another mode.
+            // A service may have such ids from the time before it got LB-side stamping.
             ensure!(!eligible, IdTooLarge(id));
             return Ok(());
         }
@@ -219,7 +219,7 @@ impl LoadBalancer {
         }
         let known = match read(map, service, mac)? {
             Some(here) if here.server_id == id.get() => return Ok(()),
-            // Both servers have the address: the one that takes new connections is stamped.
+            // Both servers have the address: the server that takes new connections is stamped.
             Some(here) if !eligible && self.has_address(service, here.server_id, mac) => return Ok(()),
             Some(here) => here,
             None => known_there.unwrap_or_default(),
@@ -227,7 +227,7 @@ impl LoadBalancer {
         write(map, service, mac, &intf::lb_stamped_server { server_id: id.get(), ..known })
     }
 
-    /// Removes a server. Another id with its MAC address takes the address over.
+    /// Removes a server. If another server id has the same MAC address, the entry passes to that id.
     pub(super) fn forget_lb_stamped_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
         let Some(mac) = self.lb_stamped.remove(&(service, id)) else { return Ok(()) };
         let map = self.maps.lb_stamped_servers();
@@ -248,7 +248,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Removes the id at `mac`; another id with the address takes it over.
+    /// Removes the entry of `mac`, or gives it to another server id with that address.
     fn remove_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
         let other = self.lb_stamped.iter().find(|((of, _), at)| *of == service && **at == mac);
         match (other, read(map, service, mac)?) {
@@ -264,7 +264,7 @@ impl LoadBalancer {
     }
 }
 
-/// Returns servers by the source address of their answers, from maps taken over.
+/// Returns the source MAC address of each server's replies, from maps taken over.
 pub(super) fn lb_stamped_addresses(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
     let entries = lb_stamped_servers(maps)?.into_iter();
     entries.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()

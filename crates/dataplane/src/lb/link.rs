@@ -1,4 +1,4 @@
-//! XDP links and pins beyond libbpf-rs: a link with flags, a pin for a bare descriptor.
+//! XDP links and pins for which libbpf-rs has no function: a link with flags, a pin of a file descriptor.
 
 use std::ffi::CString;
 use std::io;
@@ -16,7 +16,7 @@ fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// libbpf's functions return a negative errno.
+/// Returns the descriptor that a libbpf function has returned; a negative result is an errno.
 fn descriptor(result: i32) -> io::Result<OwnedFd> {
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
@@ -36,7 +36,7 @@ pub(crate) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("pinning {}", path.display()))
 }
 
-/// Removes a pin if it is there.
+/// Removes a pin if it exists.
 pub(crate) fn unpin(path: &Path) -> anyhow::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).with_context(|| path.display().to_string()),
@@ -44,12 +44,12 @@ pub(crate) fn unpin(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// A program at a device, by a link: it stays as long as the link is open or pinned.
+/// BPF link that attaches an XDP program to a device. The program stays attached while the link is open or pinned.
 #[derive(Debug)]
 pub(crate) struct XdpLink(OwnedFd);
 
 impl XdpLink {
-    /// Fails when the driver cannot (native), or another XDP program is there (`EBUSY`).
+    /// Attaches the program. Fails when the driver has no native XDP, or the device has an XDP program (`EBUSY`).
     pub fn create(program: BorrowedFd<'_>, interface_index: u32, attachment: Attachment) -> io::Result<Self> {
         let flags = match attachment {
             Attachment::Native => libbpf_sys::XDP_FLAGS_DRV_MODE,
@@ -67,8 +67,8 @@ impl XdpLink {
         Ok(Self(descriptor(result)?))
     }
 
-    /// Attaches the program in the driver if that can run it, else after it. Fails when another XDP program is there
-    /// (`EBUSY`).
+    /// Attaches the program in native mode if the driver supports it, else in generic mode. Fails when the device has
+    /// another XDP program (`EBUSY`).
     pub fn create_in_any_mode(program: BorrowedFd<'_>, interface_index: u32) -> io::Result<(Self, Attachment)> {
         let create = |attachment| Ok((Self::create(program, interface_index, attachment)?, attachment));
         create(Attachment::Native).or_else(|error: io::Error| match error.raw_os_error() {
@@ -77,7 +77,7 @@ impl XdpLink {
         })
     }
 
-    /// Returns the link pinned at `path`; `None` when there is none.
+    /// Returns the link pinned at `path`; `None`: the pin does not exist.
     pub fn pinned(path: &Path) -> anyhow::Result<Option<Self>> {
         if !path.exists() {
             return Ok(None);
@@ -88,7 +88,7 @@ impl XdpLink {
         Ok(Some(Self(descriptor(result).with_context(|| path.display().to_string())?)))
     }
 
-    /// The device's index; 0: the device is gone.
+    /// Returns the device's index; 0: the device was removed.
     pub fn interface_index(&self) -> anyhow::Result<u32> {
         match LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.info {
             LinkTypeInfo::Xdp(xdp) => Ok(xdp.ifindex),

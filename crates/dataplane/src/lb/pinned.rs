@@ -12,7 +12,7 @@ use super::services::services_of;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
 /// Returns the reason why [`LoadBalancer::load`](super::LoadBalancer::load) would not take over the state pinned below
-/// `pin_directory`; `None`: it would, or there is none.
+/// `pin_directory`; `None`: the state fits, or nothing is pinned.
 pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
     let directory = pin_directory.join("lb");
     if !directory.join("link").exists() {
@@ -21,30 +21,30 @@ pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
     Maps::take_over(&directory).err().map(|error| format!("{error:#}"))
 }
 
-/// Returns the id of the program at the device by the link that is pinned below `pin_directory`; `None`: there is no
-/// such link. Fails when the link cannot be read.
+/// Returns the id of the program that the link pinned below `pin_directory` attaches; `None`: no link is pinned. Fails
+/// when the link cannot be read.
 pub fn pinned_program(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
     XdpLink::pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program()).transpose()
 }
 
-/// The servers of a working load balancer, read during operation and without its daemon.
+/// Read access to the servers of a load balancer in operation, without its daemon.
 #[derive(Debug)]
 pub struct PinnedServers {
     maps: Maps,
 }
 
 impl PinnedServers {
-    /// Fails when none is at work there, or one of another version.
+    /// Opens the maps in `pin_directory`. Fails when no load balancer is pinned there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         Ok(Self { maps: Maps::take_over(&program::active_pins(pin_directory)?)? })
     }
 
-    /// Returns the index of a service; `None`: there is no such service.
+    /// Returns the index of a service; `None`: the service does not exist.
     pub fn service(&self, address: &ServiceAddress) -> Option<ServiceIndex> {
         services_of(&self.maps).get(address).map(|service| service.index)
     }
 
-    /// Returns a server as packets see it now; `None`: it is not one of the service.
+    /// Returns a server's present entry; `None`: the server is not one of the service.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;

@@ -1,4 +1,4 @@
-//! Placement tables, installed while packets pass.
+//! Installation of placement tables during operation.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -15,10 +15,10 @@ use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
 impl LoadBalancer {
-    /// Installs a service's table by one atomic switch: every new connection is placed by the old table or by this one.
-    /// Does not wait for programs that still read the old one. Fails when the table cannot be held ([`TableError`]),
-    /// memory for tables is exhausted, or the kernel refuses the program for its rule: the old table stays then. Panics
-    /// when `service` is none of [`services`](Self::services).
+    /// Installs a service's table by one atomic switch: every new connection is placed by the old or by the new table.
+    /// Does not wait for programs that still read the old table. Fails when the data plane cannot hold the table
+    /// ([`TableError`]), memory for tables is exhausted, or the kernel rejects the program for the table's rule. The
+    /// old table stays then. Panics when `service` is none of [`services`](Self::services).
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
@@ -28,15 +28,16 @@ impl LoadBalancer {
     }
 
     /// Returns how many connections were assigned to each of the first `count` core slots of the service's table;
-    /// nothing if it has none.
+    /// an empty list without a table.
     pub fn assigned(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
         let at = self.maps.state.load(table_at(service)) as u32;
         if at == 0 { Vec::new() } else { (0..count).map(|slot| self.maps.tables.assigned(at, slot)).collect() }
     }
 
-    /// Replaces the rule and the candidates of a service's table by those that `choose` returns for the table, which it
-    /// gets without candidates and keys. Hash, consistent choices, members and generation stay: established packets
-    /// depend on them. Nothing happens where the service has no table with members, or `choose` returns no candidates.
+    /// Replaces the rule and the candidates of a service's table by the result of `choose`. `choose` gets the table
+    /// without candidates and keys. Established packets depend on the rest, which stays: hash, consistent choices,
+    /// members, generation.
+    /// Nothing happens when the service has no table with members, or `choose` returns no candidates.
     pub fn replace_candidates(
         &mut self,
         service: ServiceIndex,
@@ -54,7 +55,7 @@ impl LoadBalancer {
         self.install(service, Hashing::Kept, &table)
     }
 
-    /// Whether the service has no table or one of another rule: installing `table` may load another program.
+    /// Returns whether the rule of `table` differs from the rule in force: then `install_table` may load a program.
     pub fn changes_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
         self.service(service).rule() != rule_of(table)
     }
@@ -73,12 +74,12 @@ impl LoadBalancer {
         if was_in_use == rule {
             return Ok(());
         }
-        // Features that no table uses need not be compiled in. The new variant may find the old table for a short time,
-        // with a packet on another CPU that had read its offset; that packet runs in the old program.
+        // The new variant lacks features that no table uses now. A packet on another CPU may still have the old table's
+        // offset; that packet runs in the old program.
         self.change_variant(Variant { in_use: features_in_use(&self.services), ..self.variant })
     }
 
-    /// Writes the table into the memory, which grows if there is no room.
+    /// Writes the table into the memory for tables, which grows if it is full.
     fn write_table(
         &mut self,
         service: ServiceIndex,
@@ -97,7 +98,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Doubles the memory for tables: another map, for another program.
+    /// Doubles the memory for tables: creates a larger map, and loads the program against that map.
     fn grow_memory(&mut self) -> anyhow::Result<()> {
         let bytes = self.maps.placement_memory_bytes() * 2;
         ensure!(
@@ -120,28 +121,28 @@ impl LoadBalancer {
         self.program = program;
         // Programs that still run mask offsets with the old size. They must end before a table lies beyond it.
         self.grace_periods.wait(self.grace_periods.now())?;
-        tracing::info!(event = "table-memory-grown", mib = bytes >> 20, "placement tables have more memory");
+        tracing::info!(event = "table-memory-grown", mib = bytes >> 20, "the memory for placement tables was doubled");
         Ok(())
     }
 
-    /// Returns the generation of a service's table; `None`: it has none, or one without members.
+    /// Returns the generation of a service's table; `None`: the service has no table, or a table without members.
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
         let at = self.maps.state.load(table_at(service)) as u32;
         tables::rule_bit(self.maps.tables.memory(), at).map(|_| self.maps.tables.generation(at))
     }
 }
 
-/// Returns the table's rule as a bit; `None`: it places nothing.
+/// Returns the table's rule as a bit; `None`: the table has no members and places nothing.
 fn rule_of(table: &PlacementTable) -> Option<u32> {
     (!table.members.is_empty()).then(|| 1 << table.rule.number())
 }
 
-/// Returns the offset of the word with the offset of a service's table.
+/// Returns the offset of the word that holds the offset of a service's table.
 fn table_at(service: ServiceIndex) -> usize {
     state_of(service) + offset_of!(intf::service_state, table_at)
 }
 
-/// Assigns the present tables to these services; to be called once, after a take-over.
+/// Assigns the tables in the memory to their services; to be called once, after a take-over.
 pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
     let at = |service: &Service| maps.state.load(table_at(service.index)) as u32;
     let mut with_table: Vec<((u32, Family), &mut Service)> = services

@@ -23,25 +23,25 @@ use crate::mmap_array::MmapArray;
 use crate::pins::ensure_bpf_file_system;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
-/// Without any table this rule is compiled in, and without a service this mode: most likely the first one's.
+/// Rule that is compiled in without any table, most likely the first table's.
 const DEFAULT_RULES: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 const DEFAULT_MODES: u32 = 1 << intf::CONSISTENCY_STATELESS;
 const DEFAULT_FORWARDING: u32 = 1 << intf::FORWARDING_L2;
 
-/// Sizes of the maps that are configured.
+/// Sizes of the maps whose size is not fixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
-    /// Sets of the flow table.
+    /// Number of sets of the flow table.
     pub flow_sets: u32,
     pub connection_table: TableSize,
-    /// Bytes for placement tables: a power of two.
+    /// Size of the memory for placement tables, in bytes: a power of two.
     pub placement_memory: u32,
-    /// Rows of counters: a power of two.
+    /// Number of rows of counters: a power of two.
     pub counter_rows: u32,
 }
 
 impl Sizes {
-    /// Returns the configured sizes; the others are initial ones.
+    /// Returns the sizes for new maps: configured ones, the smallest placement memory, a row of counters per CPU.
     pub fn new(flow_table_entries: u32, connection_table: TableSize) -> anyhow::Result<Self> {
         let cpus = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
         let counter_rows = cpus.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
@@ -66,10 +66,10 @@ impl Sizes {
 }
 
 pub(super) type Servers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
-/// Outer headers of encapsulated packets, by server id.
+/// Flags of each service's servers: `intf::SERVER_MEMBERS_PER_WORD` servers per word.
 pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
-/// The maps of the program, in the order of [`MAP_NAMES`], and the memory of the mapped ones.
+/// The maps of the program, in the order of [`MAP_NAMES`], and the memory of the memory-mapped ones.
 #[derive(Debug)]
 pub(super) struct Maps {
     handles: [MapHandle; MAP_NAMES.len()],
@@ -79,13 +79,13 @@ pub(super) struct Maps {
     pub counters: MmapArray<[intf::lb_counters]>,
     pub tables: Tables,
     sizes: Sizes,
-    /// By row and server id.
+    /// Traffic to servers, by row and server id.
     pub traffic: MmapArray<[intf::server_traffic]>,
     pub connections: Table,
     pub flows: MmapArray<[intf::flow_set]>,
-    /// Entries of the connection table that packets took.
+    /// Counts of connection table entries that packets have allocated.
     pub takes: MmapArray<intf::connection_takes>,
-    /// By server id.
+    /// Outer headers of encapsulated packets, by server id.
     pub tunnels: MmapArray<intf::server_tunnels>,
 }
 
@@ -164,7 +164,7 @@ impl Maps {
         })
     }
 
-    /// Creates empty maps, and the program that uses them.
+    /// Creates empty maps, and loads the program that uses these maps.
     pub fn create(variant: &Variant, sizes: Sizes) -> anyhow::Result<(Self, OwnedFd)> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = open(&mut storage, variant, &sizes)?;
@@ -206,13 +206,13 @@ impl Maps {
         Ok(loaded.progs.lb.as_fd().try_clone_to_owned()?)
     }
 
-    /// Loads the program with the constants of the program `like`, but capturing one service ([`super::capture`]), and
-    /// returns it with the map of its perf buffer.
+    /// Loads a variant that captures one service ([`super::capture`]), with all other constants of the program `like`.
+    /// Returns the program and the map of its perf buffer.
     pub fn load_capturing(&self, like: BorrowedFd<'_>, watched: &Watched) -> anyhow::Result<(OwnedFd, MapHandle)> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
         let constants = constants_of(like)?;
-        // The constants of another version of coreward have another meaning.
+        // In another version of coreward the constants have another layout and meaning.
         let same = "the attached program was not loaded by this version of coreward: restart the daemon first";
         skeleton.maps.rodata.set_initial_value(&constants).context(same)?;
         let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
@@ -247,7 +247,7 @@ impl Maps {
         Ok(())
     }
 
-    /// Takes over the maps pinned in `directory`. Fails when one is missing or differs from this program's.
+    /// Takes over the maps pinned in `directory`. Fails when a map is missing, or has not the layout of this version.
     pub fn take_over(directory: &Path) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
@@ -270,8 +270,8 @@ impl Maps {
         Ok(maps)
     }
 
-    /// Resizes the maps taken over in `directory`, if that is possible during operation. Fails when the connection
-    /// table is in use.
+    /// Gives the connection table in `directory` its requested size; the flow table keeps its size. Fails when the
+    /// connection table needs another size but has entries in use.
     pub fn resize(&mut self, directory: &Path, requested: Sizes) -> anyhow::Result<()> {
         if self.sizes.flow_sets != requested.flow_sets {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
@@ -279,7 +279,7 @@ impl Maps {
                 event = "flow-table-size-kept",
                 entries = entries(self.sizes.flow_sets),
                 expected = entries(requested.flow_sets),
-                "the pinned flow table keeps its size: detach it to change that"
+                "the pinned flow table keeps its size: detach the load balancer to change the size"
             );
         }
         let (found, requested) = (self.connections.size(), requested.connection_table);
@@ -317,14 +317,15 @@ impl Maps {
         self.sizes.placement_memory
     }
 
-    /// Returns a memory of `bytes` for placement tables, with the contents of the present one.
+    /// Creates a memory of `bytes` bytes for placement tables, with a copy of the present contents.
     pub fn larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
         let map = new_array(PLACEMENT_MEMORY, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
         self.tables.memory().copy_to(&map_memory(&map, bytes)?);
         Ok(map)
     }
 
-    /// Continues with that memory, and returns its program, which `switch` installs. An error changes nothing.
+    /// Loads the program against the memory `map`, attaches the program by `switch`, and returns it. After an error the
+    /// former memory stays in use.
     pub fn with_placement_memory(
         &mut self,
         map: MapHandle,
@@ -352,7 +353,7 @@ impl Maps {
         Ok(program)
     }
 
-    /// Replaces the array of `T` pinned in `directory` by a new one, all 0.
+    /// Replaces the array of `T` pinned in `directory` by a new array of zeros.
     fn replace_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
         let map = new_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
@@ -365,31 +366,31 @@ impl Maps {
         self.handles[map_position(name)].as_fd()
     }
 
-    /// Returns the destinations of datagrams' first fragments.
+    /// Returns the map with the destinations of fragmented datagrams.
     pub fn fragments(&self) -> &MapHandle {
         &self.handles[map_position(FRAGMENTS)]
     }
 
-    /// Returns the clocks of servers with LB-side stamping.
+    /// Returns the map with the clocks of servers with LB-side stamping.
     pub fn lb_stamped_servers(&self) -> &MapHandle {
         &self.handles[map_position(LB_STAMPED_SERVERS)]
     }
 }
 
-/// Creates an array, all 0, that can be mapped.
+/// Creates a memory-mappable array map of zeros.
 fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHandle> {
     let options = libbpf_sys::bpf_map_create_opts {
         sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
         map_flags: libbpf_sys::BPF_F_MMAPABLE,
         ..Default::default()
     };
-    // The kernel keeps 15 characters of a name.
+    // The kernel accepts names of at most 15 characters.
     let short = &name[..name.len().min(15)];
     MapHandle::create(MapType::Array, Some(short), size_of::<u32>() as u32, value_bytes, entries, &options)
         .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
 }
 
-/// Maps `bytes` for placement tables.
+/// Maps the first `bytes` bytes of the placement tables' map into memory.
 fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
     MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
@@ -402,7 +403,7 @@ pub(super) struct Watched {
     pub length: u32,
 }
 
-/// Returns the read-only data of a loaded program: the constants by which variants differ.
+/// Returns the read-only data of a loaded program: the constants in which variants differ.
 fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
     let options = ProgInfoQueryOptions::default().include_map_ids(true);
@@ -422,8 +423,8 @@ fn map_position(name: &str) -> usize {
     MAP_NAMES.iter().position(|of| *of == name).expect("in the list")
 }
 
-/// Returns the sizes of the maps pinned in `directory`. Fails when a map is missing, or has a size that this program
-/// would not use.
+/// Returns the sizes of the maps pinned in `directory`. Fails when a map is missing, or the connection table has an
+/// invalid size.
 fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
     let entries = |name: &str| {
         let path = directory.join(name);
@@ -451,7 +452,7 @@ fn recovery_hint(directory: &Path) -> String {
     )
 }
 
-/// Returns the map pinned at `path`, if it has the shape of `expected`.
+/// Opens the map pinned at `path`. Fails when its type or sizes differ from those of `expected`.
 fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandle> {
     let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
     let found = (map.map_type(), map.key_size(), map.value_size(), map.max_entries());
@@ -475,7 +476,7 @@ pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether the working program, of any version, counts by CPU, as generic XDP needs it.
+/// Returns whether the attached program, of any version, counts by CPU, which generic XDP needs.
 pub(super) fn pinned_counters_by_cpu(directory: &Path) -> anyhow::Result<bool> {
     let path = directory.join("state");
     let state = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
@@ -541,14 +542,14 @@ fn bits_or_default(bits: u32, default: u32) -> u32 {
     if bits == 0 { default } else { bits }
 }
 
-/// Returns `struct token_bucket` of `bpf/lb/broadcast.h`: nanoseconds per token, and the allowed overdraft.
+/// Returns the fields of `struct token_bucket` in `bpf/lb/broadcast.h`: ns per token, and the burst in ns.
 fn bucket(rate: PacketRate) -> (u64, u64) {
     let interval = 1_000_000_000 / u64::from(rate.per_second.max(1));
     (interval, interval * u64::from(rate.burst.max(1) - 1))
 }
 
-/// Returns the load balancer's directory below the configured one, created if missing. Fails when the directory is not
-/// on a BPF file system.
+/// Returns the load balancer's directory below the configured directory, and creates it if it is missing. Fails when
+/// the directory is not on a BPF file system.
 pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
@@ -556,7 +557,7 @@ pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     Ok(directory)
 }
 
-/// Returns the directory with a load balancer's pinned maps, without creating any. Fails when there is none.
+/// Returns the directory with a load balancer's pinned maps, and creates nothing. Fails when no map is pinned there.
 pub(super) fn active_pins(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     ensure!(

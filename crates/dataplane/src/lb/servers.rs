@@ -12,16 +12,16 @@ use super::variant::Variant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at};
 use crate::mac::MacAddress;
 
-/// Flags from the configuration.
+/// Server flags that the configuration sets.
 const CONFIGURED: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
-/// The MAC address in a `struct server_entry`, if it is resolved.
+/// Returns the MAC address in a `struct server_entry`; `None`: the address is not resolved.
 pub(super) fn mac_in(entry: u64) -> Option<MacAddress> {
     let flags = (entry >> SERVER_FLAGS_SHIFT) as u32;
     (flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
 
-/// Returns the offset of the word with the flags of a service's server, and their mask in it.
+/// Returns the offset of the word with the flags of a service's server, and the position of the flags' lowest bit.
 fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
     let word = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
         + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;
@@ -29,7 +29,7 @@ fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
     (word * size_of::<u64>(), shift)
 }
 
-/// Returns a server as programs see it for a service: server_at() of `bpf/lb/placement.h`.
+/// Returns the entry of a service's server, as server_at() of `bpf/lb/placement.h` does for packets.
 pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word, shift) = member_at(service, id.get());
     let flags = maps.membership.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
@@ -54,7 +54,7 @@ pub(super) fn with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<Se
 }
 
 impl LoadBalancer {
-    /// Sets the flags in `mask` of a service's server. Only this process writes them.
+    /// Sets the flags in `mask` of a service's server, without an atomic operation: only this process writes flags.
     fn set_member(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
         let (at, shift) = member_at(service, id.get());
         let word = self.maps.membership.load(at);
@@ -64,7 +64,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Marks the servers that are down by the service's placement table, and no others.
+    /// Marks the servers in `down`, a list from the service's placement table, as down, and all others as up.
     pub(super) fn set_down(&mut self, service: ServiceIndex, down: &[ServerId]) {
         let down: BTreeSet<ServerId> = down.iter().copied().collect();
         for up in with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down.contains(id)) {
@@ -89,13 +89,13 @@ impl LoadBalancer {
         self.set_member(service, id, CONFIGURED, flags);
     }
 
-    /// Sets whether a server is down by this load balancer's own checks. UDP flows then leave it; new connections do if
-    /// it is not eligible either.
+    /// Sets whether this load balancer's health checks found a server down. UDP flows then leave the server, which gets
+    /// new connections as long as it is eligible.
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
         self.set_member(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
 
-    /// Removes a server: its connections' packets are then broadcast, rate-limited.
+    /// Removes a server. Packets of its connections are then broadcast at a limited rate.
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
         if let Err(error) = self.forget_lb_stamped_server(service, id) {
             tracing::warn!(
@@ -108,7 +108,7 @@ impl LoadBalancer {
         self.set_member(service, id, intf::SERVER_MEMBER_MASK, 0);
     }
 
-    /// Returns the servers of a service, by id: after a take-over those of the previous process.
+    /// Returns the servers of a service, sorted by id; after a take-over the previous process's servers.
     pub fn servers(&self, service: ServiceIndex) -> Vec<(ServerId, Server)> {
         members(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
     }
@@ -118,7 +118,7 @@ impl LoadBalancer {
         members(&self.maps, service)
     }
 
-    /// Returns a server of a service; `None`: it is not one.
+    /// Returns a server of a service; `None`: the service has no such server.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
@@ -126,7 +126,7 @@ impl LoadBalancer {
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
-    /// Sets whether packets and bytes are counted by server, which costs each packet two additions. Off at first.
+    /// Sets whether packets and bytes are counted by server (default: no), which costs each packet two additions.
     pub fn count_traffic(&mut self, is_enabled: bool) -> anyhow::Result<()> {
         self.change_variant(Variant { traffic: is_enabled, ..self.variant })
     }
@@ -137,8 +137,8 @@ impl LoadBalancer {
         sum
     }
 
-    /// Returns the traffic of several servers, in their order. One pass reads each row of counters from beginning to
-    /// end; server by server would miss the cache for each.
+    /// Returns the traffic of several servers, in the order of `ids`. Counters are read row by row, because reading
+    /// server by server would miss the cache for each server.
     pub fn traffic_of(&self, ids: &[ServerId]) -> Vec<ServerTraffic> {
         let mut sums = vec![ServerTraffic::default(); ids.len()];
         for row in 0..self.maps.counter_rows() {

@@ -1,4 +1,4 @@
-//! Services in the data plane: a directory with two halves, switched by one store.
+//! Services in the data plane: a directory with two halves, of which one is active. One store switches between them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
@@ -30,29 +30,29 @@ impl Service {
         Self { index, mode, table: None }
     }
 
-    /// Bit of its table's rule; `None`: no members.
+    /// Returns the bit of the rule of the service's table; `None`: no table, or a table without members.
     pub fn rule(&self) -> Option<u32> {
         self.table.as_ref()?.rule
     }
 }
 
-/// A mode that the service's packets do not allow.
+/// A mode that the service's protocol or other settings do not allow.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ModeError {
-    /// A datagram carries no cookie, and a server cannot recognise its own connections.
+    /// The consistency mode needs TCP: a datagram carries no cookie, and a server cannot recognise its UDP flows.
     #[error("service {0}: consistency {name:?} needs TCP: expected \"hash-table\" or \"none\"", name = .1.name())]
     NeedsTcp(ServiceAddress, Consistency),
-    /// The cookie of LB-side stamping holds only a server's id.
+    /// LB-side stamping needs a stateless TCP service, because its cookie holds only a server's id.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
-    /// A packet at the wrong server could not be recognised.
+    /// The service cannot be migrated, because a server could not recognise packets of other connections.
     #[error(
         "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps \
          by \
              the load balancer can be adopted or handed over"
     )]
     CannotTransfer(ServiceAddress),
-    /// Answers of servers behind routers do not pass here.
+    /// LB-side stamping needs L2 forwarding: replies of servers behind routers do not pass the load balancer.
     #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
     NeedsL2(ServiceAddress),
 }
@@ -75,12 +75,12 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     Ok(())
 }
 
-/// Returns a slot's number: SERVICE_INDEX_MASK and so on of `bpf/include/intf.h`.
+/// Returns the number in a service's slot: the index and the mode, in the layout of `bpf/include/intf.h`.
 fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
     u32::from(index.0) | mode.slot_bits()
 }
 
-/// Returns the parts of [`number`], with the default forwarding; `None` for anything but a service.
+/// Returns the index and the mode in a slot's number, with the default forwarding; `None`: the slot has no service.
 fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     let index = (number & intf::SERVICE_INDEX_MASK) as u16;
     let mode = ServiceMode::from_slot_bits(number & !intf::SERVICE_INDEX_MASK)?;
@@ -104,9 +104,9 @@ pub(super) fn features_in_use(services: &BTreeMap<ServiceAddress, Service>) -> E
 
 impl LoadBalancer {
     /// Sets the services and their modes, and returns the index of each. A known service keeps its index, servers,
-    /// table and connections; a new one starts without. Fails when a service has no slot (too many, a duplicate),
-    /// when a mode does not suit the service's protocol ([`ModeError`]), or when the kernel refuses the program for the
-    /// modes. Nothing has changed then.
+    /// table and connections; a new service starts empty. Fails when a service has no slot (too many, a duplicate),
+    /// when a mode does not suit the service's protocol ([`ModeError`]), or when the kernel rejects the program for the
+    /// modes. A failed call changes nothing.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
         let unnumbered: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
         service_slots::lb_directory(&unnumbered)?;
@@ -142,7 +142,7 @@ impl LoadBalancer {
             self.grace_periods.wait(self.directory_retired_at)?;
             self.forget_connections(&not_any_more)?;
         }
-        // A later fragment finds the index by the first one, not by the directory.
+        // Packets may still find a removed index: a later fragment gets it from the first fragment's map entry.
         gone.into_iter().for_each(|(_, index)| self.forget_servers(index));
         let new: Vec<_> = services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
         if !new.is_empty() {
@@ -163,8 +163,8 @@ impl LoadBalancer {
         Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
     }
 
-    /// Stores a service's name, for commands that read the pinned state without the daemon. More than
-    /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes are cut.
+    /// Stores a service's name, for commands that read the pinned state without the daemon. The name is cut after
+    /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes.
     pub fn set_service_name(&mut self, service: ServiceIndex, name: &str) {
         let mut bytes: ServiceName = [0; intf::SERVICE_NAME_BYTES as usize];
         let end = (0..=bytes.len().min(name.len())).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
@@ -188,7 +188,7 @@ impl LoadBalancer {
         self.services.iter().map(|(address, service)| (*address, number(service.index, service.mode))).collect()
     }
 
-    /// Writes the services into the idle half of the directory, and switches.
+    /// Writes the services into the idle half of the directory, and activates that half.
     fn switch_directory(&mut self) -> anyhow::Result<()> {
         self.grace_periods.wait(self.directory_retired_at)?;
         let directory = service_slots::lb_directory(&self.addresses_with_numbers())?;
@@ -247,14 +247,14 @@ impl LoadBalancer {
                 let flow = table.load(at);
                 let used = table.load(at + offset_of!(intf::flow_set, use_));
                 if flow != 0 && indexes.contains(&ServiceIndex((used >> intf::FLOW_SERVICE_SHIFT) as u16)) {
-                    // Unless another service's packet has taken the entry meanwhile.
+                    // The exchange fails if a packet of another service has taken the entry since.
                     table.compare_exchange(at, flow, 0);
                 }
             }
         }
     }
 
-    /// The services and their places.
+    /// Returns the services and their indexes.
     pub fn services(&self) -> impl Iterator<Item = (ServiceAddress, ServiceIndex)> + '_ {
         self.services.iter().map(|(address, service)| (*address, service.index))
     }
@@ -279,7 +279,7 @@ fn name_of(service: ServiceIndex) -> usize {
     offset_of!(intf::lb_state, service_names) + usize::from(service.0) * size_of::<ServiceName>()
 }
 
-/// Returns the services in maps taken over, with the names from their daemon.
+/// Returns the services in maps taken over, with their configured names.
 pub(super) fn service_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
     let name = |index: ServiceIndex| {
         let bytes = maps.state.read::<ServiceName>(name_of(index));

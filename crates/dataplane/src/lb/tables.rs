@@ -1,7 +1,7 @@
 //! Writes a [`PlacementTable`] into a free part of the memory of all tables.
 //!
-//! Each table has a block of its own size, and the Toeplitz tables of an RSS key another one that all tables with that
-//! key share. A block is reused when a grace period has passed since its last table was retired.
+//! Each placement table has a block of its own. The Toeplitz tables of an RSS key have another block, which all
+//! placement tables with that key share. A block is reused a grace period after its last table was retired.
 
 use std::collections::{HashMap, VecDeque};
 use std::mem::offset_of;
@@ -17,7 +17,7 @@ use super::buddy_allocator::{Block, Blocks};
 use crate::mmap_array::MmapArray;
 use crate::rcu::{GracePeriods, GraceTicket};
 
-/// A table that the data plane cannot hold, or with a contradiction.
+/// A placement table that is too large for the data plane, or contradicts itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// Too many groups, or none.
@@ -26,21 +26,21 @@ pub enum TableError {
     /// Too many candidates for one bucket.
     #[error("{0} candidates per bucket: expected at most {max}", max = intf::MAX_CANDIDATES)]
     CandidatesPerBucket(u32),
-    /// Not groups x buckets x candidates per bucket, or too many in all.
+    /// The number of candidates is not groups x buckets x candidates per bucket, or exceeds the limit.
     #[error(
         "{found} candidates: expected {expected} (groups x buckets x candidates per bucket), at most {max}",
         max = intf::MAX_TABLE_CANDIDATES
     )]
     Candidates {
-        /// Number in the table.
+        /// Number of candidates in the table.
         found: usize,
-        /// Number by the table's parameters.
+        /// Number of candidates that follows from the table's parameters.
         expected: usize,
     },
-    /// A rule that uses candidates, and members, but no candidates.
+    /// The rule selects among candidates, and the table has members but no candidates.
     #[error("rule {0} without candidates")]
     NoCandidates(&'static str),
-    /// More core slots than counts of assigned connections.
+    /// More core slots than the limit.
     #[error("{0} core slots: expected at most {max}", max = intf::MAX_CORE_SLOTS)]
     CoreSlots(usize),
     /// A candidate with a core slot that does not exist.
@@ -48,23 +48,23 @@ pub enum TableError {
     CoreSlot {
         /// Slot of the candidate.
         slot: u16,
-        /// Number of slots in the table.
+        /// Number of core slots of the table.
         count: usize,
     },
-    /// More members than ids.
+    /// More members than the limit.
     #[error("{0} members: expected at most {max}", max = intf::MAX_MEMBERS)]
     Members(usize),
-    /// Neither one per bucket nor, without members, none.
+    /// The number of consistent choices is not that of buckets. (A table without members may have none.)
     #[error("{found} consistent choices for {buckets} buckets")]
     Consistent {
-        /// Number in the table.
+        /// Number of consistent choices in the table.
         found: usize,
         /// Number of buckets.
         buckets: u32,
     },
 }
 
-/// Whether the data plane can hold the table.
+/// Fails when the data plane cannot hold the table.
 pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     let (groups, buckets, per_bucket) = (table.groups.len(), table.bucket_count.get(), table.candidates_per_bucket);
     if groups == 0 || groups > intf::MAX_RSS_GROUPS as usize {
@@ -102,34 +102,34 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     Ok(())
 }
 
-/// The memory of all tables has no room for one more.
+/// Error: the memory for placement tables has no room for another table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MemoryFull;
 
-/// A table in the memory.
+/// A placement table in the memory.
 #[derive(Debug)]
 pub(super) struct StoredTable {
     block: Block,
-    /// Blocks of its groups' keys.
+    /// Blocks with the Toeplitz tables of the groups' RSS keys.
     sources: Vec<Block>,
     counted: CoreSlotIndex,
-    /// Bit of its rule; `None`: it has no members.
+    /// Bit of the table's rule; `None`: the table has no members.
     pub rule: Option<u32>,
 }
 
 impl StoredTable {
-    /// Returns its offset.
+    /// Returns the table's offset in the memory, in bytes.
     pub fn offset(&self) -> u32 {
         self.block.offset
     }
 }
 
-/// Origin of a table's hashes.
+/// Source of a new table's Toeplitz tables.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Hashing {
-    /// The keys of its groups, at this VIP.
+    /// The RSS keys of the new table's groups, with this VIP as destination.
     Keys(SocketAddr),
-    /// The first group of the service's table so far.
+    /// The first group of the service's present table.
     Kept,
 }
 
@@ -158,12 +158,12 @@ impl Family {
     }
 }
 
-/// Toeplitz tables in the memory.
+/// Toeplitz tables of one RSS key in the memory.
 #[derive(Debug, Default)]
 struct Source {
-    /// Unknown after a take-over.
+    /// Key of the tables; `None`: unknown after a take-over.
     key: Option<SourceKey>,
-    /// Number of tables that need them.
+    /// Number of placement tables that use these Toeplitz tables.
     users: usize,
 }
 
@@ -187,12 +187,12 @@ macro_rules! field {
     };
 }
 
-/// Returns both 32-bit halves of a word, the lower one first.
+/// Returns the lower and the upper 32 bits of a word.
 fn split_word(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
 
-/// Returns the rule of the table at `at`; `None` when there is none, or it has no members.
+/// Returns the bit of the rule of the table at offset `at`; `None`: `at` is 0, or the table has no members.
 pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     const { assert!(offset_of!(intf::placement_table, member_count) % 8 == 0) };
     const { assert!(offset_of!(intf::placement_table, rule) == offset_of!(intf::placement_table, member_count) + 4) };
@@ -203,13 +203,13 @@ pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     (members != 0).then_some(1 << rule)
 }
 
-/// Layout of a table's block, part by part.
+/// Layout of a table's block, which grows with each reserved list.
 struct Layout {
     bytes: u32,
 }
 
 impl Layout {
-    /// Returns the offset of `count` values of a type from the table's start.
+    /// Reserves space for `count` values of a type, and returns their offset from the table's start.
     fn reserve<T>(&mut self, count: usize) -> u32 {
         let at = self.bytes;
         self.bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
@@ -218,13 +218,13 @@ impl Layout {
 }
 
 impl Tables {
-    /// Starts with a memory without tables.
+    /// Returns a memory of `bytes` bytes without tables.
     pub fn new(memory: MmapArray<[u64]>, bytes: u32) -> Self {
         let blocks = Blocks::new(bytes, []);
         Self { memory, blocks, sources: HashMap::new(), by_key: HashMap::new(), retired: VecDeque::new() }
     }
 
-    /// Starts with the tables of an earlier process, at these offsets, and returns them.
+    /// Registers the tables of an earlier process, at the offsets `in_use`, and returns these tables.
     pub fn adopt(&mut self, bytes: u32, in_use: &[(u32, Family)]) -> Vec<StoredTable> {
         let mut sources: HashMap<Block, usize> = HashMap::new();
         let header = |at: u32| self.memory.read::<intf::placement_table>(at as usize);
@@ -251,13 +251,13 @@ impl Tables {
         written
     }
 
-    /// Continues in a larger memory with a copy of the contents.
+    /// Switches to a larger memory, which must have a copy of the contents.
     pub fn grow(&mut self, memory: MmapArray<[u64]>, bytes: u32) {
         self.memory = memory;
         self.blocks.grow(bytes);
     }
 
-    /// The memory.
+    /// Returns the memory as words.
     pub fn memory(&self) -> &MmapArray<[u64]> {
         &self.memory
     }
@@ -267,7 +267,7 @@ impl Tables {
         self.memory.load(field!(at, generation))
     }
 
-    /// Returns the table at `at` without its candidates and the keys of its groups; `None`: there is none, or it has no
+    /// Returns the table at offset `at` without candidates and keys of groups; `None`: `at` is 0, or the table has no
     /// members.
     pub fn read(&self, at: u32) -> Option<PlacementTable> {
         rule_bit(&self.memory, at)?;
@@ -288,8 +288,8 @@ impl Tables {
         })
     }
 
-    /// Returns the initial counts of assigned connections in `next`: a core without a newer load keeps its count; the
-    /// others start at 0, because the load shows earlier assignments (docs/policies.md).
+    /// Returns the initial counts of assigned connections in `next`. A core whose load is not newer keeps its count. A
+    /// core with a newer load starts at 0, because the load includes earlier assignments (docs/policies.md).
     fn counts(&self, before: Option<&StoredTable>, next: &PlacementTable) -> Vec<u32> {
         let Some(before) = before else { return vec![0; next.core_slots.len()] };
         before.counted.initial_counts(next, |slot| self.assigned(before.offset(), slot))
@@ -353,7 +353,7 @@ impl Tables {
     fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {
         let ids = |servers: &mut dyn Iterator<Item = u16>| {
             let mut ids: Vec<u16> = servers.collect();
-            // Whole words: 4 ids each.
+            // `write` takes only whole words, of 4 ids each.
             ids.resize(ids.len().next_multiple_of(4), 0);
             ids
         };
@@ -381,7 +381,7 @@ impl Tables {
         self.memory.write(header.assigned_offset as usize, counts.as_slice());
     }
 
-    /// Returns the Toeplitz tables of each group's sources and its destination's part of the hash.
+    /// Returns for each group the Toeplitz tables of sources, and the destination's share of the hash.
     fn hashes(
         &mut self,
         before: Option<&StoredTable>,
@@ -409,7 +409,8 @@ impl Tables {
         Ok(hashes)
     }
 
-    /// Returns the Toeplitz tables of a key, shared by all tables with that key and no transform.
+    /// Returns the Toeplitz tables of a key. Placement tables with the same key share them; if the key has an input
+    /// transform, only placement tables of the same VIP do.
     fn source(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, MemoryFull> {
         let family = Family::of(&vip);
         let source_key = (key.clone(), family, (key.input() != InputTransform::None).then_some(vip));
@@ -440,12 +441,12 @@ impl Tables {
         }
     }
 
-    /// Retires a table after programs were switched away from it.
+    /// Retires a table that new program runs no longer find. Running programs may still read it.
     pub fn retire(&mut self, table: StoredTable, grace_periods: &GracePeriods) {
         self.retired.push_back((grace_periods.now(), table));
     }
 
-    /// Reuses the blocks of tables that no program reads any more.
+    /// Frees the blocks of retired tables that no program reads any more.
     fn reclaim(&mut self, grace_periods: &GracePeriods) {
         while self.retired.front().is_some_and(|(moment, _)| grace_periods.has_passed(*moment)) {
             let Some((_, table)) = self.retired.pop_front() else { return };
@@ -454,7 +455,7 @@ impl Tables {
         }
     }
 
-    /// Returns the ticket of the newest retired table; `None`: there are none.
+    /// Returns the grace period ticket of the newest retired table; `None`: no table is retired.
     pub fn last_retired(&self) -> Option<GraceTicket> {
         self.retired.back().map(|(moment, _)| *moment)
     }

@@ -8,16 +8,16 @@ use coreward_model::ServerId;
 
 use super::{LoadBalancer, entry_at};
 
-/// Outer header of a server's packets.
+/// Outer header of packets that are encapsulated for a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tunnel {
-    /// Destination of the outer header, which decides its family.
+    /// Destination address, which also decides the address family of the outer header.
     pub address: IpAddr,
-    /// Source port of GUE; `None`: by the flow.
+    /// UDP source port of GUE; `None`: a hash of the flow.
     pub source_port: Option<u16>,
 }
 
-/// Sources of outer headers; an unspecified one: the device has no address of that family.
+/// Source addresses of outer headers. An unspecified address: the device has none of that family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OuterSources {
     /// Source of IPv4 headers.
@@ -27,8 +27,8 @@ pub struct OuterSources {
 }
 
 impl LoadBalancer {
-    /// Sets a server's outer header. Used by services that encapsulate, which drop packets of servers that have none.
-    /// Fails when the kernel offers no grace period, which another IPv6 address waits for.
+    /// Sets a server's outer header for services that encapsulate. Such services drop packets to a server without an
+    /// outer header. A change of an IPv6 address waits for a grace period; fails when the kernel offers none.
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: Tunnel) -> anyhow::Result<()> {
         let at = offset_of!(intf::server_tunnels, entry) + entry_at::<intf::server_tunnel>(id.get());
         let (address, family) = match tunnel.address {
@@ -44,8 +44,8 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Writes an IPv6 destination. It has two words, so no program may read it meanwhile. `entry_at`: offset of the
-    /// server's entry.
+    /// Writes an IPv6 destination. Because the address has two words, no program may read it during the change.
+    /// `entry_at`: offset of the server's entry.
     fn set_tunnel_address_ipv6(&mut self, id: ServerId, entry_at: usize, address: Ipv6Addr) -> anyhow::Result<()> {
         let at = offset_of!(intf::server_tunnels, address_ipv6) + super::entry_at::<[u64; 2]>(id.get());
         let words = words_of(address);
@@ -60,12 +60,12 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Sets the sources of outer headers, and the longest packet that may leave.
+    /// Sets the source addresses of outer headers, and the device's MTU in bytes.
     pub fn set_outer(&mut self, sources: OuterSources, mtu: u32) {
-        // Both are one word: own_address, then mtu.
+        // The IPv4 address and the MTU share one word: own_address, then mtu.
         let word = u64::from(u32::from_ne_bytes(sources.ipv4.octets())) | u64::from(mtu) << 32;
         self.maps.state.store(offset_of!(intf::lb_state, own_address), word);
-        // Servers drop the packets that get half of another address.
+        // The two words change one after the other: servers drop packets whose source mixes both addresses.
         self.maps.state.write(offset_of!(intf::lb_state, own_address_ipv6), &words_of(sources.ipv6));
     }
 }

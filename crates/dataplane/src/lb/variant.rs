@@ -1,31 +1,31 @@
-//! Features that are compiled into the program; a change loads it again.
+//! Features that are compiled into the program. A change of the features loads the program again.
 
 use super::vlans::VlansInUse;
 use super::{Broadcast, LbStampingClock};
 
-/// Features that the services and their tables need. Others are not compiled in.
+/// Features that the services and their tables need. The program is compiled without all other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct EnabledFeatures {
-    /// Bits 1 << `enum placement_rule`.
+    /// Placement rules of the tables: bits 1 << `enum placement_rule`.
     pub rules: u32,
-    /// Bits 1 << `enum consistency`.
+    /// Consistency modes of the services: bits 1 << `enum consistency`.
     pub modes: u32,
-    /// A service of TCP whose packets carry no cookie.
+    /// Whether a TCP service has packets without a cookie.
     pub timestamps_off: bool,
-    /// A service that the load balancer stamps itself.
+    /// Whether a service uses LB-side stamping.
     pub timestamps_lb: bool,
-    /// A service in migration.
+    /// Whether a service is in migration from or to another load balancer.
     pub other_balancer: bool,
-    /// A service of UDP.
+    /// Whether a service uses UDP.
     pub udp: bool,
-    /// Bits 1 << `enum forwarding`.
+    /// Forwarding modes of the services: bits 1 << `enum forwarding`.
     pub forwarding: u32,
-    /// A service with an IPv6 VIP.
+    /// Whether a service has an IPv6 VIP.
     pub ipv6: bool,
 }
 
 impl EnabledFeatures {
-    /// Returns the union.
+    /// Returns the features of both.
     pub fn union(self, other: Self) -> Self {
         Self {
             rules: self.rules | other.rules,
@@ -40,17 +40,17 @@ impl EnabledFeatures {
     }
 }
 
-/// Constants of the loaded program; a change loads it again.
+/// Constants of the loaded program. A change of a constant loads the program again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Variant {
     pub in_use: EnabledFeatures,
-    /// Packets and bytes are counted by server.
+    /// Whether packets and bytes are counted by server.
     pub traffic: bool,
-    /// One row of counters per CPU instead of one per receive queue: for generic XDP.
+    /// Whether each CPU has a row of counters (for generic XDP), and not each receive queue.
     pub counters_by_cpu: bool,
     pub broadcast: Broadcast,
     pub lb_stamping_clock: LbStampingClock,
-    /// Packets read the clock by which entries of the connection table age.
+    /// Whether packets read the kernel's clock to age entries of the connection table.
     pub packets_read_clock: bool,
     pub vlans: VlansInUse,
 }

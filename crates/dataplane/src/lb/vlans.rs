@@ -11,12 +11,12 @@ use super::program::Maps;
 use super::variant::Variant;
 use super::{LoadBalancer, ServiceIndex, state_of};
 
-/// VLANs as far as the program depends on them.
+/// VLAN settings that the program is compiled for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct VlansInUse {
     /// VLAN of the VIPs.
     pub vip: Vlan,
-    /// Whether a server is in a VLAN.
+    /// Whether any server is in a VLAN.
     pub servers: bool,
 }
 
@@ -27,18 +27,18 @@ impl VlansInUse {
 }
 
 const SERVER_VLANS: usize = offset_of!(intf::lb_state, server_vlans);
-/// VLANs in one word of the array.
+/// Number of VLAN ids in one word of the array.
 const VLANS_PER_WORD: usize = size_of::<u64>() / size_of::<u16>();
 
-/// Returns whether a server is in a VLAN.
+/// Returns whether any server is in a VLAN.
 pub(super) fn has_server_in_vlan(maps: &Maps) -> bool {
     let words = intf::SERVER_ID_COUNT as usize / VLANS_PER_WORD;
     (0..words).any(|word| maps.state.load(SERVER_VLANS + word * size_of::<u64>()) != 0)
 }
 
 impl LoadBalancer {
-    /// Sets the VLANs that servers are in, before the first [`set_server_vlan`](Self::set_server_vlan) with one. Fails
-    /// when the kernel refuses the program with tags.
+    /// Sets the set of all servers' VLANs. To be called before [`set_server_vlan`](Self::set_server_vlan) sets one of
+    /// these VLANs. Fails when the kernel rejects the program with support for tags.
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         let servers = vlans.iter().any(|vlan| vlan.is_tagged());
         self.change_variant(Variant { vlans: VlansInUse { servers, ..self.variant.vlans }, ..self.variant })?;
@@ -46,7 +46,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Whether the program reads and writes tags.
+    /// Whether the program reads and writes VLAN tags.
     pub fn uses_vlans(&self) -> bool {
         self.variant.vlans.is_used()
     }
@@ -55,7 +55,7 @@ impl LoadBalancer {
     pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
         let (word, position) = (usize::from(id.get()) / VLANS_PER_WORD, usize::from(id.get()) % VLANS_PER_WORD);
         let (at, shift) = (SERVER_VLANS + word * size_of::<u64>(), position * u16::BITS as usize);
-        // Only this process writes.
+        // Only this process writes VLANs, so load and store need not be one atomic operation.
         let before = self.maps.state.load(at);
         let new = before & !(u64::from(u16::MAX) << shift) | u64::from(vlan.get()) << shift;
         if new != before {
@@ -63,8 +63,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Sets the VLAN in which all servers of a service are; `None`: they are in several, so that no broadcast reaches
-    /// all.
+    /// Sets the VLAN in which all servers of a service are; `None`: the servers are in several VLANs, so that no
+    /// broadcast reaches all of them.
     pub fn set_broadcast_vlan(&mut self, service: ServiceIndex, vlan: Option<Vlan>) {
         let word = vlan.map_or(intf::NO_BROADCAST_VLAN.into(), |vlan| vlan.get().into());
         self.maps.state.store(state_of(service) + offset_of!(intf::service_state, broadcast_vlan), word);

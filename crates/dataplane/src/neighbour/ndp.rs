@@ -11,18 +11,18 @@ const IP: usize = 14;
 const ICMP: usize = IP + 40;
 const TARGET: usize = ICMP + 8;
 const OPTIONS: usize = TARGET + 16;
-/// A solicitation with its frame's header and its only option.
+/// Length of a solicitation's frame with one option, in bytes.
 const FRAME_BYTES: usize = OPTIONS + 8;
 
 const NEXT_HEADER_ICMPV6: u8 = 58;
-/// Routers decrease it: the sender is on the link.
+/// Hop limit that proves that the sender is on the link, because routers decrease it (RFC 4861, Sect. 7.1.1).
 const HOP_LIMIT: u8 = 255;
 const SOLICITATION: u8 = 135;
 const ADVERTISEMENT: u8 = 136;
 const OPTION_SOURCE_ADDRESS: u8 = 1;
 const OPTION_TARGET_ADDRESS: u8 = 2;
 
-/// Passes solicitations and advertisements alone: a server's other IPv6 packets would be copied.
+/// Filter that passes only solicitations and advertisements. Otherwise the kernel would copy all IPv6 packets.
 pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
     step(LOAD_HALF, 0, 0, 12),
     step(EQUALS, 0, 6, ETHERTYPE_IPV6 as u32),
@@ -35,8 +35,9 @@ pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
     step(RETURN, 0, 0, 0),
 ];
 
-/// Returns the solicitation of `target`: to `mac`, or to the target's multicast group. Without an own address it is as
-/// in duplicate address detection: to the group, and without the option (RFC 4861, Sect. 4.3 and 7.1.1).
+/// Returns the solicitation of `target`, sent to `mac`; `None`: to the target's multicast group. Without an own address
+/// the solicitation is as in duplicate address detection: sent to the group, without the option (RFC 4861, Sect. 4.3
+/// and 7.1.1).
 pub fn solicitation(target: Ipv6Addr, mac: Option<MacAddress>, own_mac: MacAddress, own_address: Ipv6Addr) -> Vec<u8> {
     let [.., a, b, c] = target.octets();
     let (destination_mac, destination) = match mac.filter(|_| !own_address.is_unspecified()) {
@@ -68,7 +69,7 @@ pub fn solicitation(target: Ipv6Addr, mac: Option<MacAddress>, own_mac: MacAddre
     frame
 }
 
-/// Returns the ICMPv6 checksum of a frame, 0 if it contains the right one (RFC 4443, Sect. 2.3).
+/// Returns the ICMPv6 checksum of a frame; 0 if the frame contains the correct checksum (RFC 4443, Sect. 2.3).
 fn checksum(frame: &[u8]) -> u16 {
     let words =
         frame[IP + 8..].chunks(2).map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| (*low).into()));
@@ -79,14 +80,14 @@ fn checksum(frame: &[u8]) -> u16 {
     !(sum as u16)
 }
 
-/// Returns the sender of a solicitation, or the target of an advertisement, with its MAC address. `None`: another
-/// frame, one without a MAC address, or an invalid one.
+/// Returns the sender of a solicitation, or the target of an advertisement, with its MAC address. `None`: the frame is
+/// neither, is invalid, or has no MAC address.
 pub fn sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     if frame.len() < OPTIONS || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
         return None;
     }
     let payload = usize::from(u16::from_be_bytes([frame[IP + 4], frame[IP + 5]]));
-    // Without the padding of short frames.
+    // Ethernet pads short frames: only the payload counts.
     let frame = frame.get(..ICMP + payload).filter(|frame| frame.len() >= OPTIONS)?;
     let is_discovery = frame[IP] >> 4 == 6 && frame[IP + 6] == NEXT_HEADER_ICMPV6 && frame[IP + 7] == HOP_LIMIT;
     if !is_discovery || frame[ICMP + 1] != 0 || checksum(frame) != 0 {

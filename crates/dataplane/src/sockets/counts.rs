@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
 
 use super::{Inode, MessageHeader, Request, SOCK_DIAG_BY_FAMILY, SocketId, open};
 
-/// Fields of struct inet_diag_msg behind its header that are read here.
+/// struct nlmsghdr and the start of struct inet_diag_msg, up to the inode.
 #[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Listed {
@@ -27,17 +27,17 @@ struct Listed {
     inode: u32,
 }
 
-/// include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED, FIN-WAIT-1 and 2, CLOSE-WAIT, LAST-ACK, CLOSING. With
-/// SYN-RECEIVED the kernel lists half-open ones, too.
 const NO_STATES: u32 = 0;
 const LISTENING: u32 = 1 << 10;
+/// Bits of include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED (for half-open connections), FIN-WAIT-1 and 2,
+/// CLOSE-WAIT, LAST-ACK, CLOSING.
 const CONNECTED: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
-/// The kernel fills at most 32 KiB at a time, and less where it has not seen a larger buffer.
+/// Size of the receive buffer: the kernel fills at most 32 KiB per read.
 const BUFFER: usize = 32 << 10;
 
-/// Returns the number of TCP connections at each of these addresses, in their order: from half-open to the last FIN,
-/// without listening and TIME-WAIT. Takes about 1 us of CPU for every socket of these ports, and less for each of the
-/// others. Fails when the kernel has no sock_diag(7) for TCP, or does not answer.
+/// Returns the number of TCP connections at each of `services`, in the same order. Connections count from half-open to
+/// the last FIN, without TIME-WAIT. A call takes about 1 us of CPU for every socket at these ports, and less for each
+/// other socket. Fails when the kernel has no sock_diag(7) for TCP, or does not answer.
 pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     let mut counts = vec![0; services.len()];
     if services.is_empty() {
@@ -55,8 +55,8 @@ pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     Ok(counts)
 }
 
-/// Returns address and inode of the TCP sockets that listen here. Other sockets cost nothing: /proc/net/tcp
-/// would walk through the kernel's whole table of connections, of all network namespaces. Fails when the kernel has no
+/// Returns address and inode of the listening TCP sockets. The cost does not depend on other sockets, unlike that of
+/// /proc/net/tcp, which walks the kernel's connection table of all network namespaces. Fails when the kernel has no
 /// sock_diag(7) for TCP, or does not answer.
 pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
     let mut found = Vec::new();
@@ -71,24 +71,25 @@ pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
 fn for_each(request: &Request, mut found: impl FnMut(&Listed)) -> anyhow::Result<()> {
     let (socket, mut buffer) = (open()?, vec![0; BUFFER]);
     nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
-    // A kernel without IPv6 has no list of it.
+    // A kernel without IPv6 answers ENOENT.
     let may_lack = i32::from(request.family) == libc::AF_INET6;
     while read_list(&socket, &mut buffer, may_lack, &mut found)? {}
     Ok(())
 }
 
-/// Fails when the kernel has no sock_diag(7) for TCP. To a query for one socket it then answers that there is none.
+/// Fails when the kernel has no sock_diag(7) for TCP. A query for one socket would not show that: such a kernel answers
+/// that the socket does not exist.
 pub(super) fn ensure_supported() -> anyhow::Result<()> {
     for_each(&list(libc::AF_INET as u8, NO_STATES, 0), |_| ())
 }
 
-/// Returns the port that all of them have: the kernel then skips all others.
+/// Returns the common port of all services, if they have one: the kernel then skips sockets at other ports.
 fn only_port(services: &[SocketAddr]) -> Option<u16> {
     let port = services.first()?.port();
     services.iter().all(|service| service.port() == port).then_some(port)
 }
 
-/// `port`: 0 means all.
+/// Returns the request for a list of sockets. `port` 0: sockets at all ports.
 fn list(family: u8, states: u32, port: u16) -> Request {
     Request {
         header: MessageHeader {
@@ -114,7 +115,8 @@ fn list(family: u8, states: u32, port: u16) -> Request {
     }
 }
 
-/// Returns whether more follows. `may_lack`: a kernel without the family has no sockets of it.
+/// Reads a part of the list, and returns whether another part follows. `may_lack`: a kernel without this address family
+/// counts as one without sockets.
 fn read_list(
     socket: &OwnedFd,
     buffer: &mut [u8],
@@ -138,7 +140,7 @@ fn read_list(
                         bail!("sock_diag: this kernel has none for TCP: modprobe tcp_diag")
                     }
                     Some(Errno::ENOENT) => Ok(false),
-                    // The end of a list has the error of its last part, or none.
+                    // The end of a list has an error number, or 0.
                     Some(error) if error as i32 != 0 => bail!("sock_diag: {error}"),
                     Some(_) => Ok(false),
                 };
@@ -150,7 +152,7 @@ fn read_list(
     Ok(true)
 }
 
-/// Sockets of IPv6 that listen on `[::]` have connections of IPv4, too.
+/// Returns the local address. An IPv4-mapped address becomes an IPv4 address, because sockets at `[::]` accept IPv4.
 fn local_address(listed: &Listed) -> SocketAddr {
     let (port, source) = (u16::from_be_bytes(listed.id.source_port), listed.id.source);
     let ip = match i32::from(listed.family) {
@@ -168,7 +170,7 @@ mod tests {
 
     use super::*;
 
-    /// Result of [`read_list`] for the end of a list with this error.
+    /// Returns the result of [`read_list`] for a list that ends with `error`.
     fn read_end(kind: i32, error: i32, may_lack: bool) -> anyhow::Result<bool> {
         let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let length = (size_of::<MessageHeader>() + size_of::<i32>()) as u32;
@@ -200,7 +202,7 @@ mod tests {
         let other = TcpListener::bind("[::]:0").unwrap();
         let address = listener.local_addr().unwrap();
         let of_both = SocketAddr::from(([127, 0, 0, 1], other.local_addr().unwrap().port()));
-        // The loopback delivers a little later when the machine is busy.
+        // On a busy machine the loopback device delivers packets with a delay.
         let counts = |expected: [u32; 2], what: &str| {
             let end = Instant::now() + Duration::from_secs(30);
             while connections_of(&[address, of_both]).unwrap() != expected {
@@ -210,7 +212,7 @@ mod tests {
         };
         counts([0, 0], "a listening socket has no connection");
         let mut pairs: Vec<_> = (0..300).map(|_| pair(&listener, address)).collect();
-        // Not accepted yet.
+        // This connection is not accepted yet.
         let _waiting = TcpStream::connect(address).unwrap();
         let _of_both = pair(&other, of_both);
         counts([301, 1], "all of them");
