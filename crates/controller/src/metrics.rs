@@ -76,7 +76,7 @@ metrics! {
     );
     COOKIE_KEY_AGE_SECONDS: Family<0> = family(
         MaxGauge, "coreward_cookie_key_age_seconds", &[], &[Component::Controller],
-        "Age of the stamping cookie key",
+        "Time since the current cookie key came into force, in seconds",
     );
 }
 

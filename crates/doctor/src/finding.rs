@@ -29,9 +29,9 @@ impl Severity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     pub severity: Severity,
-    /// Observation.
+    /// Measured value or state that the finding rests on.
     pub found: String,
-    /// Consequence; empty for `Ok`.
+    /// Consequence of the finding; empty for `Ok`.
     pub why: String,
     /// Steps of the repair.
     pub remedy: Vec<Remediation>,
@@ -83,7 +83,7 @@ impl Finding {
         Self::new(Severity::Fault, found, why)
     }
 
-    /// Returns a fault if `worse`, else a warning.
+    /// Returns a fault if `worse`, otherwise a warning.
     pub fn fault_if(worse: bool, found: impl Into<String>, why: &str) -> Self {
         Self::new(if worse { Severity::Fault } else { Severity::Warning }, found, why)
     }

@@ -1,9 +1,9 @@
-//! A fleet in virtual time: agents report, the controller computes, the load balancer places, RSS picks the core. All
-//! decisions use the live code; the caller serves packets or requests ([`crate::replay`] for arrival logs, the
-//! simulator for traces).
+//! A fleet in virtual time: agents report loads, the controller computes tables, the load balancer places connections,
+//! and RSS picks the core. All decisions use the live code; the caller serves packets or requests ([`crate::replay`]
+//! for arrival logs, the simulator for traces).
 //!
-//! Simplifications: the network takes no time; a report arrives, and its table is in force, at the time of its
-//! creation. Reports may be older than the table, as with agents that do not report all at once
+//! Simplifications: the network has no delay, so a report arrives, and its table comes into force, at the time of the
+//! measurement. Reports may be older than the table, as with agents that do not report all at once
 //! ([`SimulatedCluster::report_measured_at`]). A table may come into force after its creation
 //! ([`SimulatedCluster::prepare`]).
 
@@ -15,34 +15,34 @@ use crate::policy::{Loads, Policy, Pool, PoolServer, RackSummary};
 use crate::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
-/// Draw of the servers' indirection tables, each from its server's id.
+/// Method by which servers' indirection tables are drawn; the server's id is the seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TableDraw {
     /// Every core has the same number of entries (+-1): [`IndirectionTable::balanced`].
     #[default]
     Balanced,
-    /// Every entry on its own, as published: [`IndirectionTable::independent`].
+    /// Each entry is drawn independently, as published: [`IndirectionTable::independent`].
     Independent,
 }
 
 /// Composition of a fleet. All servers have the same key and the same number of cores.
 #[derive(Debug, Clone)]
 pub struct FleetPlan {
-    /// The servers, in ascending order.
+    /// Ids of the servers, in ascending order.
     pub servers: Vec<ServerId>,
     /// Cores of each server, at least 1.
     pub cores: u16,
     /// Buckets of the placement table and entries of the indirection tables.
     pub buckets: BucketCount,
-    /// Weight of the newest report.
+    /// Weight of the newest report in the smoothed loads.
     pub alpha: Alpha,
     /// The RSS key of all NICs.
     pub key: RssKey,
-    /// Draw of indirection tables.
+    /// Method by which indirection tables are drawn.
     pub tables: TableDraw,
 }
 
-/// Servers, their loads in the controller, and the table in force.
+/// Simulated fleet: servers, their loads in the controller, and the placement table in force.
 pub struct SimulatedCluster {
     plan: FleetPlan,
     rss: Vec<Rss>,
@@ -52,11 +52,11 @@ pub struct SimulatedCluster {
     sequence: u64,
     /// Connections placed since the previous report.
     opened_connections: u64,
-    /// Every key so far with its unrolled tables; the first is the fleet's.
+    /// RSS keys used so far, each with its Toeplitz tables; the first one is the fleet's key.
     hashers: Vec<(RssKey, ToeplitzTables)>,
-    /// Position in `hashers` of each group of the table in force.
+    /// Position in `hashers` of the key of each group of the table in force.
     hasher_of_group: Vec<usize>,
-    /// By position: whether the next tables give the server new connections.
+    /// Whether each server, by position, gets new connections from the next table on.
     eligible: Vec<bool>,
     counts_requests: bool,
     racks: Option<Racks>,
@@ -64,9 +64,9 @@ pub struct SimulatedCluster {
 
 /// Rack controllers between servers and controller.
 pub struct Racks {
-    /// Instance of the policy in each rack, which smooths loads. Racks have equally many servers (+-1).
+    /// Policy instance of each rack, which smooths the loads of the rack. Racks have the same number of servers (+-1).
     pub policies: Vec<Box<dyn Policy>>,
-    /// Limit of the candidates that they send for each bucket.
+    /// Maximum number of candidates that a rack sends for each bucket.
     pub candidates: usize,
 }
 
@@ -86,7 +86,8 @@ pub struct FleetShape {
 }
 
 impl FleetShape {
-    /// Draws ids and RSS key like the controller. Ids are sparse, so that each draw has indirection tables of its own.
+    /// Returns a plan whose ids and RSS key are drawn as by the controller. Ids are sparse, so each draw has different
+    /// indirection tables.
     pub fn drawn(self, rng: &mut impl rand::Rng) -> FleetPlan {
         let Self { servers, cores, buckets, alpha, tables } = self;
         let servers = draw_server_ids(servers, rng);
@@ -104,7 +105,7 @@ fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
 }
 
 impl SimulatedCluster {
-    /// Fails when there are more buckets than an indirection table can have entries.
+    /// Creates the fleet. Fails when there are more buckets than an indirection table can have entries.
     pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
         let entries = plan.buckets.get() as usize;
         let draw = match plan.tables {
@@ -142,31 +143,31 @@ impl SimulatedCluster {
         self.eligible[position] = eligible;
     }
 
-    /// Each placement is of one request ([`Pool::counting_requests`]).
+    /// Makes each placement count as one request ([`Pool::counting_requests`]).
     pub fn place_requests(&mut self) {
         self.counts_requests = true;
     }
 
-    /// From the next report on servers report to racks.
+    /// Makes servers report to rack controllers from the next report on.
     pub fn set_racks(&mut self, racks: Racks) {
         self.racks = Some(racks);
     }
 
-    /// Sets the turn at which policies that take turns continue.
+    /// Sets the counter with which round-robin policies continue.
     pub fn set_turn(&mut self, turn: u64) {
         self.state.round_robin = turn;
     }
 
     /// Makes every agent report, computes a table by `policy`, and installs it. `busy_ns` is the absolute busy time of
-    /// each core, `open_connections` the number of each server. Panics when `measured_ns` is not after the previous
-    /// report's.
+    /// each core, `open_connections` the number of open connections of each server. Panics when `measured_ns` is not
+    /// after the previous report's.
     pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
         let table = self.prepare(measured_ns, busy_ns, open_connections, policy);
         self.install_table(table);
     }
 
-    /// [`SimulatedCluster::report`] without the switch: the table comes into force with [`SimulatedCluster::switch`].
-    /// Panics like it.
+    /// Like [`SimulatedCluster::report`], but the table comes into force only with [`SimulatedCluster::switch`]. Panics
+    /// in the same cases.
     pub fn prepare(
         &mut self,
         measured_ns: u64,
@@ -177,8 +178,8 @@ impl SimulatedCluster {
         self.table_measured_at(&vec![Some(measured_ns); self.rss.len()], busy_ns, open_connections, policy)
     }
 
-    /// [`SimulatedCluster::report`] with a time of measurement for each server; `None`: the server has not reported
-    /// yet. Panics when one of `measured_ns` is not after the server's previous report's.
+    /// Like [`SimulatedCluster::report`], with a time of measurement for each server; `None`: the server has not
+    /// reported yet. Panics when one of `measured_ns` is not after the server's previous report's.
     pub fn report_measured_at(
         &mut self,
         measured_ns: &[Option<u64>],
@@ -221,7 +222,7 @@ impl SimulatedCluster {
         policy.place(&pool, self.plan.buckets, self.sequence)
     }
 
-    /// Puts a table in force as the data plane does: counts restart, turns continue.
+    /// Puts a table in force as the data plane does: counts of assignments restart, the round-robin counter continues.
     pub fn install_table(&mut self, table: PlacementTable) {
         self.state = PlacementState { round_robin: self.state.round_robin, ..PlacementState::for_table(&table) };
         self.hasher_of_group.clear();
@@ -236,8 +237,8 @@ impl SimulatedCluster {
         self.table = table;
     }
 
-    /// Returns the core that a new connection reaches: the load balancer picks the server, its RSS the core. Panics
-    /// before the first report: no table is in force.
+    /// Returns the core that a new connection reaches: the load balancer picks the server, and the server's RSS picks
+    /// the core. Panics before the first report, because no table is in force.
     pub fn place(&mut self, connection: &FourTuple) -> usize {
         self.opened_connections += 1;
         let bytes = connection.bytes();
@@ -248,7 +249,7 @@ impl SimulatedCluster {
         self.core_at(position, self.hashers[0].1.hash(&bytes))
     }
 
-    /// Returns the core that the connection would reach on each server, by position.
+    /// Returns the core that the connection would reach on each server, by the server's position.
     pub fn reachable_cores(&self, connection: &FourTuple) -> impl Iterator<Item = usize> {
         let hash = self.hashers[0].1.hash(&connection.bytes());
         (0..self.rss.len()).map(move |position| self.core_at(position, hash))

@@ -7,28 +7,28 @@ use coreward_intf as intf;
 use crate::connection_table::client_word;
 use crate::cookie::CookieKey;
 
-/// `enum forwarding` of `bpf/include/intf.h`.
+/// Kind of forwarding to servers: `enum forwarding` of `bpf/include/intf.h`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Forwarding {
-    /// With the server's MAC address: it is on the load balancer's segment.
+    /// Packets go to the server's MAC address; the server is on the load balancer's segment.
     #[default]
     L2,
-    /// In another IP packet (RFC 2003, RFC 2473, RFC 4213).
+    /// Packets are encapsulated in IP (RFC 2003, RFC 2473, RFC 4213).
     Ipip,
-    /// In UDP (GUE variant 1).
+    /// Packets are encapsulated in UDP (GUE variant 1).
     Gue,
 }
 
 impl Forwarding {
-    /// All, in the order of `enum forwarding`.
+    /// All kinds, in the order of `enum forwarding`.
     pub const ALL: [Forwarding; intf::FORWARDING_COUNT as usize] = [Forwarding::L2, Forwarding::Ipip, Forwarding::Gue];
 
-    /// The value in `enum forwarding`.
+    /// Returns the value in `enum forwarding`.
     pub fn number(self) -> u32 {
         self as u32
     }
 
-    /// The name as configuration and wire write it.
+    /// Returns the name in configuration and protobuf messages.
     pub fn name(self) -> &'static str {
         match self {
             Forwarding::L2 => "l2",
@@ -53,7 +53,7 @@ impl Forwarding {
     }
 }
 
-/// A kind that does not exist.
+/// Name of a kind of forwarding that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("forwarding {0:?} is not known: expected \"l2\", \"ipip\" or \"gue\"")]
 pub struct UnknownForwarding(pub String);

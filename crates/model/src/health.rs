@@ -1,4 +1,4 @@
-//! Health of a server, by checks.
+//! Health checks of servers and the verdicts that they lead to.
 //!
 //! * [`Check`]: the request to a server, and its interval
 //! * [`HealthTracker`]: the verdict of one observer, which thresholds of failures and successes change
@@ -17,9 +17,9 @@ use std::time::Duration;
 pub struct Check {
     /// Kind of the check.
     pub probe: Probe,
-    /// Address that is checked.
+    /// Address to which checks go.
     pub probe_address: ProbeAddress,
-    /// Port that is checked; `None`: the service's.
+    /// Port to which checks go; `None`: the service's port.
     pub port: Option<u16>,
     /// Longest time between two checks.
     pub interval: Duration,
@@ -27,25 +27,25 @@ pub struct Check {
     pub timeout: Duration,
     /// Results that change the verdict.
     pub thresholds: Thresholds,
-    /// Part of the interval by which a check may come earlier.
+    /// Fraction of the interval by which a check may start early.
     pub jitter: Jitter,
 }
 
 /// Kind of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Probe {
-    /// By load balancers: whether a TCP connection opens.
+    /// Load balancers check that a TCP connection opens.
     Tcp,
-    /// By load balancers: whether a request over HTTP/1.1 is answered.
+    /// Load balancers check that a request over HTTP/1.1 is answered.
     Http(HttpProbe),
-    /// By load balancers: as `Http`, over TLS.
+    /// Load balancers check as with `Http`, over TLS.
     Https(HttpProbe, Verification),
-    /// By the controller: whether the server's agent reports.
+    /// The controller checks that the server's agent reports.
     Agent,
 }
 
 impl Probe {
-    /// The name in the fleet's document.
+    /// Returns the name in the fleet document.
     pub fn name(&self) -> &'static str {
         match self {
             Probe::Tcp => "tcp",
@@ -56,18 +56,18 @@ impl Probe {
     }
 }
 
-/// An HTTP request, and the answers that pass.
+/// HTTP request of a check, and the answers that pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpProbe {
     /// Path and query, from the slash on.
     pub path: String,
-    /// Host header and name in the certificate; `None`: the address.
+    /// Host header and name in the certificate; `None`: the address to which checks go.
     pub host: Option<String>,
     /// Status codes that pass.
     pub expect: StatusRange,
 }
 
-/// Status codes of HTTP.
+/// Range of HTTP status codes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StatusRange(RangeInclusive<u16>);
 
@@ -75,22 +75,22 @@ impl StatusRange {
     /// All numbers of three digits (RFC 9110, Sect. 15).
     const ALL: RangeInclusive<u16> = 100..=599;
 
-    /// Returns success and redirection.
+    /// Returns success and redirection: 200 to 399.
     pub const fn good() -> Self {
         Self(200..=399)
     }
 
-    /// `None` unless `first` to `last` are status codes, in this order.
+    /// Returns the range; `None` unless both are status codes and `first` is at most `last`.
     pub fn new(first: u16, last: u16) -> Option<Self> {
         (Self::ALL.contains(&first) && Self::ALL.contains(&last) && first <= last).then_some(Self(first..=last))
     }
 
-    /// Whether the code is one of them.
+    /// Whether the code is in the range.
     pub fn contains(&self, status: u16) -> bool {
         self.0.contains(&status)
     }
 
-    /// The first and the last.
+    /// Returns the first and the last code.
     pub fn bounds(&self) -> (u16, u16) {
         (*self.0.start(), *self.0.end())
     }
@@ -108,20 +108,20 @@ impl fmt::Display for StatusRange {
 /// Verification of a server's certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verification {
-    /// By the certificate authorities of the load balancer's system.
+    /// By the certificate authorities that the load balancer's system trusts.
     System,
     /// By these certificate authorities (PEM).
     Authorities(String),
-    /// None.
+    /// The certificate is not verified.
     Off,
 }
 
-/// Address of a server that is checked.
+/// Address to which checks of a server go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProbeAddress {
-    /// The VIP, which the server holds and clients use.
+    /// The VIP, which is an address of every server and which clients use.
     Vip,
-    /// At the server's own address.
+    /// The server's own address.
     Server,
 }
 
@@ -129,7 +129,7 @@ impl ProbeAddress {
     /// All values.
     pub const ALL: [Self; 2] = [Self::Vip, Self::Server];
 
-    /// The name in the fleet's document.
+    /// Returns the name in the fleet document.
     pub fn name(self) -> &'static str {
         match self {
             Self::Vip => "vip",
@@ -141,10 +141,10 @@ impl ProbeAddress {
 /// Treatment of new connections when no server is up that could take them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WhenAllDown {
-    /// They go to every server as if it were up: checks err more often than all servers fail at once.
+    /// New connections go to every server as if it were up: checks err more often than all servers fail at once.
     #[default]
     FailOpen,
-    /// They are dropped.
+    /// New connections are dropped.
     Drop,
 }
 
@@ -152,7 +152,7 @@ impl WhenAllDown {
     /// All values.
     pub const ALL: [Self; 2] = [Self::FailOpen, Self::Drop];
 
-    /// The name in the fleet's document.
+    /// Returns the name in the fleet document.
     pub fn name(self) -> &'static str {
         match self {
             Self::FailOpen => "fail-open",
@@ -161,7 +161,7 @@ impl WhenAllDown {
     }
 }
 
-/// Results in a row that change the verdict.
+/// Numbers of consecutive results that change the verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
     rise: u32,
@@ -169,49 +169,49 @@ pub struct Thresholds {
 }
 
 impl Thresholds {
-    /// `rise`: successes that make a server up; `fall`: failures that make it down. `None` when one is 0.
+    /// Returns the thresholds: `rise` successes make a server up, `fall` failures make it down. `None` when one is 0.
     pub fn new(rise: u32, fall: u32) -> Option<Self> {
         (rise > 0 && fall > 0).then_some(Self { rise, fall })
     }
 
-    /// Successes that make a server up that was down; from 1 on.
+    /// Returns the number of successes that make a server up that was down; at least 1.
     pub fn rise(self) -> u32 {
         self.rise
     }
 
-    /// Failures that make a server down; from 1 on.
+    /// Returns the number of failures that make a server down; at least 1.
     pub fn fall(self) -> u32 {
         self.fall
     }
 }
 
-/// Part of the interval by which checks come earlier at most, so that those of many load balancers spread.
+/// Maximum fraction of the interval by which checks start early, so that checks of many load balancers spread out.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Jitter(f64);
 
 impl Jitter {
-    /// `None` unless `part` is from 0 to 1.
+    /// Returns the jitter; `None` unless `part` is from 0 to 1.
     pub fn new(part: f64) -> Option<Self> {
         (0.0..=1.0).contains(&part).then_some(Self(part))
     }
 
-    /// From 0 to 1.
+    /// Returns the fraction, from 0 to 1.
     pub fn get(self) -> f64 {
         self.0
     }
 
-    /// Returns the time to the next check: a tenth of `interval` to all of it. `draw`: random, 0 to 1.
+    /// Returns the time to the next check: a tenth of `interval` to all of it. `draw`: random number from 0 to 1.
     pub fn pause(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))
     }
 }
 
-/// Verdict of checks about a server.
+/// Verdict of health checks about a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
-    /// It takes new connections.
+    /// The server takes new connections.
     Up,
-    /// It does not.
+    /// The server takes no new connections.
     Down,
 }
 
@@ -219,20 +219,20 @@ pub enum Verdict {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthTracker {
     verdict: Option<Verdict>,
-    /// Results in a row against the verdict.
+    /// Consecutive results that contradict the verdict.
     contrary_results: u32,
-    /// Checks in a row without a result.
+    /// Consecutive checks without a result.
     failed_checks: u32,
 }
 
 impl HealthTracker {
-    /// Returns the verdict; `None`: too few results.
+    /// Returns the verdict; `None`: too few results so far.
     pub fn verdict(&self) -> Option<Verdict> {
         self.verdict
     }
 
     /// Records a result and returns whether it changes the verdict. A server without verdict is up after one success,
-    /// and down after as many failures as any other.
+    /// and down after `fall` failures.
     pub fn observe(&mut self, passed: bool, thresholds: Thresholds) -> bool {
         self.failed_checks = 0;
         let (contrary, needed, then) = match self.verdict {
@@ -249,8 +249,8 @@ impl HealthTracker {
         true
     }
 
-    /// Records that the observer could not check, for a reason of its own. After as many times in a row as failures
-    /// make a server down, the verdict is withdrawn; then returns true.
+    /// Records that the observer could not check because of a fault of its own. After `fall` such faults in a row,
+    /// withdraws the verdict and returns true.
     pub fn local_fault(&mut self, thresholds: Thresholds) -> bool {
         self.failed_checks += 1;
         if self.verdict.is_none() || self.failed_checks < thresholds.fall {
@@ -261,10 +261,11 @@ impl HealthTracker {
     }
 }
 
-/// Returns the verdict about each target by the majority of observers. A tie, or no observer, keeps `before`.
+/// Returns the verdict about each target by the majority of observers. A tie, or no observer, keeps the verdict of
+/// `before`.
 ///
-/// An observer that finds everything down while another one finds something up is cut off from the servers: it does not
-/// count.
+/// An observer that finds every server down, while another one finds a server up, is cut off from the servers: it does
+/// not count.
 pub fn majority_verdicts<T: Ord + Clone>(
     observers: &[&BTreeMap<T, Verdict>],
     before: impl Fn(&T) -> Verdict,

@@ -2,15 +2,16 @@
 
 use crate::cookie::{CookieKey, FleetKeys};
 
-/// Delay of a new current key, in ms. No packet with a later TSval has been sent yet: the kernel dates a packet ahead
-/// only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
+/// Delay until a new current key is in force, in ms. No packet with a later TSval has been sent yet: the kernel dates a
+/// packet ahead only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
 const SWITCH_AFTER_MS: u32 = 1000;
-/// Activation time of a key that counts at once, in ms before now.
+/// Age of the activation time of a key that is in force at once, in ms.
 const LONG_AGO_MS: u32 = 1 << 29;
-/// 32-bit times are compared by the sign of their difference: the activation time moves on before it is that old.
+/// Maximum age of an activation time, in ms: an older one moves on, because 32-bit times are compared by the sign of
+/// their difference.
 const OLDEST_MS: u32 = 1 << 30;
 
-/// Returns the activation time of `new`, if so far `known` counted from TSval `switch_ms` on and now is `now_ms`.
+/// Returns the activation time of `new` at time `now_ms`. So far `known` is in force from TSval `switch_ms` on.
 pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms: u32) -> u32 {
     let stamping = |keys: &FleetKeys| keys.keys[keys.current.get()];
     if known.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
@@ -22,10 +23,10 @@ pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms:
     }
 }
 
-/// Returns the same activation time, never so old that it seems to be in the future.
+/// Returns `switch_ms`, moved on if it is so old that it would soon seem to be in the future.
 pub fn renewed(switch_ms: u32, now_ms: u32) -> u32 {
     let past = now_ms.wrapping_sub(switch_ms);
-    // Above that it seems to be in the future.
+    // From an age of 2^31 ms on, a time seems to be in the future.
     if (OLDEST_MS..1 << 31).contains(&past) { now_ms.wrapping_sub(LONG_AGO_MS) } else { switch_ms }
 }
 

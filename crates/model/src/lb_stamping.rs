@@ -17,7 +17,7 @@ use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex, Permutation};
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
 
-/// Number of server ids that this cookie can name: 0 to this, exclusive.
+/// Number of server ids that this cookie can name: ids from 0 to one less.
 pub const SERVER_IDS: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 
 /// Number of connections in a row whose SYN-ACKs must agree before a server's new connections are stamped.
@@ -34,7 +34,7 @@ pub fn can_name(id: ServerId) -> bool {
 }
 
 /// Returns the key that masks the time part of a service's cookies, from the service's seed. All load balancers have
-/// the same. It lives as long as the service, independently of the fleet's keys.
+/// the same. The key lives as long as the service, independently of the fleet's keys.
 pub fn time_key(seed: u64) -> CookieKey {
     CookieKey::random(&mut seeded_rng(seed, RNG_STREAM_TIME_KEY))
 }
@@ -43,8 +43,8 @@ fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
     cookie::hash(time_key, tuple) as u32 & intf::LB_STAMPING_TIME_MASK
 }
 
-/// Returns the client's TSval, stamped with the current key. `milliseconds` is the server's own TSval. Never 0 (RFC
-/// 7323, Sect. 3.2): the time is then taken as one millisecond later.
+/// Returns the TSval for the client, stamped with the current key. `milliseconds` is the server's own TSval. Never 0
+/// (RFC 7323, Sect. 3.2): the time is then taken as one millisecond later.
 pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
     let key_bit = if keys.current == KeyIndex::Second { intf::LB_STAMPING_KEY_BIT } else { 0 };
     let time = milliseconds.wrapping_add(time_mask(time_key, tuple)) & intf::LB_STAMPING_TIME_MASK;
@@ -61,8 +61,8 @@ pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> ServerId {
     ServerId::try_from(u64::from(id)).expect("11 bits")
 }
 
-/// Returns the server's own TSval for a TSecr: the latest one of the connection's clock with these 20 bits. `clock_ms`:
-/// that clock now. Right for values up to 16 minutes old.
+/// Returns the server's own TSval for a TSecr: the latest time of the connection's clock with the same 20 bits.
+/// `clock_ms`: the connection's clock now. Correct for values up to 16 minutes old.
 pub fn restore(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32, clock_ms: u32) -> u32 {
     let time = (tsecr >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
     let latest = clock_ms.wrapping_add(intf::LB_STAMPING_SLACK_MS);
@@ -76,13 +76,13 @@ pub struct Clock {
     pub offset_ms: Option<u32>,
     newest_ms: u32,
     newest_client: u32,
-    /// SYN-ACKs in a row that agreed, the newest included, at most [`AGREEING`].
+    /// Consecutive SYN-ACKs of one clock, the newest included; at most [`AGREEING`].
     pub agreeing: u16,
-    /// Sampled connection; 0: none.
+    /// [`connection_word`] of the sampled connection; 0: none.
     sampled_client: u32,
     sampled_ms: u32,
     sampled_at_ms: u32,
-    /// Samples whose clock ticked in ms, at most 8; another one halves the count.
+    /// Samples whose clock ticked in ms, at most 8; a sample whose clock did not halves the count.
     pub steady: u16,
     /// Whether the newest sample's clock did not tick in ms.
     pub is_unsteady: bool,
@@ -90,22 +90,22 @@ pub struct Clock {
     pub syn_acks: u64,
     /// SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// Answers that did not agree with another connection's.
+    /// Answers whose offset differed from that of another connection.
     pub disagreed: u64,
 }
 
 impl Clock {
-    /// Whether its connections show one clock.
+    /// Whether the server's connections share one clock.
     pub fn is_verified(&self) -> bool {
         self.agreeing >= AGREEING
     }
 
-    /// Whether new connections are stamped.
+    /// Whether the server's new connections are stamped.
     pub fn can_be_stamped(&self) -> bool {
         self.is_verified() || self.steady >= AGREEING
     }
 
-    /// Whether its connections are known to have offsets of their own.
+    /// Whether the server's connections are known to have different offsets.
     pub fn has_own_offsets(&self) -> bool {
         self.disagreed > 0
     }
@@ -129,7 +129,7 @@ impl Clock {
         }
     }
 
-    /// Records an answer other than a reset: two of one connection show whether the clock ticks in ms.
+    /// Records an answer other than a reset: two answers of one connection show whether the clock ticks in ms.
     pub fn sample(&mut self, connection: u32, milliseconds: u32, now_ms: u32) {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         let elapsed_ms = now_ms.wrapping_sub(self.sampled_at_ms);
@@ -145,7 +145,7 @@ impl Clock {
         }
     }
 
-    /// Returns the offset of a stamped connection, by an answer at `now_ms`. Stores it if no other answer shows it.
+    /// Returns the offset that an answer at `now_ms` shows for a stamped connection, and stores a new one.
     pub fn learn_offset(&mut self, own: &mut OwnOffsets, hash: ConnectionHash, milliseconds: u32, now_ms: u32) -> u32 {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         if !self.has_own_offsets() {
@@ -180,7 +180,7 @@ impl OwnOffsets {
         self.words.get(&Self::index(hash)).filter(|(tag, _)| *tag == hash.tag() | 1).map(|(_, offset_ms)| *offset_ms)
     }
 
-    /// Stores an offset, if it is new. Returns the stored one.
+    /// Stores an offset if it is new, and returns the stored offset.
     fn learn(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
         let near = |known: &u32| agree(offset_ms, *known, intf::LB_STAMPING_TOLERANCE_MS / 2);
         self.find(hash).filter(near).unwrap_or_else(|| {
@@ -190,12 +190,12 @@ impl OwnOffsets {
     }
 }
 
-/// Whether two offsets may be of one clock.
+/// Whether two offsets may be of the same clock.
 fn agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
     offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
 }
 
-/// Returns the word that distinguishes connections by their SYN-ACKs: the client's, by the load balancer's key, XOR
+/// Returns the word that identifies a connection in [`Clock`]: the client's word under the load balancer's key, XOR
 /// ports in the packet's byte order.
 pub fn connection_word(key: &CookieKey, tuple: &FourTuple) -> u32 {
     let bytes = tuple.bytes();
@@ -229,13 +229,13 @@ mod tests {
             let stamped = stamp(&keys, &time_key, &tuple, id, sent);
             prop_assert_ne!(stamped, 0);
             prop_assert_eq!(recognise(&FleetKeys { current: KeyIndex::First, ..keys }, &tuple, stamped), id);
-            // The clock as the load balancer knows it may run behind the server's.
+            // The load balancer's estimate of the clock may be behind the server's clock.
             let clock = sent.wrapping_add(age).wrapping_sub(early);
             let restored = restore(&time_key, &tuple, stamped, clock);
             prop_assert!(restored == sent || restored == sent.wrapping_add(1));
         }
 
-        /// A later TSval is stamped to a later one over any change of keys, if they lie less than 524 s apart.
+        /// If two TSvals are less than 524 s apart, the later one is stamped later across any change of keys.
         #[test]
         fn tsval_is_monotonic_across_key_switch(
             seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..SERVER_IDS,
@@ -260,7 +260,7 @@ mod tests {
         }
         assert!(clock.is_verified() && clock.disagreed == 0);
         assert_eq!(clock.offset_ms, Some(5_000_100));
-        // Small deviations keep it. A new clock ends it for new connections only.
+        // Small deviations keep the clock. A new clock ends stamping for new connections only.
         clock.syn_ack(9, Some(5_010_000), 10_200);
         assert_eq!((clock.offset_ms, clock.is_verified()), (Some(5_000_100), true));
         clock.syn_ack(10, Some(77), 10_200);
@@ -279,12 +279,13 @@ mod tests {
         assert_eq!(clock.offset_of(&own, hash(1)), None);
         assert_eq!(clock.learn_offset(&mut own, hash(1), 1_000, 400), 600);
         assert_eq!(clock.offset_of(&own, hash(2)), Some(600));
-        // A second clock: now each connection has its own, and the first one's is unknown until its next answer.
+        // A second clock: now each connection has its own offset. The first connection's is unknown until the next
+        // answer.
         assert_eq!(clock.learn_offset(&mut own, hash(2), 9_000, 400), 8_600);
         assert_eq!([1, 2].map(|port| clock.offset_of(&own, hash(port))), [None, Some(8_600)]);
         clock.learn_offset(&mut own, hash(1), 1_500, 900);
         assert_eq!(clock.offset_of(&own, hash(1)), Some(600));
-        // Delays do not change it, so that keys do not alternate.
+        // Delays do not change the offset, so that keys do not alternate.
         assert_eq!(clock.learn_offset(&mut own, hash(1), 1_900, 1_700), 600);
         assert_eq!(clock.learn_offset(&mut own, hash(1), 9_900, 1_700), 8_200);
     }
@@ -305,13 +306,13 @@ mod tests {
     fn clock_with_own_offsets_is_stamped_if_it_ticks_in_ms() {
         assert!(!sampled(3, 1.0).can_be_stamped());
         assert!(sampled(4, 1.0).can_be_stamped() && !sampled(4, 1.0).is_unsteady);
-        // Delays of less than half of the distance, 60 ms here.
+        // Delays of less than half of the distance between samples, 60 ms here.
         assert!(sampled(4, 1.4).can_be_stamped());
         // Ticks of 1 us, 4 ms and 10 ms.
         for tick in [1000.0, 0.25, 0.1] {
             assert!(sampled(9, tick).is_unsteady && sampled(9, tick).steady == 0, "{tick}");
         }
-        // One delay changes nothing. Several do.
+        // One delay changes nothing; several delays do.
         let mut clock = sampled(9, 1.0);
         for (now_ms, can_be_stamped) in [(20_000, true), (40_000, false)] {
             clock.sample(1, 0, now_ms);

@@ -13,15 +13,15 @@ pub struct Alpha(f64);
 pub struct AlphaOutOfRange(pub f64);
 
 impl Alpha {
-    /// As published (CrossRSS), and the default.
+    /// The published value (CrossRSS), which is the default.
     pub const PUBLISHED: Alpha = Alpha(0.5);
 
-    /// Fails when `value` is not in (0, 1].
+    /// Returns the weight. Fails when `value` is not in (0, 1].
     pub fn new(value: f64) -> Result<Self, AlphaOutOfRange> {
         if value > 0.0 && value <= 1.0 { Ok(Self(value)) } else { Err(AlphaOutOfRange(value)) }
     }
 
-    /// The weight.
+    /// Returns the number.
     pub fn get(self) -> f64 {
         self.0
     }
@@ -30,7 +30,7 @@ impl Alpha {
 /// Readings of the cores in one report: absolute values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CoreReadings {
-    /// Grows with every report of one agent process.
+    /// Number that grows with every report of one agent process.
     pub sequence: u64,
     /// The server's monotonic clock at the measurement, ns.
     pub measured_ns: u64,
@@ -41,42 +41,43 @@ pub struct CoreReadings {
 /// Reason for which readings are rejected.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ReadingsRejection {
-    /// Late, or sent twice.
+    /// The report is late, or was sent twice.
     #[error("report {sequence} after report {newest}: out of order")]
     OutOfOrder {
-        /// In the rejected report.
+        /// Sequence number of the rejected report.
         sequence: u64,
-        /// In the newest accepted report.
+        /// Sequence number of the newest accepted report.
         newest: u64,
     },
     /// The clock stopped or went back, although the sequence advanced.
     #[error("measured at {measured_ns} ns, not after the previous report's {newest_ns} ns")]
     ClockStoodStill {
-        /// In the rejected report.
+        /// Time of the rejected report, ns.
         measured_ns: u64,
-        /// In the newest accepted report.
+        /// Time of the newest accepted report, ns.
         newest_ns: u64,
     },
-    /// No cores.
+    /// The report has no cores.
     #[error("a report without cores")]
     NoCores,
-    /// More work than a core can do in that time.
+    /// A core reports more work than it can do in the time between two reports.
     #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_LOAD}")]
     Impossible {
-        /// The core.
+        /// Number of the core.
         core: usize,
-        /// In fractions of its capacity.
+        /// Load in fractions of the core's capacity.
         load: f64,
     },
 }
 
 /// Limit of a core's load in one report interval, in fractions of its capacity. A core is never busier than 1, but the
 /// kernel may book time late (a CPU without ticks, once a second). A higher load is rejected: the next report counts
-/// from the one before, and late bookings are within the limit then. A false report cannot raise the average further.
+/// from the last accepted one, which brings late bookings within the limit. A false report cannot raise the average
+/// further.
 pub const MAX_LOAD: f64 = 16.0;
 
 /// Loads of one server's cores, by receive queue, in fractions of their capacity. Created once per report and then
-/// shared: copies are the same loads, and compare at no cost.
+/// shared: clones refer to the same loads, and compare at no cost.
 #[derive(Debug, Clone)]
 pub struct CoreLoads {
     per_core: Arc<[f64]>,
@@ -84,7 +85,7 @@ pub struct CoreLoads {
 }
 
 impl CoreLoads {
-    /// Returns the sum over all cores in their order: the same number here and at a rack.
+    /// Returns the sum over all cores in their order: the same number at the controller and at a rack.
     pub fn sum(&self) -> f64 {
         self.sum
     }
@@ -121,14 +122,14 @@ impl PartialEq for CoreLoads {
 pub struct LoadTracker {
     newest: Option<CoreReadings>,
     loads: Option<CoreLoads>,
-    /// The previous readings may be from another stream.
+    /// Whether the previous readings may be from another stream.
     new_stream: bool,
 }
 
 impl LoadTracker {
     /// Processes a report. Loads exist from the second one on: a rate needs two readings. Fails when the report is
-    /// older than the newest one, its clock did not advance, or it has no cores. Readings of an earlier stream never
-    /// reject a report, because they may have been wrong.
+    /// older than the newest one, the server's clock did not advance, or the report has no cores. Readings of an
+    /// earlier stream never reject a report, because they may have been wrong.
     ///
     /// A core count that changed, or a counter that went back (the server was rebooted), restarts the tracking.
     pub fn report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRejection> {
@@ -148,12 +149,12 @@ impl LoadTracker {
         Ok(())
     }
 
-    /// Starts another stream of a restarted agent, with new report numbers; the loads continue.
+    /// Starts the stream of a restarted agent, with new sequence numbers; the loads continue.
     pub fn new_stream(&mut self) {
         self.new_stream = true;
     }
 
-    /// The smoothed load of each core in fractions of its capacity; `None` before the second report.
+    /// Returns the smoothed load of each core in fractions of the core's capacity; `None` before the second report.
     pub fn loads(&self) -> Option<&CoreLoads> {
         self.loads.as_ref()
     }
@@ -169,7 +170,7 @@ impl LoadTracker {
     }
 }
 
-/// Whether the readings are of another run than `newest`: other cores, or a counter that went back.
+/// Whether the server was restarted since `newest`: other cores, or a counter that went back.
 fn restarted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
     newest.busy_ns.len() != readings.busy_ns.len()
         || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
@@ -198,7 +199,7 @@ fn rates_since(
     }
 }
 
-/// Busy fraction of each core between two readings of the same run.
+/// Returns the busy fraction of each core between two readings of the same run.
 fn rates(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
     let elapsed = (readings.measured_ns - newest.measured_ns) as f64;
     newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed).collect()
@@ -238,7 +239,7 @@ mod tests {
         assert_eq!(tracker.loads(), Some(&[0.5, 0.0].into_iter().collect()));
         tracker.report(readings(3, 200, &[50, 100]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.25, 0.5].into_iter().collect()));
-        // A report was lost: absolute values make the next one right.
+        // A report was lost. Values are absolute, so the next report gives correct loads.
         tracker.report(readings(5, 400, &[50, 300]), Alpha::new(1.0).unwrap()).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.0, 1.0].into_iter().collect()));
     }

@@ -1,4 +1,4 @@
-//! Placement tables: the data plane's input for a new connection, and its choice.
+//! Placement tables: the data plane's input for new connections, and the choice of a server by them.
 //!
 //! A policy computes a [`PlacementTable`], the controller sends it, and `lb.bpf.c` reads it (`struct placement_table`
 //! of `bpf/include/intf.h`). [`PlacementTable::choose`] is the choice of `lb.bpf.c`, decision by decision; the tests of
@@ -30,7 +30,7 @@ impl BucketCount {
     /// 128, as published (CrossRSS, CoNEXT'20) and as most NICs' indirection tables have.
     pub const PUBLISHED: BucketCount = BucketCount(128);
 
-    /// Fails when `count` is no power of two from 1 to 2048.
+    /// Returns the number of buckets. Fails when `count` is no power of two from 1 to 2048.
     pub fn new(count: u64) -> Result<Self, BucketCountError> {
         if count.is_power_of_two() && count <= u64::from(intf::MAX_BUCKETS) {
             Ok(Self(count as u32))
@@ -39,7 +39,7 @@ impl BucketCount {
         }
     }
 
-    /// The number.
+    /// Returns the number.
     pub fn get(self) -> u32 {
         self.0
     }
@@ -53,9 +53,9 @@ impl BucketCount {
 /// Rule by which a new connection finds its server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Rule {
-    /// Bucket to server, one look-up.
+    /// The bucket's server, by one look-up.
     Table,
-    /// The least of the bucket's candidates, by load and connections assigned since the table was switched in.
+    /// The bucket's candidate of least load, counting connections assigned since the table was switched in.
     LeastAssigned,
     /// The next member in turn.
     RoundRobin,
@@ -68,17 +68,17 @@ impl Rule {
     pub const ALL: [Rule; intf::PLACEMENT_RULE_COUNT as usize] =
         [Rule::Table, Rule::LeastAssigned, Rule::RoundRobin, Rule::PowerOfTwo];
 
-    /// The value in `enum placement_rule`.
+    /// Returns the value in `enum placement_rule`.
     pub fn number(self) -> u32 {
         self as u32
     }
 
-    /// The name in `bpf/include/intf.h`, lower case.
+    /// Returns the name in `bpf/include/intf.h`, in lower case.
     pub fn name(self) -> &'static str {
         intf::PLACEMENT_RULE_NAMES[self as usize]
     }
 
-    /// The rule with that name.
+    /// Returns the rule with that name; `None`: no rule has it.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|rule| rule.name() == name)
     }
@@ -87,7 +87,7 @@ impl Rule {
 /// A core of a server that is a candidate of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate {
-    /// The server.
+    /// Server of the core.
     pub server: ServerId,
     /// The core's load in fixed point ([`crate::load::fixed_point`]).
     pub load: u32,
@@ -98,25 +98,25 @@ pub struct Candidate {
 /// A server that takes new connections, and its mean load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Member {
-    /// Its id.
+    /// Id of the server.
     pub server: ServerId,
-    /// Its load in fixed point.
+    /// Mean load of the server in fixed point.
     pub load: u32,
 }
 
 /// A core of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Core {
-    /// The server.
+    /// Server of the core.
     pub server: ServerId,
-    /// Its receive queue.
+    /// Receive queue that the core serves.
     pub core: u16,
 }
 
-/// Data for the new connections of one service.
+/// Data by which the new connections of one service are placed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacementTable {
-    /// Grows with every table of the service.
+    /// Number that grows with every table of the service.
     pub generation: u64,
     /// Rule of placement.
     pub rule: Rule,
@@ -124,39 +124,40 @@ pub struct PlacementTable {
     pub bucket_count: BucketCount,
     /// The Toeplitz key of each group of candidates.
     pub groups: Vec<RssKey>,
-    /// Candidates of each bucket of each group; the same number everywhere, the last one repeated if too few exist.
+    /// Number of candidates of each bucket of each group. If too few exist, the last candidate is repeated.
     pub candidates_per_bucket: u32,
-    /// `groups` x `bucket_count` x `candidates_per_bucket`, the best first.
+    /// Candidates of all groups and buckets, the best of a bucket first: `groups` x `bucket_count` x
+    /// `candidates_per_bucket`.
     pub candidates: Vec<Candidate>,
     /// Load that one connection assigned since the switch adds to a core, in fixed point.
     pub assignment_cost: u32,
-    /// The core of each slot.
+    /// Core of each slot, which counts the connections assigned to the core.
     pub core_slots: Vec<Core>,
-    /// The servers that take new connections: by id; under [`Rule::RoundRobin`] in the order of their turns, and as
-    /// often as they have one.
+    /// Servers that take new connections, by id. Under [`Rule::RoundRobin`] they are in the order of their turns, once
+    /// per turn.
     pub members: Vec<Member>,
-    /// By bucket, a choice that changes only with the pool: for connections that cannot carry a cookie.
+    /// Server of each bucket for connections that cannot carry a cookie. It changes only with the pool.
     pub consistent: Vec<ServerId>,
-    /// By bucket, its previous server; empty: no bucket has moved. That server may still have connections of the bucket
-    /// (Beamer, NSDI'18, Sect. 4.2: daisy chaining).
+    /// Previous server of each bucket, which may still have connections of the bucket (Beamer, NSDI'18, Sect. 4.2:
+    /// daisy chaining). Empty: no bucket has moved.
     pub previous_consistent: Vec<Option<ServerId>>,
-    /// The servers that are down, by id: connections leave them where that is harmless.
+    /// Servers that are down, by id: connections leave them where a move is harmless.
     pub down: Vec<ServerId>,
-    /// Age in tables of the load of each of [`PlacementTable::core_slots`]: until it is newer, assigned connections are
-    /// not in it. Empty: all are new.
+    /// Age of the load of each of [`PlacementTable::core_slots`], in tables. An old load does not include connections
+    /// assigned since. Empty: all loads are new.
     pub core_slot_ages: Vec<u32>,
 }
 
-/// Index of a table's core slots, by which the next table takes over their counts.
+/// Index of a table's core slots, by which the next table takes over the counts of assigned connections.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CoreSlotIndex {
-    /// [`PlacementTable::generation`].
+    /// Generation of the table.
     pub generation: u64,
     slots: HashMap<Core, u16, foldhash::fast::FixedState>,
 }
 
 impl CoreSlotIndex {
-    /// Returns the slots of `table`.
+    /// Returns the index of `table`.
     pub fn of(table: &PlacementTable) -> Self {
         let slots = table.core_slots.iter().enumerate().map(|(slot, core)| (*core, slot as u16));
         Self { generation: table.generation, slots: slots.collect() }
@@ -174,7 +175,7 @@ impl CoreSlotIndex {
     }
 }
 
-/// State that changes with each new connection.
+/// State of a table that changes with each new connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PlacementState {
     /// Connections assigned since the table was switched in, per core slot.
@@ -233,14 +234,14 @@ impl PlacementTable {
         self.choose_by_hash(state, |group| self.groups[group].toeplitz(&bytes))
     }
 
-    /// [`PlacementTable::choose`] for a caller with a faster way to the connection's Toeplitz hash under the key of
-    /// each of [`PlacementTable::groups`].
+    /// Like [`PlacementTable::choose`], for a caller with a faster way to the connection's Toeplitz hash under the key
+    /// of each of [`PlacementTable::groups`].
     pub fn choose_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
         self.choose_counted(state, hash, |_| true)
     }
 
-    /// [`PlacementTable::choose_by_hash`], where the connection counts as assigned only if the server `takes` it: the
-    /// data plane sends it elsewhere otherwise.
+    /// Like [`PlacementTable::choose_by_hash`], but the connection counts as assigned only if the server `takes` it.
+    /// Otherwise the data plane sends the connection elsewhere.
     pub fn choose_counted(
         &self,
         state: &mut PlacementState,
@@ -265,7 +266,7 @@ impl PlacementTable {
         }
     }
 
-    /// Returns the choice for a connection without timestamps: the same whatever the loads.
+    /// Returns the server for a connection without timestamps, whatever the loads.
     pub fn choose_consistent(&self, tuple: &FourTuple) -> Option<ServerId> {
         let key = self.groups.first()?;
         self.consistent.get(self.bucket_count.bucket(key.toeplitz(&tuple.bytes())) as usize).copied()
@@ -302,7 +303,7 @@ impl PlacementTable {
             let bucket = self.bucket_count.bucket(hash(group));
             &self.candidates_of(group, bucket)[..considered]
         });
-        // min_by_key takes the first of equals, like the BPF program.
+        // min_by_key takes the first of equal candidates, like the BPF program.
         candidates.min_by_key(|candidate| cost(candidate)).copied()
     }
 
@@ -319,8 +320,8 @@ pub fn rendezvous(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
     weighted_rendezvous(&members, buckets)
 }
 
-/// [`rendezvous`] with weights of 1 or more: a member has as many hashes with each bucket as its weight, and so that
-/// part of the buckets.
+/// Like [`rendezvous`], with weights of 1 or more. A member has as many hashes with each bucket as its weight, and so a
+/// proportional share of the buckets.
 pub fn weighted_rendezvous(members: &[(ServerId, u32)], buckets: BucketCount) -> Vec<ServerId> {
     let hash = |bucket: u32, server: ServerId, draw: u32| {
         let draw = if draw == 0 { 0 } else { mix(draw) as u32 };
@@ -428,7 +429,7 @@ mod tests {
         let table = weighted_rendezvous(&[(id(1), 1), (id(2), 3)], buckets);
         let heavy = table.iter().filter(|server| **server == id(2)).count();
         assert!((1480..1592).contains(&heavy), "{heavy}");
-        // The member with more weight takes buckets, and the others exchange none.
+        // The member with more weight takes buckets, and the other members exchange none.
         let heavier = weighted_rendezvous(&[(id(1), 1), (id(2), 4)], buckets);
         assert!(table.iter().zip(&heavier).all(|(old, new)| old == new || *new == id(2)));
     }

@@ -21,14 +21,14 @@ impl<const N: usize> Default for Recent<N> {
 }
 
 impl<const N: usize> Recent<N> {
-    /// Takes the counters as of `now` and returns how much each has grown in the last [`WINDOW`], or since the first
-    /// call. A counter that shrinks begins a new window.
+    /// Records the counters as of `now` and returns how much each counter has grown in the last [`WINDOW`], or since
+    /// the first call. A counter that shrinks begins a new window.
     pub fn increase(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
         let is_less = |(_, newest): &(Duration, [u64; N])| newest.iter().zip(&counts).any(|(old, new)| new < old);
         if self.samples.back().is_some_and(is_less) {
             self.samples.clear();
         }
-        // The newest one older than the window: growth counts from there.
+        // The newest sample older than the window: growth counts from this sample.
         while self.samples.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW) {
             self.samples.pop_front();
         }
@@ -38,7 +38,7 @@ impl<const N: usize> Recent<N> {
     }
 }
 
-/// Returns whether most new connections of a service do not become established: each one that does sends more packets
+/// Returns whether most new connections of a service do not become established: an established one sends more packets
 /// than its SYN. `syns` and `others`: packets of the service's clients in [`WINDOW`].
 pub fn handshakes_fail(syns: u64, others: u64) -> bool {
     syns >= MIN_SYNS && others < syns / 2

@@ -10,7 +10,7 @@ use crate::policy::Policy;
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 use crate::statistics::{mean, variance_pct};
 
-/// Pool of a replay.
+/// Settings of a replay.
 #[derive(Debug, Clone, Copy)]
 pub struct Pools {
     /// Servers, ids 1 to n.
@@ -23,11 +23,11 @@ pub struct Pools {
     pub report_interval_us: u64,
     /// Weight of the newest report.
     pub alpha: Alpha,
-    /// Phase of reports and of turns.
+    /// Phase of reports and of round-robin turns.
     pub circumstances: ReportPhase,
     /// Windows that start before this are omitted (us).
     pub warm_up_us: u64,
-    /// Draws the fleet's RSS key.
+    /// Seed from which the fleet's RSS key is drawn.
     pub seed: u64,
 }
 
@@ -47,7 +47,7 @@ impl Default for Pools {
     }
 }
 
-/// Phase of reports and of turns.
+/// Phase of reports and of round-robin turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReportPhase {
     /// All agents measure at the time of the table; the first turn is the first server's.
@@ -72,7 +72,7 @@ impl Pools {
     }
 }
 
-/// Placement of connections.
+/// Method that places connections.
 pub enum Placer<'a> {
     /// By a policy, as in operation.
     Policy(&'a mut dyn Policy),
@@ -82,18 +82,19 @@ pub enum Placer<'a> {
 }
 
 const WINDOW_US: u64 = 1_000_000;
-/// Bins of a report interval in which work is counted: 2 ms of the demo's 100 ms, small compared with a request's 7.5
-/// ms. Bins of 10 ms would make reports 5 ms too young in the mean, which the variances of crossrss-plus show.
+/// Number of bins of a report interval in which work is counted: 2 ms of the demo's 100 ms, small compared with a
+/// request's 7.5 ms. Bins of 10 ms would make reports 5 ms too young in the mean, which the variances of crossrss-plus
+/// show.
 const BINS_PER_REPORT: u64 = 50;
 
-/// A server starts or stops taking new connections.
+/// Event: a server starts or stops taking new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolChange {
     /// Time (us after the log's start).
     pub at_us: u64,
-    /// The server, counted from 0.
+    /// Position of the server, from 0.
     pub server: u16,
-    /// Whether it takes new connections from then on.
+    /// Whether the server takes new connections from then on.
     pub eligible: bool,
 }
 
@@ -164,17 +165,17 @@ fn replayed(
 struct Datacentre {
     pools: Pools,
     fleet: SimulatedCluster,
-    /// Per core (in the fleet's numbering): time at which it is free, and its busy time in bins.
+    /// Time at which each core (in the fleet's numbering) is free, and the core's busy time in bins.
     free_us: Vec<u64>,
     busy_us: Vec<Vec<u64>>,
-    /// Per core: busy time as last reported, and the bins that were in it.
+    /// Busy time of each core as last reported, and the bins that were in it.
     reported_us: Vec<u64>,
     reported_bins: Vec<usize>,
-    /// By server: age of its report in bins at a table.
+    /// Age of each server's report at a table, in bins.
     age: Vec<usize>,
-    /// Per core: end of each open connection.
+    /// End of each open connection, by core.
     open: Vec<Vec<u64>>,
-    /// Per core: work by the window in which it is due, of all connections placed so far.
+    /// Work by the window in which it is due, of all connections placed so far, by core.
     planned_us: Vec<Vec<u64>>,
 }
 
@@ -236,7 +237,8 @@ impl Datacentre {
         core
     }
 
-    /// Adding w to a core's x adds 2xw + w^2 to the sum of squares; w^2 is the same on every core.
+    /// Returns the core where the connection adds least. Adding w to a core's x adds 2xw + w^2 to the sum of squares;
+    /// w^2 is the same on every core.
     fn least_added_square(&self, arrival: &Arrival) -> usize {
         let windows: Vec<usize> =
             (0..arrival.requests).map(|index| (arrival.due_us(index) / WINDOW_US) as usize).collect();
@@ -281,7 +283,7 @@ impl Datacentre {
 
 /// [`seeded_rng`]'s stream for the replayed fleet's RSS key.
 const RNG_STREAM_RSS_KEY: u64 = 4;
-/// [`seeded_rng`]'s stream for a replayed fleet of which everything is drawn.
+/// [`seeded_rng`]'s stream for a replayed fleet whose servers are all drawn.
 const RNG_STREAM_SERVERS: u64 = 5;
 /// [`seeded_rng`]'s stream for [`ReportPhase::Random`].
 const RNG_STREAM_REPORT_PHASES: u64 = 7;
@@ -292,7 +294,7 @@ mod tests {
     use crate::arrivals::Workload;
     use crate::statistics::median;
 
-    /// Fixed before any result was seen.
+    /// Seeds, fixed before any result was seen.
     const SEEDS: std::ops::RangeInclusive<u64> = 1..=7;
 
     fn medians(policy: &str) -> Variances {
@@ -331,7 +333,7 @@ mod tests {
         };
         assert_eq!(served(4, 0, 3), 0);
         assert!(served(4, 3, 8) > 1_000_000_000, "{}", served(4, 3, 8));
-        // Elephants stay: it continues to serve, less than the others.
+        // Elephant flows stay: server 0 continues to serve, but less than the other servers.
         assert!((1..served(1, 5, 8)).contains(&served(0, 5, 8)), "{} {}", served(0, 5, 8), served(1, 5, 8));
     }
 

@@ -66,7 +66,7 @@ impl From<Arc<[u8]>> for RssKey {
 pub struct RssKeyLength(pub usize);
 
 impl RssKey {
-    /// Fails when the key is shorter than 40 or longer than 52 bytes.
+    /// Returns the key. Fails when it is shorter than 40 or longer than 52 bytes.
     pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLength> {
         let allowed = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
         if allowed.contains(&bytes.len()) { Ok(Self::from(Arc::from(bytes))) } else { Err(RssKeyLength(bytes.len())) }
@@ -79,7 +79,7 @@ impl RssKey {
         Self::from(Arc::<[u8]>::from(bytes))
     }
 
-    /// Microsoft's verification key ("Verifying the RSS Hash Calculation"), the default of many drivers.
+    /// Returns Microsoft's verification key ("Verifying the RSS Hash Calculation"), the default of many drivers.
     pub fn microsoft() -> Self {
         Self::from(Arc::<[u8]>::from([
             0x6d, 0x5a, 0x56, 0xda, 0x25, 0x5b, 0x0e, 0xc2, 0x41, 0x67, 0x25, 0x3d, 0x43, 0xa3, 0x8f, 0xb0, 0xd0, 0xca,
@@ -88,7 +88,7 @@ impl RssKey {
         ]))
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -98,12 +98,12 @@ impl RssKey {
         self.input
     }
 
-    /// Returns the bytes with another transform of the input.
+    /// Returns the same key bytes with another transform of the input.
     pub fn with_input(&self, input: InputTransform) -> Self {
         Self { bytes: self.bytes.clone(), input }
     }
 
-    /// Returns an identifier for logs that does not reveal the key: with it a client can aim at a core.
+    /// Returns an identifier for logs that does not reveal the key: with the key a client can aim at a core.
     pub fn fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
         hasher.write(&self.bytes);
@@ -149,9 +149,9 @@ impl RssKey {
     }
 
     /// Returns one table per byte of source address and source port, the bytes that differ between the packets of one
-    /// service: their contributions to [`destination_part`](Self::destination_part). 6 tables for IPv4, 18 for IPv6.
-    /// With a transformed input, the two bytes of a source byte depend on the service's byte at the same offset, which
-    /// is constant: still one entry per byte.
+    /// service. The entries are the bytes' contributions to [`destination_part`](Self::destination_part). 6 tables for
+    /// IPv4, 18 for IPv6. With a transformed input, the contribution of a source byte depends on the service's byte at
+    /// the same offset, which is constant: still one entry per byte.
     pub fn source_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
         let table = |pair: BytePair| {
             let without = self.pair_hash(&pair, 0);
@@ -160,7 +160,7 @@ impl RssKey {
         byte_pairs(vip).map(table).collect()
     }
 
-    /// Returns the constant part of a service: the hash of a packet to it whose source is all zeros.
+    /// Returns the constant part of a service: the hash of a packet to the service whose source is all zeros.
     pub fn destination_part(&self, vip: SocketAddr) -> u32 {
         byte_pairs(vip).fold(0, |hash, pair| hash ^ self.pair_hash(&pair, 0))
     }
@@ -172,7 +172,7 @@ impl RssKey {
     }
 }
 
-/// A byte of the destination, and the positions in the input of it and of the source byte at the same place.
+/// A byte of the destination, with its position in the input and the position of the source byte at the same offset.
 struct BytePair {
     source_at: usize,
     destination_at: usize,
@@ -195,7 +195,7 @@ fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
 /// Bytes of the longest input: IPv6 addresses and ports.
 const INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
-/// Hash of one key by a table look-up per input byte: fifty times as fast as [`RssKey::toeplitz`], 36 KiB.
+/// Hash with one key by a table look-up per input byte: fifty times as fast as [`RssKey::toeplitz`], in 36 KiB.
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
     byte: Box<[[u32; 256]; INPUT_BYTES]>,
@@ -208,7 +208,7 @@ impl ToeplitzTables {
         let of = |input: &[u8]| {
             input.iter().zip(self.byte.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
         };
-        // Nothing is copied for the usual NIC, because the simulator spends its time here.
+        // Nothing is copied for a NIC without a transform, because the simulator spends its time here.
         if self.input == InputTransform::None { of(tuple) } else { of(&self.input.apply(tuple)) }
     }
 }
@@ -219,7 +219,7 @@ impl fmt::Debug for RssKey {
     }
 }
 
-/// In the form of `ethtool -x`: bytes in hexadecimal, separated by colons.
+/// The key in the form of `ethtool -x`: bytes in hexadecimal, separated by colons.
 impl fmt::Display for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, byte) in self.bytes.iter().enumerate() {
@@ -232,18 +232,18 @@ impl fmt::Display for RssKey {
     }
 }
 
-/// Text that is no RSS key.
+/// Error: a text that is no RSS key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RssKeyText {
-    /// Not pairs of hexadecimal digits.
+    /// The text is not pairs of hexadecimal digits.
     #[error("RSS key {0:?}: expected bytes in hexadecimal, as `ethtool -x` prints them (6d:5a:56: ...)")]
     NotHexadecimal(String),
-    /// Too short or too long.
+    /// The key is too short or too long.
     #[error(transparent)]
     Length(#[from] RssKeyLength),
 }
 
-/// Bytes in hexadecimal, with or without colons between them.
+/// Parses bytes in hexadecimal, with or without colons between them.
 impl std::str::FromStr for RssKey {
     type Err = RssKeyText;
 
@@ -264,7 +264,7 @@ pub struct IndirectionTable {
 }
 
 impl PartialEq for IndirectionTable {
-    /// Compares like keys.
+    /// Compares like [`RssKey`]s: copies compare equal without a comparison of entries.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.queues, &other.queues) || self.queues == other.queues
     }
@@ -279,7 +279,7 @@ impl Hash for IndirectionTable {
 /// A table that RSS cannot use.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IndirectionTableError {
-    /// The low bits of the hash cannot address it.
+    /// The low bits of the hash cannot address the table.
     #[error(
         "an indirection table of {0} entries: expected a power of two from 1 to {max}",
         max = intf::MAX_INDIRECTION_ENTRIES
@@ -296,7 +296,7 @@ pub enum IndirectionTableError {
 }
 
 impl IndirectionTable {
-    /// Fails when the length is no power of two from 1 to 2048, or a queue does not fit 16 bits.
+    /// Returns the table. Fails when the length is no power of two from 1 to 2048, or a queue does not fit 16 bits.
     pub fn new(queues: &[u32]) -> Result<Self, IndirectionTableError> {
         if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
             return Err(IndirectionTableError::Length(queues.len()));
@@ -310,21 +310,21 @@ impl IndirectionTable {
     /// Returns a table in which every core has the same number of entries (+-1), in an order drawn from the server's
     /// id. Fails when `entries` is no power of two from 1 to 2048.
     ///
-    /// The paper draws each entry on its own, which gives some cores twice the buckets of others. A balanced draw
+    /// The paper draws each entry independently, which gives some cores twice the buckets of others. A balanced draw
     /// removes that part of the imbalance (docs/design.md, "Indirection tables").
     pub fn balanced(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
         let cores = u32::from(cores.max(1));
         let mut queues: Vec<u32> = (0..entries as u32).map(|entry| entry % cores).collect();
         let mut rng = seeded_rng(server_seed, RNG_STREAM_INDIRECTION);
-        // Fisher and Yates.
+        // Shuffle by Fisher and Yates.
         for last in (1..queues.len()).rev() {
             queues.swap(last, uniform_below(&mut rng, last as u32 + 1) as usize);
         }
         Self::new(&queues)
     }
 
-    /// Returns a table with each entry drawn on its own from the server's id, as published (CrossRSS, CoNEXT'20, Sect.
-    /// 2). Fails when `entries` is no power of two from 1 to 2048.
+    /// Returns a table with each entry drawn independently from the server's id, as published (CrossRSS, CoNEXT'20,
+    /// Sect. 2). Fails when `entries` is no power of two from 1 to 2048.
     pub fn independent(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
         let mut rng = seeded_rng(server_seed, RNG_STREAM_INDIRECTION);
         let queues: Vec<u32> = (0..entries).map(|_| uniform_below(&mut rng, u32::from(cores.max(1)))).collect();
@@ -336,12 +336,12 @@ impl IndirectionTable {
         self.queues[hash as usize & (self.queues.len() - 1)]
     }
 
-    /// All entries.
+    /// Returns all entries.
     pub fn queues(&self) -> &[u16] {
         &self.queues
     }
 
-    /// Number of entries, a power of two.
+    /// Returns the number of entries, a power of two.
     pub fn entry_count(&self) -> usize {
         self.queues.len()
     }
@@ -353,22 +353,22 @@ const RNG_STREAM_INDIRECTION: u64 = 1;
 /// One server's RSS in its agent's report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rss {
-    /// The key of its NIC.
+    /// Key of the server's NIC.
     pub key: RssKey,
-    /// The table of its NIC; entries are cores.
+    /// Indirection table of the server's NIC; entries are cores.
     pub indirection_table: IndirectionTable,
 }
 
-/// A configuration that the testbed's emulated NIC cannot take or hold.
+/// Error: a configuration that the testbed's emulated NIC cannot store or does not have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EmulatedRssError {
-    /// Its key register has one size.
+    /// The key register of the NIC has one size.
     #[error("an RSS key of {0} bytes: the testbed's emulated NIC takes {expected}", expected = intf::RSS_KEY_BYTES)]
     KeyLength(usize),
-    /// Its table was never written.
+    /// The indirection table of the NIC was never written.
     #[error(transparent)]
     IndirectionTable(#[from] IndirectionTableError),
-    /// Its register holds something else.
+    /// The register of the input transform has an unknown value.
     #[error(transparent)]
     InputTransform(#[from] UnknownInputTransform),
 }

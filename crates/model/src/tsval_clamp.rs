@@ -1,36 +1,36 @@
 //! PAWS clamp: TSval of a connection after a long silence, although the time part has only 16 bits.
 //!
-//! A client takes a step of 2^15 ms or more for a step back and drops the packet (PAWS, RFC 7323, Sect. 5). When so
-//! much time has passed since the client's last TSecr, the largest accepted step is sent until the client returns
-//! exactly that. Then the rest follows, by one more such step if needed.
+//! A client takes a step of 2^15 ms or more for a step back and drops the packet (PAWS, RFC 7323, Sect. 5). After so
+//! long a silence since the client's last TSecr, the largest accepted step is sent until the client returns exactly
+//! that value. Then the remaining time follows, by one more such step if needed.
 //!
-//! The client has seen a value from its last TSecr up to less than one largest step after it, because everything sent
-//! in between was. So the largest step is always newer. Equal time parts of TSecr and clock after a full turn (65.5 s)
-//! prove nothing: the client may have seen more than it returned.
+//! The newest value that the client has received is less than one largest step after its last TSecr, like everything
+//! sent in between. So the largest step is always newer. Equal time parts of TSecr and clock after a full turn (65.5 s)
+//! prove nothing: the client may have received more than it returned.
 //!
-//! `bpf/server/cookie_time.h` does the same with a map; this is one connection's entry.
+//! `bpf/server/cookie_time.h` does the same with a map; [`PawsClamp`] corresponds to one connection's entry.
 
 use coreward_intf as intf;
 
 use crate::cookie::{RESTORE_SLACK_MS, restore};
 
-/// Step that is sent in place of a larger one, ms: 2^15 - 1.
+/// Largest step, which is sent in place of a larger one, in ms: 2^15 - 1.
 pub const MAX_STEP_MS: u32 = intf::MAX_STEP_MS;
 
-/// A time part to be sent.
+/// Time part of a TSval to be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TimePart {
-    /// The 16 bits, before the time mask.
+    /// The 16 bits of the time part, before the time mask.
     pub sent: u16,
-    /// The server's own TSval for it, which selects the fleet's key that stamps.
+    /// The server's own TSval for the time part, which selects the fleet's key that stamps.
     pub original: u32,
 }
 
-/// A largest step that was sent (`struct clamped_timestamp`).
+/// A largest step that was sent: `struct clamped_timestamp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ClampedTsval {
     time: TimePart,
-    /// The client's last TSecr before it.
+    /// The client's last TSecr before the step.
     before: TimePart,
     confirmed: bool,
 }
@@ -39,17 +39,18 @@ struct ClampedTsval {
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
     held: Option<ClampedTsval>,
-    /// The server's own TSval of the last clamped packet, for a group of connections, so most packets need no look-up.
+    /// The server's own TSval of the last clamped packet of a group of connections. With it most packets need no
+    /// look-up.
     last_clamp_ms: u32,
 }
 
 impl PawsClamp {
-    /// Returns the time part to send. `milliseconds` is the server's own TSval; `last_tsecr` is the client's last TSecr
-    /// as it was restored for the kernel, 0 without one.
+    /// Returns the time part to send. `milliseconds` is the server's own TSval. `last_tsecr` is the client's last TSecr
+    /// as it was restored for the kernel; 0 without one.
     pub fn time_to_send(&mut self, milliseconds: u32, last_tsecr: u32) -> TimePart {
         let plain = TimePart { sent: milliseconds as u16, original: milliseconds };
         let elapsed = milliseconds.wrapping_sub(last_tsecr);
-        // A restored TSecr is never further ahead; this one was forged.
+        // A genuine restored TSecr is never further ahead; this one was forged.
         let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
         if last_tsecr == 0 || forged || elapsed < MAX_STEP_MS && !self.clamped_recently(milliseconds) {
             return plain;
@@ -63,7 +64,7 @@ impl PawsClamp {
             }
             _ => {}
         }
-        // From the client's value to now; more than a turn is counted as such.
+        // Distance from the client's value to now; a distance of more than a turn remains more than a turn.
         let distance = u32::from((last_tsecr as u16).wrapping_sub(recent)).wrapping_add(elapsed);
         if distance < MAX_STEP_MS {
             return plain;
@@ -76,13 +77,13 @@ impl PawsClamp {
     }
 
     /// Whether a packet was clamped so recently that it may matter although the last TSecr is less than a largest step
-    /// old (and that one may have been restored to a little after now).
+    /// old. (That TSecr may have been restored to a time slightly after now.)
     fn clamped_recently(&self, milliseconds: u32) -> bool {
         milliseconds.wrapping_sub(self.last_clamp_ms) as i32 <= (MAX_STEP_MS + RESTORE_SLACK_MS) as i32
     }
 
     /// Returns the server's own TSval of a TSecr's time part at `now_ms`. Never 0, which the kernel reads as "no
-    /// TSecr": that millisecond, once in 49 days, is restored to the one before.
+    /// TSecr": once in 49 days the result is one millisecond earlier.
     pub fn restore(&mut self, time: u16, now_ms: u32) -> u32 {
         match self.restore_any(time, now_ms) {
             0 => u32::MAX,
@@ -104,7 +105,7 @@ impl PawsClamp {
             self.held = None;
             return restore(time, now_ms);
         }
-        // Sent before the clamped one, so less than a largest step after the client's TSecr of that time.
+        // Sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
         let TimePart { sent, original } = held.before;
         let (step, behind) = (time.wrapping_sub(sent), (original as u16).wrapping_sub(sent));
         match (step, step.checked_sub(behind)) {
@@ -138,7 +139,7 @@ mod tests {
         Arrival {
             at_server: bool,
         },
-        /// Everything arrives, then nothing happens for so long.
+        /// All packets arrive, then nothing happens for this long.
         Silence {
             milliseconds: u32,
         },
@@ -146,7 +147,7 @@ mod tests {
         Pause {
             milliseconds: u32,
         },
-        /// The other key becomes the current one for TSvals from so much later on.
+        /// The other key becomes the current one for TSvals that are later by this much.
         Switch {
             later: u32,
         },
@@ -173,7 +174,7 @@ mod tests {
         at: u32,
     }
 
-    /// Server and client of one connection, and the wire between them.
+    /// Server and client of one connection, and the wire between the two.
     struct Connection {
         now: u32,
         keys: FleetKeys,
@@ -184,7 +185,7 @@ mod tests {
         to_server: VecDeque<Sent>,
         /// The client's ts_recent (RFC 7323, Sect. 4.3); `None` before the SYN-ACK.
         recent: Option<Sent>,
-        /// The last TSecr was older than a turn of the circle, and so restored to a later time.
+        /// Whether the last TSecr was older than a turn of the circle, and so was restored to a later time.
         is_tsecr_wrapped: bool,
         tuple: FourTuple,
     }
@@ -248,8 +249,8 @@ mod tests {
                     let Some(sent) = self.to_client.pop_front() else { return };
                     let recent = self.recent.unwrap_or(sent).value;
                     let step = sent.value.wrapping_sub(recent) as i32;
-                    // A packet of the same millisecond may have the key that came meanwhile, and is lost: once in
-                    // 65,536 times that keys change during a silence of more than a minute.
+                    // A packet of the same millisecond may have a key that came in between, and is lost. That happens
+                    // once in 65,536 times that keys change during a silence of more than a minute.
                     let same_millisecond =
                         self.is_tsecr_wrapped && (sent.value ^ recent) >> intf::COOKIE_TIME_SHIFT == 0;
                     assert!(step >= 0 || same_millisecond, "TSval {:#x} after {recent:#x}", sent.value);
@@ -265,8 +266,8 @@ mod tests {
                     self.now = self.now.wrapping_add(milliseconds);
                 }
                 Event::Pause { milliseconds } => self.now = self.now.wrapping_add(milliseconds),
-                // The controller keeps switches hours apart. The last one is over, and TCP has given up connections of
-                // clients that sent nothing since before it.
+                // The controller keeps switches hours apart. The last switch is over, and TCP has given up connections
+                // of clients that have sent nothing since.
                 Event::Switch { later } => {
                     let since_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
                     let held_since =
@@ -292,10 +293,10 @@ mod tests {
         fn idle_connection_resumes_after_a_few_round_trips(start: u32, port: u16, silence in 0u32..2_000_000) {
             let mut connection = Connection::new(start, port);
             connection.apply_event(Event::Silence { milliseconds: silence });
-            // Every largest step goes half the circle.
+            // Every largest step is half of the circle.
             for _ in 0..=silence / MAX_STEP_MS {
                 connection.round_trip();
-                // The kernel sees the time that has passed since it sent.
+                // The kernel measures the time that has passed since it sent the packet.
                 prop_assert_eq!(connection.last_tsecr, connection.now);
             }
             let time = connection.rule.time_to_send(connection.now, connection.last_tsecr);

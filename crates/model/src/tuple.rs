@@ -10,7 +10,7 @@ use coreward_intf as intf;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServerId(u16);
 
-/// A number outside the range of server ids.
+/// Number outside the range of server ids.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie \
          holds", max = intf::SERVER_ID_COUNT - 1)]
@@ -20,7 +20,7 @@ impl ServerId {
     /// Number of ids.
     pub const COUNT: usize = intf::SERVER_ID_COUNT as usize;
 
-    /// The id as a number below [`ServerId::COUNT`].
+    /// Returns the id as a number below [`ServerId::COUNT`].
     pub fn get(self) -> u16 {
         self.0
     }
@@ -50,10 +50,10 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// All of them.
+    /// All protocols.
     pub const ALL: [Protocol; 2] = [Protocol::Tcp, Protocol::Udp];
 
-    /// The number in the IP header (IANA protocol numbers).
+    /// Returns the number in the IP header (IANA protocol numbers).
     pub fn number(self) -> u8 {
         match self {
             Protocol::Tcp => 6,
@@ -61,7 +61,7 @@ impl Protocol {
         }
     }
 
-    /// The name in configuration and messages.
+    /// Returns the name in configuration and messages.
     pub fn name(self) -> &'static str {
         match self {
             Protocol::Tcp => "tcp",
@@ -70,7 +70,7 @@ impl Protocol {
     }
 }
 
-/// A protocol that is not balanced.
+/// Name of a protocol that is not balanced.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("protocol {0:?} is not known: expected \"tcp\" or \"udp\"")]
 pub struct UnknownProtocol(pub String);
@@ -95,7 +95,7 @@ impl FromStr for Protocol {
 pub struct ServiceAddress {
     /// VIP and port.
     pub socket: SocketAddr,
-    /// The protocol.
+    /// Protocol of the service.
     pub protocol: Protocol,
 }
 
@@ -105,7 +105,7 @@ impl fmt::Display for ServiceAddress {
     }
 }
 
-/// A text that is not a service's address.
+/// Text that is not a service's address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("service address {0:?}: expected VIP, port and protocol, as \"10.200.0.1:80/tcp\"")]
 pub struct UnknownServiceAddress(String);
@@ -131,7 +131,7 @@ pub fn address_words(address: IpAddr) -> [u32; 4] {
     std::array::from_fn(|word| u32::from_ne_bytes(octets[word * 4..word * 4 + 4].try_into().expect("four bytes")))
 }
 
-/// Returns the address of [`address_words`].
+/// Returns the address that has these [`address_words`].
 pub fn address_of(words: [u32; 4]) -> IpAddr {
     let mut octets = [0; 16];
     octets.chunks_exact_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
@@ -160,7 +160,7 @@ pub struct FourTuple {
     vip: SocketAddr,
 }
 
-/// Client and VIP of different address families.
+/// Error: client and VIP of different address families.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "client {client} and VIP {vip} are of different address families: expected a client with an {family} address",
@@ -172,7 +172,7 @@ pub struct MixedFamilies {
 }
 
 impl FourTuple {
-    /// Fails when one side is IPv4 and the other IPv6.
+    /// Returns the tuple. Fails when one address is IPv4 and the other one IPv6.
     pub fn new(client: SocketAddr, vip: SocketAddr) -> Result<Self, MixedFamilies> {
         if client.is_ipv4() == vip.is_ipv4() { Ok(Self { client, vip }) } else { Err(MixedFamilies { client, vip }) }
     }
@@ -182,23 +182,24 @@ impl FourTuple {
         Self { client: client.into(), vip: vip.into() }
     }
 
-    /// Returns an IPv6 tuple; cannot be mixed.
+    /// Returns a tuple of two IPv6 addresses, which cannot be of different families.
     pub fn ipv6(client: (Ipv6Addr, u16), vip: (Ipv6Addr, u16)) -> Self {
         Self { client: client.into(), vip: vip.into() }
     }
 
-    /// The client's address and port.
+    /// Returns the client's address and port.
     pub fn client(&self) -> SocketAddr {
         self.client
     }
 
-    /// The VIP and its port.
+    /// Returns the VIP and its port.
     pub fn vip(&self) -> SocketAddr {
         self.vip
     }
 
-    /// Source address, destination address, source port, destination port in network byte order: the input of RSS with
-    /// ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the cookie's keyed hash. 12 bytes, or 36 for IPv6.
+    /// Returns source address, destination address, source port, destination port in network byte order. They are the
+    /// input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the cookie's keyed hash: 12 bytes, or
+    /// 36 for IPv6.
     pub fn bytes(&self) -> TupleBytes {
         let mut bytes = TupleBytes { buffer: [0; 36], length: 0 };
         for address in [self.client.ip(), self.vip.ip()] {
@@ -213,7 +214,7 @@ impl FourTuple {
     }
 }
 
-/// The bytes of a [`FourTuple`], without a heap.
+/// Bytes of a [`FourTuple`], without a heap allocation.
 #[derive(Debug, Clone, Copy)]
 pub struct TupleBytes {
     buffer: [u8; 36],

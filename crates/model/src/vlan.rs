@@ -1,27 +1,27 @@
 //! VLANs (IEEE 802.1Q).
 
-/// VLAN of a segment, by its id; or untagged frames.
+/// VLAN of a segment, or untagged frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Vlan(u16);
 
-/// An id that no VLAN has.
+/// VLAN id out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("VLAN {0}: expected 1 to {max}", max = Vlan::MAX)]
 pub struct VlanError(pub u64);
 
 impl Vlan {
-    /// Frames without a tag, or with one that has only a priority.
+    /// Frames without a tag, or with a tag that has only a priority.
     pub const UNTAGGED: Self = Self(0);
 
     /// The largest id (IEEE 802.1Q, Table 9-2).
     pub const MAX: u16 = 4094;
 
-    /// Fails unless `id` is 1 to 4094.
+    /// Returns the VLAN. Fails unless `id` is 1 to 4094.
     pub fn new(id: u64) -> Result<Self, VlanError> {
         u16::try_from(id).ok().filter(|id| (1..=Self::MAX).contains(id)).map(Self).ok_or(VlanError(id))
     }
 
-    /// Returns the VLAN of an id in which 0 is untagged. Fails when `id` is above 4094.
+    /// Returns the VLAN of an id, or untagged frames for 0. Fails when `id` is above 4094.
     pub fn from_word(id: u64) -> Result<Self, VlanError> {
         if id == 0 { Ok(Self::UNTAGGED) } else { Self::new(id) }
     }
@@ -36,7 +36,7 @@ impl Vlan {
         self.is_tagged().then_some(self.0)
     }
 
-    /// Whether frames have a tag.
+    /// Whether frames of the segment have a tag.
     pub fn is_tagged(self) -> bool {
         self != Self::UNTAGGED
     }

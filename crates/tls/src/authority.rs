@@ -1,10 +1,10 @@
 //! A certificate authority of the operator: a key and a certificate in a directory.
 //!
 //! ```text
-//! ca.crt                      whose word counts, for everybody: one certificate, two during a roll-over
-//! authority.crt, .key         signs
-//! next.crt, .key              will sign (roll-over, first step)
-//! previous.crt                signed before (roll-over, second step)
+//! ca.crt                      trusted certificates, for all daemons: one, or two during a roll-over
+//! authority.crt, .key         current authority, which signs
+//! next.crt, .key              next authority (after the first step of a roll-over)
+//! previous.crt                previous authority (after the second step of a roll-over)
 //! ```
 //!
 //! Each step writes the key last. The same command repeats and completes an interrupted step.
@@ -27,17 +27,17 @@ use crate::certificate::{Certificate, unix_now};
 use crate::disk::{self, write, write_secret};
 use crate::identity::{Identity, Name, Role};
 
-/// Tolerated difference of clocks. The validity of certificates begins earlier by this time.
+/// Tolerated difference between clocks: the validity of a certificate begins this much before it is issued.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
 /// Unit of validity.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
-/// Authority in a directory.
+/// Certificate authority in a directory.
 pub struct Authority {
     directory: PathBuf,
 }
 
-/// Validity of a certificate (since 1970).
+/// Validity of a certificate, as times since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validity {
     /// Begin of the validity.
@@ -124,7 +124,7 @@ impl Authority {
         write_secret(&self.path(&format!("{name}.key")), key.serialize_pem())
     }
 
-    /// Writes these authorities' certificates to ca.crt.
+    /// Writes the certificates of the authorities in `names` to ca.crt.
     fn publish(&self, names: &[&str]) -> anyhow::Result<()> {
         let all: anyhow::Result<Vec<String>> = names.iter().map(|name| self.read(&format!("{name}.crt"))).collect();
         write(&self.ca(), &all?.concat())
@@ -139,7 +139,7 @@ impl Authority {
         name.parse().map_err(anyhow::Error::msg)
     }
 
-    /// Issues a certificate with a new key. Fails if the authority ends earlier.
+    /// Issues a certificate with a new key. Fails if the authority expires earlier than the certificate.
     pub fn issue(
         &self,
         identity: &Identity,
@@ -206,7 +206,7 @@ impl Authority {
         }
     }
 
-    /// Moves `next` to `authority`, file by file, from where an earlier attempt stopped.
+    /// Moves the files of `next` to `authority`, and continues an interrupted attempt.
     fn switch(&self) -> anyhow::Result<()> {
         let next = self.secret("next.key")?;
         if !self.signed_by(&next, "authority.crt")? {

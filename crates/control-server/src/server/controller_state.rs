@@ -40,11 +40,11 @@ metrics! {
     );
     TABLE_PROPAGATION_SECONDS: Histogram = histogram(
         "coreward_table_propagation_seconds", &[Component::Controller],
-        "Time from the receipt of a report that makes a table due to a load balancer's acknowledgement of the table",
+        "Time from the receipt of the report that triggers a table until a load balancer acknowledges the table",
     );
     REPORT_SENT_TO_KERNEL_SECONDS: Histogram = histogram(
         "coreward_report_sent_to_kernel_seconds", &[Component::Controller],
-        "The same from the agent's send time, by two machines' wall clocks",
+        "Like coreward_table_propagation_seconds, but from the send time at the agent, by two machines' wall clocks",
     );
 }
 

@@ -6,7 +6,7 @@ use super::LeastTree;
 /// longest queue is the best find, so this policy is the upper bound of work stealing.
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
-    /// Keys that are smaller for longer queues.
+    /// Queue lengths, inverted so that the longest queue has the smallest key.
     lengths: LeastTree<u32>,
     /// [`IDLE`] or [`BUSY`] for each core.
     states: LeastTree<u32>,
@@ -16,7 +16,7 @@ const IDLE: u32 = 0;
 const BUSY: u32 = 1;
 const EMPTY: u32 = u32::MAX;
 
-/// A steal.
+/// One steal: an idle core takes a request from another core's queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Steal {
     /// Core that takes the first request of the queue.

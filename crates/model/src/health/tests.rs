@@ -70,7 +70,7 @@ fn load_balancer_that_reaches_no_server_is_overruled() {
 }
 
 proptest! {
-    /// Compares with the definition, read backwards from the newest result.
+    /// Compares the verdict with its definition, evaluated backwards from the newest result.
     #[test]
     fn verdict_needs_consecutive_results(
         results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,

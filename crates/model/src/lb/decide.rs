@@ -62,7 +62,7 @@ impl LoadBalancer {
         outcome
     }
 
-    /// Writes the frame by the service's kind of forwarding. Fails with the counter of a dropped packet.
+    /// Rewrites the frame for the service's kind of forwarding. Fails with the counter of a dropped packet.
     fn emit(
         &mut self,
         frame: &mut Vec<u8>,
@@ -85,13 +85,13 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Parses and decides. `read`: the service, as soon as it is known.
+    /// Parses the frame and decides. Sets `read` to the service as soon as it is known.
     fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
         let outer = packet::outer(frame).ok_or(NOT_OURS)?;
         if outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
             return Err(NOT_OURS);
         }
-        // The protocol of IPv6 is known behind its extension headers.
+        // IPv6 names the protocol behind its extension headers.
         if outer.vip.is_ipv4() && !self.balances(outer.protocol) {
             return Err(NOT_OURS);
         }
@@ -134,7 +134,7 @@ impl LoadBalancer {
     }
 
     /// Sends an ICMP error to the server whose packet it quotes: by the cookie in the quoted TSval, by the flow table,
-    /// or to all.
+    /// or by broadcast.
     fn icmp(
         &mut self,
         whole: &IpPacket<'_>,
@@ -229,7 +229,8 @@ impl LoadBalancer {
         if decision.server.is_some() && !first { decision.with_previous_server(other.get()) } else { decision }
     }
 
-    /// Decides on a packet without any state here. `of`: the service's slot, and the source.
+    /// Decides on a packet of a connection without state on this load balancer. `of`: the service's slot, and the
+    /// source.
     pub(super) fn unknown(&mut self, of: (usize, IpAddr), now_ns: u64) -> Decision {
         match self.service(of.0).other_balancer() {
             Some(other) => self.to_other_balancer(of.0, other),
@@ -240,7 +241,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Forwards to the load balancer of a migration, whose packets no server forwards again.
+    /// Forwards to the other load balancer of a migration. Servers forward its packets to no previous server.
     fn to_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
         let to = self
             .deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER)
@@ -277,7 +278,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Forwards to the server if its MAC address is known: no other one has the connection.
+    /// Forwards to the server, the only one with the connection; drops the packet if the server's MAC address is
+    /// unknown.
     pub(super) fn deliver_to(&self, service_slot: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
         match self.service(service_slot).server(id).and_then(|server| server.mac) {
             Some(mac) => Decision { destination: mac, server: Some(id), ..Decision::end(counter) },
@@ -324,13 +326,14 @@ impl LoadBalancer {
         }
     }
 
-    /// Whether an entry's server may get the packet: a SYN only if it takes new connections.
+    /// Whether the server may get the packet: for a SYN it must take new connections.
     pub(super) fn is_usable(&self, service_slot: usize, server: ServerId, first: bool) -> bool {
         let service = self.service(service_slot);
         if first { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
-    /// Returns the bucket's choice, if its server may get the packet, and the decision with the previous server.
+    /// Returns the bucket's server, if it may get the packet, and the decision, which names the bucket's previous
+    /// server.
     pub(super) fn by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
         let first = packet.flags & SYN != 0;
         match self.bucket(service_slot, packet).filter(|choice| self.is_usable(service_slot, choice.server, first)) {
@@ -388,8 +391,8 @@ impl LoadBalancer {
                 .deliver_broadcast(of, intf::LIMITED_RESET, over_rate, now_ns)
                 .with_previous_server(intf::NO_SERVER as u16);
         }
-        // Our connections are in the flow table since their second packet; the other load balancer must see all of its
-        // own.
+        // Connections of this load balancer are in the flow table since their second packet. The other load balancer
+        // must get all packets of its own connections.
         if let Some(Transfer::HandedOverTo(other)) = self.service(service_slot).mode.transfer {
             return self.to_other_balancer(service_slot, other);
         }
@@ -403,7 +406,7 @@ impl LoadBalancer {
     fn by_hash_table(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let syn = packet.flags & SYN != 0;
         let udp = packet.protocol == Protocol::Udp;
-        // A datagram begins a flow if none is known.
+        // A datagram without a known flow begins one.
         let first = syn || udp;
         let known =
             self.find_flow_of(service_slot, packet).filter(|entry| self.is_usable(service_slot, entry.server, syn));
@@ -439,7 +442,7 @@ impl LoadBalancer {
         Decision { event: entered.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 
-    /// Broadcasts. `of`: the service's slot, and the source.
+    /// Broadcasts within the rate limits. `of`: the service's slot, and the source.
     pub(super) fn deliver_broadcast(
         &mut self,
         of: (usize, IpAddr),

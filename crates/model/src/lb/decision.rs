@@ -10,7 +10,7 @@ use crate::ServerId;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Identification {
     Unchanged,
-    /// The previous server, or `NO_SERVER`.
+    /// Id of the previous server, or `NO_SERVER`.
     Before(u16),
 }
 
@@ -24,9 +24,9 @@ pub(super) struct Decision {
     /// New TSecr.
     pub tsecr: Option<(Tsecr, u32)>,
     pub event: Option<intf::lb_event>,
-    /// The placement rule has placed a new connection.
+    /// Whether the placement rule has placed a new connection.
     pub opens: bool,
-    /// The packet ends a connection that its cookie names.
+    /// Whether the packet ends a connection that its cookie names.
     pub closes: bool,
 }
 

@@ -17,23 +17,23 @@ const PROTOCOL_IPV4: u8 = 4;
 const PROTOCOL_IPV6: u8 = 41;
 const PROTOCOL_UDP: u8 = 17;
 
-/// Outer header of a server's packets.
+/// Outer header of packets to one server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tunnel {
     /// Destination of the outer header, which decides its family.
     pub address: IpAddr,
-    /// Source port of GUE; `None`: by the flow.
+    /// Source port of GUE; `None`: derived from the flow.
     pub source_port: Option<u16>,
 }
 
-/// Parts that all outer headers share.
+/// Fields that all outer headers share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outer {
     /// Source of IPv4 headers.
     pub address: Ipv4Addr,
     /// Source of IPv6 headers.
     pub address_ipv6: Ipv6Addr,
-    /// Longest packet that leaves, its outer header included.
+    /// Length in bytes of the longest packet that leaves, its outer header included.
     pub mtu: usize,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct Header {
     pub traffic_class: u8,
     /// IPv6 only.
     pub flow_label: u16,
-    /// Length of the packet.
+    /// Length of the packet in bytes.
     pub length: usize,
     /// Protocol, or next header.
     pub protocol: u8,
@@ -103,14 +103,14 @@ impl Header {
     }
 }
 
-/// No address, and no limit: of load balancers whose services do not encapsulate.
+/// No addresses and no limit: for load balancers whose services do not encapsulate.
 impl Default for Outer {
     fn default() -> Self {
         Self { address: Ipv4Addr::UNSPECIFIED, address_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
     }
 }
 
-/// A frame that goes by its MAC address alone.
+/// Sets the MAC addresses of a frame.
 pub(super) fn set_macs(frame: &mut [u8], destination: Mac, source: Mac) {
     frame[..6].copy_from_slice(&destination);
     frame[6..12].copy_from_slice(&source);

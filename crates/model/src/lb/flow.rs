@@ -13,15 +13,15 @@ use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
 const ENTRIES: usize = intf::FLOW_SET_ENTRIES as usize;
-/// 64-bit words of a set: the flows, then their use.
+/// 64-bit words of a set: `flow` and `use` of `struct flow_set`.
 const SET_WORDS: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
 /// Destination of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlowEntry {
-    /// Its server.
+    /// Server of the flow.
     pub server: ServerId,
-    /// The server to which its server forwards unknown packets.
+    /// Server to which the flow's server forwards unknown packets.
     pub previous_server: Option<ServerId>,
     /// Entry of an unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`).
     pub half_open: bool,
@@ -30,13 +30,13 @@ pub struct FlowEntry {
 /// Kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The bucket finds the flow's server, too, unless it has moved since.
+    /// The bucket finds the same server, unless the bucket has moved since.
     Hint,
-    /// Nothing else finds it.
+    /// Only the entry finds the flow's server.
     Needed,
 }
 
-/// A fragmented datagram.
+/// Key of a fragmented datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Datagram {
     client: IpAddr,
@@ -53,12 +53,12 @@ impl Datagram {
 }
 
 impl FlowEntry {
-    /// Entry of a new connection.
+    /// Returns the entry of a new connection.
     pub(super) fn of(server: ServerId) -> Self {
         Self { server, previous_server: None, half_open: false }
     }
 
-    /// Returns the field of `struct flow_table_entry`.
+    /// Returns the previous server in the form of `struct flow_table_entry`.
     pub(super) fn before_field(self) -> u16 {
         match self.previous_server {
             _ if self.half_open => intf::HALF_OPEN_FLOW as u16,
@@ -142,7 +142,7 @@ impl FlowTable {
         Some(FlowEntry::from_word(flows[position]))
     }
 
-    /// Inserts or changes an entry; false: it is a hint, and there is no room for one.
+    /// Inserts or changes an entry; returns false if it is a hint and there is no room for one.
     pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: Kind, now: Clock) -> bool {
         let (flows, used) = self.set(key);
         // Criteria of replacement, most important first.
@@ -195,7 +195,7 @@ impl LoadBalancer {
         self.find_flow(service, &packet.tuple(), packet.protocol)
     }
 
-    /// Inserts a packet's flow; false: it is a hint, and there is no room for one.
+    /// Inserts a packet's flow; returns false if it is a hint and there is no room for one.
     pub(super) fn insert_flow(&mut self, service: usize, packet: &Packet, entry: FlowEntry, kind: Kind) -> bool {
         let key = self.flow_key(service, &packet.tuple(), packet.protocol);
         self.flows.insert(key, entry, kind, self.stateful.clock)

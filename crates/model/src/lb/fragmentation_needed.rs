@@ -10,7 +10,7 @@ use super::encapsulation::{Header, set_macs};
 use super::packet::{self, ETHERNET_HEADER, FRAGMENT_OFFSET, ICMP_HEADER, IPV4_HEADER, PROTOCOL_ICMP};
 use super::packet_ipv6::{self, IPV6_HEADER, PROTOCOL_ICMPV6};
 
-/// Bytes of the packet that an error quotes.
+/// Bytes of the dropped packet that an error quotes.
 const QUOTED: usize = 68;
 const QUOTED_IPV6: usize = 504;
 const INTERNETWORK_CONTROL: u8 = 0xc0;
@@ -21,8 +21,8 @@ const PACKET_TOO_BIG: u8 = 2;
 const IPV6_MIN_MTU: usize = 1280;
 
 impl LoadBalancer {
-    /// Drops the packet of `frame`, of the service at `slot`, which is longer than `mtu`. Makes `frame` the error to
-    /// its sender, if there is one. Returns the counter.
+    /// Drops the packet of `frame`, of the service at `slot`, which is longer than `mtu`. Replaces `frame` by the error
+    /// to the packet's sender, if there is one. Returns the counter.
     pub(super) fn drop_exceeding(
         &mut self,
         frame: &mut Vec<u8>,
@@ -78,7 +78,7 @@ fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
     [&frame[..ETHERNET_HEADER], &header.ipv4(vip, client), &message].concat()
 }
 
-/// The same in IPv6.
+/// Returns the ICMPv6 error about the packet of `frame`, without MAC addresses.
 fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
     let quoted = &frame[ETHERNET_HEADER..][..QUOTED_IPV6];
     let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted[at..at + 16]).expect("16 bytes"));

@@ -18,9 +18,9 @@ use crate::{FourTuple, ServerId};
 /// The server behind a source address, and its clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LbStamped {
-    /// The server that its cookies name.
+    /// Server that the cookies name.
     pub server: ServerId,
-    /// Its clock.
+    /// Clock of the server.
     pub clock: Clock,
 }
 
@@ -29,7 +29,7 @@ pub struct LbStamped {
 pub(super) struct LbStamping {
     /// TSval of this load balancer's clock from which the current key stamps.
     pub switch_ms: u32,
-    /// By the service's slot and the answers' source address.
+    /// Servers by the service's slot and the answers' source address.
     servers: HashMap<(usize, Mac), LbStamped>,
     /// Last known source address of answers.
     addresses: HashMap<(usize, ServerId), Mac>,
@@ -38,7 +38,7 @@ pub(super) struct LbStamping {
 }
 
 impl LbStamping {
-    /// Removes an address from a server; another one with that address takes it over.
+    /// Removes an address from its server; another server with the same address takes it over.
     fn remove_address(&mut self, service_slot: usize, mac: Mac) {
         let others = self.addresses.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
         match others.map(|((_, id), _)| *id).min() {
@@ -129,7 +129,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Processes a frame that a server of such a service may have sent; `None`: it did not.
+    /// Processes a frame from a server of a service with LB-side stamping; `None`: any other frame.
     pub(super) fn answer(&mut self, frame: &mut [u8]) -> Option<Outcome> {
         packet::outer(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
         let whole = packet::parse_ip(frame).ok()?;
@@ -171,12 +171,13 @@ impl LoadBalancer {
         Some(answered)
     }
 
-    /// Whether another server's SYN-ACK came before, to which SYNs go while it takes new connections.
+    /// Whether another server sent a SYN-ACK earlier. SYNs go to that server while it takes new connections.
     fn is_late_syn_ack(&mut self, service_slot: usize, packet: &Packet, server: ServerId) -> bool {
         packet.flags & SYN != 0 && self.plain_server(service_slot, packet).is_some_and(|earlier| earlier != server)
     }
 
-    /// The SYN-ACK fixes whether its connection is stamped: an unstamped one enters the flow table.
+    /// Returns whether the answer is stamped. The SYN-ACK decides that for its connection: an unstamped connection
+    /// enters the flow table.
     fn stamps_answer(
         &mut self,
         service_slot: usize,
@@ -187,7 +188,7 @@ impl LoadBalancer {
     ) -> bool {
         let plain = self.find_flow_of(service_slot, packet);
         if packet.flags & SYN == 0 {
-            // The answer proves the connection; a reset answers any packet.
+            // An answer proves that the connection exists, but a reset answers any packet.
             if plain.is_none() && milliseconds.is_none() && packet.flags & RST == 0 {
                 self.insert_flow(service_slot, packet, FlowEntry::of(known.server), Kind::Needed);
                 answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
@@ -220,7 +221,7 @@ impl LoadBalancer {
         lb_stamping::stamp(&keys, &self.lb_stamping.time_key(service_slot), &tuple, known.server, milliseconds)
     }
 
-    /// Returns the server of the plain connection with a packet's addresses and ports, if it takes new connections.
+    /// Returns the server of the unstamped connection with a packet's addresses and ports, if it takes new connections.
     pub(super) fn plain_server(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
         let server = self.find_flow_of(service_slot, packet)?.server;
         self.service(service_slot).takes_new_connections(server).then_some(server)

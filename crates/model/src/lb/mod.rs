@@ -1,5 +1,5 @@
-//! The load balancer, packet by packet: a second implementation of `bpf/lb/lb.bpf.c`, written from its essay and from
-//! docs/design.md, and as plain as speed allows.
+//! The load balancer, packet by packet: a second implementation of `bpf/lb/lb.bpf.c`. It follows that file's
+//! introduction and docs/design.md, and is as plain as speed allows.
 //!
 //! [`LoadBalancer::receive`] takes a frame and the time and returns the outcome. The frame, the counters and all state
 //! are then the same, bit for bit, as the BPF program's. So the two can be compared (`make fuzz`), and results of the
@@ -62,7 +62,7 @@ pub enum Verdict {
     Drop,
     /// `XDP_PASS`: to the kernel's network stack.
     Pass,
-    /// `XDP_TX`: out of the device on which it came.
+    /// `XDP_TX`: out of the device on which the frame came.
     Transmit,
 }
 
@@ -82,9 +82,9 @@ impl Verdict {
 pub struct Outcome {
     /// Value of `enum lb_counter`.
     pub counter: intf::lb_counter,
-    /// Slot of the service under which it was counted; `None`: no service.
+    /// Slot of the service under which the frame was counted; `None`: no service.
     pub service: Option<usize>,
-    /// The server to which it was sent, if any.
+    /// Server to which the frame was sent, if any.
     pub server: Option<ServerId>,
     /// Entry of the connection table that the SYN's TSecr names to the server, if any.
     pub reported: Option<u32>,
@@ -93,7 +93,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Returns the verdict that follows from the counter: `enum lb_counter` is sorted by it, except for one.
+    /// Returns the verdict that follows from the counter: `enum lb_counter` is sorted by verdict, with one exception.
     pub fn verdict(&self) -> Verdict {
         match self.counter {
             intf::LB_COUNTER_PASSED_NOT_SERVICE | intf::LB_COUNTER_REPLY_STAMPED | intf::LB_COUNTER_REPLY_UNCHANGED => {
@@ -110,22 +110,22 @@ impl Outcome {
 /// A server in the load balancer's maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// `None`: not resolved.
+    /// MAC address; `None`: not resolved.
     pub mac: Option<Mac>,
-    /// Whether it takes new connections.
+    /// Whether the server takes new connections.
     pub eligible: bool,
 }
 
 /// Traffic from a load balancer to one server since its maps were created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTraffic {
-    /// New connections that the placement rule sent to it.
+    /// New connections that the placement rule sent to the server.
     pub opened: u64,
     /// Packets with a cookie, and FIN or RST. (Without a connection table a retransmission counts again.)
     pub closed: u64,
-    /// All packets, while they are counted: where a policy needs them.
+    /// All packets; counted only where a policy needs them.
     pub packets: u64,
-    /// Bytes of their frames.
+    /// Bytes of the frames of all packets.
     pub bytes: u64,
 }
 
@@ -140,7 +140,7 @@ struct Service {
     placement: Option<Placement>,
     /// Counter of rule `RoundRobin`, which continues from table to table.
     round_robin: u64,
-    /// A SYN has entered a flow into the flow table.
+    /// Whether a SYN has entered a flow into the flow table.
     has_flows: bool,
 }
 
@@ -167,7 +167,7 @@ impl Service {
             && matches!(self.mode.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
-    /// The load balancer of a migration, which has some of its connections.
+    /// Returns the other load balancer of a migration, which has some of the service's connections.
     fn other_balancer(&self) -> Option<ServerId> {
         self.mode.transfer.map(Transfer::other_balancer)
     }
@@ -181,7 +181,7 @@ impl Service {
         self.server(id).is_some_and(|server| server.mac.is_some() && server.eligible)
     }
 
-    /// Whether a server that was found otherwise takes new connections.
+    /// Whether a server that was found without the placement table takes new connections.
     fn takes_new_connections(&self, id: ServerId) -> bool {
         self.can_take_new_connections(id) && !self.is_down(id)
     }
@@ -191,10 +191,10 @@ impl Service {
     }
 }
 
-/// Sizes, rates and the setup of the device.
+/// Settings of a load balancer: sizes, rates and the setup of the device.
 #[derive(Debug, Clone, Copy)]
 pub struct Constants {
-    /// Rate limits of broadcasts, by reason.
+    /// Rate limits of broadcasts, by reason of the broadcast.
     pub broadcast: [BroadcastRates; REASONS],
     /// Sets of the flow table.
     pub flow_sets: u32,
@@ -202,13 +202,13 @@ pub struct Constants {
     pub connection_table: TableSize,
     /// Whether packets and bytes are counted by server.
     pub count_traffic: bool,
-    /// Parts that all outer headers share.
+    /// Fields that all outer headers share.
     pub outer: Outer,
-    /// VLANs.
+    /// VLANs of the load balancer.
     pub vlans: Vlans,
 }
 
-/// A load balancer.
+/// Reference model of a load balancer.
 #[derive(Debug)]
 pub struct LoadBalancer {
     constants: Constants,
@@ -223,7 +223,7 @@ pub struct LoadBalancer {
     fragments: HashMap<Datagram, (usize, ServerId)>,
     tunnels: HashMap<ServerId, Tunnel>,
     server_vlans: HashMap<ServerId, Vlan>,
-    /// By service slot.
+    /// VLAN of broadcasts, by service slot.
     broadcast_vlans: HashMap<usize, Option<Vlan>>,
     stateful: Stateful,
     lb_stamping: LbStamping,
@@ -266,7 +266,7 @@ impl LoadBalancer {
         self.keys = keys;
     }
 
-    /// Sets the parts that all outer headers share.
+    /// Sets the fields that all outer headers share.
     pub fn set_outer(&mut self, outer: Outer) {
         self.constants.outer = outer;
     }
@@ -322,7 +322,7 @@ impl LoadBalancer {
         }
         let free = self.services.iter().position(Option::is_none).expect("at most as many services as slots");
         self.services[free] = Some(Service::new(address, mode));
-        // Flows of the service that had the slot before.
+        // Flows of the service that previously had the slot.
         self.flows.forget(free);
         self.fragments.retain(|_, (service_slot, _)| *service_slot != free);
         self.lb_stamping.forget_service(free);
@@ -356,24 +356,24 @@ impl LoadBalancer {
         }
     }
 
-    /// Installs another table.
+    /// Installs a placement table of the service.
     pub fn install_table(&mut self, service: usize, table: PlacementTable) {
         let service = self.service_mut(service);
         service.down = table.down.iter().copied().collect();
         service.placement = Some(Placement::new(table));
     }
 
-    /// Sets the time up to which the tokens of broadcasts are paid for (ns).
+    /// Sets `paid_until` of token buckets of broadcasts (ns).
     pub fn set_paid_until(&mut self, buckets: Buckets, paid_until: u64) {
         self.broadcast.set_paid_until(buckets, paid_until);
     }
 
-    /// Sets the key that hashes connections of the connection table; before the first one.
+    /// Sets the key that hashes connections of the connection table; to be called before the first connection.
     pub fn set_connection_key(&mut self, key: CookieKey) {
         self.stateful.key = key;
     }
 
-    /// Sets this load balancer's number among those with a connection table.
+    /// Sets this load balancer's number among the owners of connection tables.
     pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
         self.stateful.owner = owner;
     }
@@ -383,12 +383,12 @@ impl LoadBalancer {
         self.stateful.entries_per_source = per_source;
     }
 
-    /// Sets another load balancer with a connection table.
+    /// Sets the state of another load balancer with a connection table.
     pub fn set_owner_at(&mut self, number: OwnerNumber, owner: Owner) {
         self.stateful.owners[usize::from(number.get())] = owner;
     }
 
-    /// Sets the time as packets see it.
+    /// Sets the clock of the connection table.
     pub fn set_clock(&mut self, clock: Clock) {
         self.stateful.clock = clock;
     }
@@ -408,7 +408,7 @@ impl LoadBalancer {
         self.stateful.connection(index)
     }
 
-    /// Frees entries that are still as given; those that changed hands or had another packet stay.
+    /// Frees entries that are still as given. Entries of another connection or with a later packet stay.
     pub fn free_connections(&mut self, connections: &[Connection]) {
         self.stateful.free_connections(connections);
     }
@@ -418,17 +418,17 @@ impl LoadBalancer {
         self.services[service_slot].is_some()
     }
 
-    /// Connections assigned to each core since the table was switched in.
+    /// Returns the number of connections assigned to each core since the table was switched in.
     pub fn assigned(&self, service: usize) -> &[u32] {
         self.service(service).placement.as_ref().map_or(&[], |placement| &placement.state.assigned)
     }
 
-    /// The counter of rule `RoundRobin`.
+    /// Returns the counter of rule `RoundRobin`.
     pub fn round_robin(&self, service: usize) -> u64 {
         self.service(service).round_robin
     }
 
-    /// Returns the traffic to each server that got any.
+    /// Returns the traffic to each server that got a packet.
     pub fn traffic(&self) -> &HashMap<ServerId, ServerTraffic> {
         &self.traffic
     }
@@ -438,7 +438,7 @@ impl LoadBalancer {
         self.services.get(service_slot)?.as_ref().map(|service| service.address)
     }
 
-    /// Returns the new connections of the service in this slot.
+    /// Returns the number of new connections of the service in this slot.
     pub fn opened(&self, service: usize) -> u64 {
         self.opened.get(&service).copied().unwrap_or_default()
     }

@@ -14,13 +14,13 @@ const TCP_HEADER: usize = 20;
 pub(super) const ETHERTYPE_IPV4: u16 = 0x0800;
 const UDP_HEADER: usize = 8;
 pub(super) const ICMP_HEADER: usize = 8;
-/// RFC 791, Sect. 3.1.
+/// Flag of a fragment with later ones (RFC 791, Sect. 3.1).
 const MORE_FRAGMENTS: u16 = 0x2000;
 pub(super) const FRAGMENT_OFFSET: u16 = 0x1fff;
 pub(super) const PROTOCOL_ICMP: u8 = 1;
 /// ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
 const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
-/// Payload of a packet that an error quotes, at least (RFC 792).
+/// Minimum length in bytes of the payload that an error quotes (RFC 792).
 pub(super) const QUOTED_BYTES: usize = 8;
 
 pub(super) const FIN: u8 = 0x01;
@@ -61,7 +61,7 @@ pub(super) struct Outer {
     pub vip: IpAddr,
 }
 
-/// `None`: neither IPv4 nor IPv6, or too short for a destination address.
+/// Returns the fields that are read first; `None`: neither IPv4 nor IPv6, or too short for a destination address.
 pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::outer(frame);
@@ -93,7 +93,7 @@ pub(super) struct IpPacket<'a> {
     pub part: FragmentPart,
     /// Offset of the transport header in the frame.
     pub transport: usize,
-    /// Bytes behind the IP headers, to the packet's end.
+    /// Bytes after the IP headers, to the packet's end.
     pub payload: &'a [u8],
 }
 
@@ -105,7 +105,7 @@ fn part(packet: &[u8]) -> FragmentPart {
     }
 }
 
-/// Returns the length of the IPv4 header at the start of `packet`, if it is one.
+/// Returns the length of the IPv4 header at the start of `packet`; `None`: it is not IPv4.
 fn header_length(packet: &[u8]) -> Option<usize> {
     let length = usize::from(packet[0] & 0xf) * 4;
     (packet[0] >> 4 == 4 && length >= IPV4_HEADER).then_some(length)
@@ -135,8 +135,7 @@ fn ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     })
 }
 
-/// Source and destination port of TCP, UDP, or a packet with their protocol number. `malformed`: the counter of a
-/// shorter packet.
+/// Returns source and destination port. `malformed`: the counter of a packet that is too short for both.
 pub(super) fn ports(packet: &IpPacket<'_>, malformed: ParseEnd) -> Result<(u16, u16), ParseEnd> {
     if packet.payload.len() < 4 {
         return Err(malformed);
@@ -165,7 +164,7 @@ pub(super) struct Tsecr {
 }
 
 impl Tsecr {
-    /// Returns TSval, which precedes it.
+    /// Returns TSval, which precedes TSecr.
     pub fn tsval(self, frame: &[u8]) -> Tsecr {
         let at = self.at - 4;
         Tsecr { value: u32_at(frame, self.transport + at), at, ..self }
@@ -186,7 +185,7 @@ impl Packet {
 pub(super) fn tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
     let read = tcp_header(packet, ports)?;
     let flags = read.flags;
-    // Only a SYN opens; clients send no SYN-ACK. All else acknowledges, except a bare RST.
+    // Only a SYN opens a connection; clients send no SYN-ACK. All other packets have ACK, except a bare RST.
     let possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
     possible.then_some(read).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
 }
@@ -236,7 +235,7 @@ pub(super) struct Quote {
     pub protocol: u8,
     pub client: SocketAddr,
     pub vip: SocketAddr,
-    /// TSval, if it is TCP and the quote reaches that far.
+    /// TSval, if the quoted packet is TCP and the quote includes TSval.
     pub value: Option<u32>,
 }
 
@@ -326,7 +325,7 @@ fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
     !add(add(!checksum, !old), new)
 }
 
-/// Sets TSecr (or TSval, if `tsecr` is of that) and updates the TCP checksum.
+/// Sets TSecr (or TSval, if `tsecr` is the position of TSval) and updates the TCP checksum.
 pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &Tsecr, value: u32) {
     let (at, checksum) = (tsecr.transport + tsecr.at, tsecr.transport + 16);
     for half in [0, 2] {

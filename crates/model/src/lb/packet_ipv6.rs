@@ -31,7 +31,7 @@ pub(super) fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
     Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[offset..offset + 16]).expect("16 bytes")).into()
 }
 
-/// Reads a frame that [`is_ipv6`] accepted.
+/// Returns the fields of a frame that are read first. [`is_ipv6`] has accepted the frame.
 pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
     Some(Outer {
         destination_mac: frame[..6].try_into().expect("six bytes"),
@@ -63,13 +63,13 @@ pub(super) fn ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
 struct ExtensionChainEnd {
     protocol: u8,
     part: FragmentPart,
-    /// Number of a fragmented datagram, else 0.
+    /// Identification of a fragmented datagram, else 0.
     identification: u32,
     /// Offset of the transport header.
     transport: usize,
 }
 
-/// Walks over the extension headers.
+/// Finds the end of the extension headers.
 fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> {
     let (mut next, mut at) = (packet[6], IPV6_HEADER);
     for _ in 0..MOST_EXTENSION_HEADERS {
@@ -88,7 +88,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> 
         if ETHERNET_HEADER + at > LAST_TRANSPORT {
             return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
         }
-        // All but the reserved bits: 0 if it is the whole packet (RFC 6946).
+        // An atomic fragment is a whole packet: all its bits are 0 but the reserved ones (RFC 6946).
         if number == FRAGMENT && field & !0x6 != 0 {
             let part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::Later };
             let identification = packet.get(at - 4..at).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;

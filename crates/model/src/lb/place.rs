@@ -1,5 +1,5 @@
-//! New connections: the placement table, and the data plane's additions. Servers that cannot take a connection are
-//! skipped, and a retransmitted SYN goes to the first one's server.
+//! Placement of new connections, by the placement table and the data plane's additions. Servers that cannot take a
+//! connection are skipped, and a retransmitted SYN goes to the server of the first SYN.
 
 use coreward_intf as intf;
 
@@ -33,7 +33,7 @@ impl Placement {
         matches!(self.table.rule, Rule::LeastAssigned | Rule::RoundRobin)
     }
 
-    /// Returns the bucket's server and its previous one, whatever the loads; `None`: the table has no members.
+    /// Returns the bucket's server and its previous server, whatever the loads; `None`: the table has no members.
     pub fn by_bucket(&self, tuple: &FourTuple) -> Option<FlowEntry> {
         if self.table.members.is_empty() {
             return None;
@@ -80,15 +80,15 @@ impl RecentPlacements {
 }
 
 impl Service {
-    /// Returns a server for a new connection that can take it. `service_slot` is the service's slot. With `recent`, a
-    /// retransmitted SYN goes to the same server; `None`: a datagram, placed on its own.
+    /// Returns a server for a new connection that can take it. With `recent`, a retransmitted SYN goes to the same
+    /// server; without, a datagram is placed independently of earlier ones.
     pub(super) fn place(
         &mut self,
         service_slot: usize,
         recent: Option<&mut RecentPlacements>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
-        // Taken out of the service while its servers are borrowed.
+        // Taken out of the service while the service's servers are borrowed.
         let mut placement = self.placement.take()?;
         let chosen = self.place_by(&mut placement, service_slot, recent, tuple);
         self.placement = Some(placement);
@@ -130,7 +130,7 @@ impl Service {
         Some(id)
     }
 
-    /// Returns the next member that can take a connection, from one drawn by hash.
+    /// Returns the next member that can take a connection, starting from a member drawn by hash.
     fn fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
         let (start, _) = two_draws(mix(hash), table.members.len() as u32);
         let turns = table.members.iter().cycle().skip(start as usize).take(FALLBACK_MEMBERS.min(table.members.len()));

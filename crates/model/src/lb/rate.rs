@@ -8,16 +8,16 @@ use coreward_intf as intf;
 use crate::connection_table::ConnectionHash;
 use crate::cookie::CookieKey;
 
-/// A rate and a burst. Both in nanoseconds.
+/// Rate limit, as an interval and a burst in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rate {
-    /// One token per interval.
+    /// Interval in which one token is added.
     pub interval_ns: u64,
-    /// Time by which tokens may be taken ahead.
+    /// Time by which tokens may be taken in advance.
     pub burst_ns: u64,
 }
 
-/// The state of one token bucket.
+/// State of one token bucket.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Bucket {
     /// Time up to which the taken tokens are paid for (ns).
@@ -25,7 +25,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Takes a token; false: there is none.
+    /// Takes a token; returns false if there is none.
     pub fn take(&mut self, rate: Rate, now_ns: u64) -> bool {
         let start = self.paid_until.max(now_ns);
         if start - now_ns > rate.burst_ns {
@@ -64,7 +64,7 @@ pub enum Buckets {
 }
 
 impl Buckets {
-    /// Returns the positions of an [`Sources`](Self::Sources).
+    /// Returns the positions of the buckets of a [`Sources`](Self::Sources).
     pub fn sources(first: usize) -> impl Iterator<Item = usize> {
         (first % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
     }
@@ -102,7 +102,7 @@ impl Broadcast {
         let shard = ConnectionHash::new(key, service as u16, sender).low() as usize % self.per_source.len();
         let (reason, rates) = (reason as usize, rates[reason as usize]);
         let is_within = self.per_source[shard].take(rates.per_source, now_ns);
-        // A source above its rate leaves half of the burst to the others.
+        // A source above its rate leaves half of the burst to other sources.
         let shared = |rate: Rate| Rate { burst_ns: rate.burst_ns >> u32::from(!is_within), ..rate };
         self.per_service[service][reason].take(shared(rates.per_service), now_ns)
             && self.total[reason].take(shared(rates.total), now_ns)
@@ -135,8 +135,8 @@ mod tests {
         assert_eq!(taken(&mut bucket, 5000), 3);
     }
 
-    /// Returns the accepted packets of ten thousand in a second from one source, and of one from each of a hundred
-    /// others at each of ten services.
+    /// Returns the number of genuine packets that are accepted within a second: of 100, each from a source of its own.
+    /// Meanwhile `junk` sources send 10,000 packets each.
     fn accepted(junk: &[(Ipv4Addr, usize, Reason)], genuine: (usize, Reason)) -> usize {
         let rate = |per_second: u64, burst: u64| Rate {
             interval_ns: 1_000_000_000 / per_second,

@@ -24,9 +24,9 @@ pub enum Owner {
     /// The number is unused.
     #[default]
     Unknown,
-    /// Gone, or its MAC address is not resolved.
+    /// The load balancer is gone, or its MAC address is not resolved.
     Lost,
-    /// Packets with its indexes go there.
+    /// Packets with the owner's indexes go to this MAC address.
     Reachable(Mac),
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Stateful {
     pub owner: Option<OwnerNumber>,
     pub owners: [Owner; intf::MAX_OWNERS as usize],
     pub clock: Clock,
-    /// When user space last swept.
+    /// Time of user space's last sweep.
     pub swept: Clock,
     /// Entries that one source prefix may hold; `None`: any number.
     pub entries_per_source: Option<u32>,
@@ -50,9 +50,9 @@ pub(super) struct Stateful {
 pub(super) enum IndexLookup {
     /// A decision, and the entry, if it is in our own table.
     Decided(Decision, Option<ConnectionIndex>),
-    /// The entry is free or another connection's.
+    /// The entry is free or belongs to another connection.
     UnknownConnection,
-    /// Its server was removed.
+    /// The server of the entry was removed.
     UnknownServer,
 }
 
@@ -172,7 +172,7 @@ impl LoadBalancer {
         Some(index)
     }
 
-    /// Gives a SYN an entry, or the one of its first transmission, and names it to the server.
+    /// Gives a SYN an entry, or finds the entry of its first transmission. TSecr names the entry to the server.
     pub(super) fn new_stateful(
         &mut self,
         service_slot: usize,

@@ -15,7 +15,7 @@ const TAG_AT: usize = ETHERNET_HEADER - 2;
 const PRIORITY: u16 = 0xf000;
 const ID: u16 = 0x0fff;
 
-/// VLANs of a load balancer; fixed when the program is loaded, if none is in use.
+/// VLANs of a load balancer. `in_use` is false only if the program was loaded without VLANs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Vlans {
     /// Whether tags are read and written.
@@ -40,7 +40,7 @@ impl LoadBalancer {
         !self.constants.vlans.in_use || self.broadcast_vlans.get(&service) != Some(&None)
     }
 
-    /// Processes `frame` and rewrites it as it leaves. `now_ns` is a monotonic clock.
+    /// Processes `frame` and turns it into the frame that leaves. `now_ns` is a monotonic clock.
     pub fn receive(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
         if !self.constants.vlans.in_use {
             return self.receive_untagged(frame, now_ns);
@@ -60,7 +60,7 @@ impl LoadBalancer {
         outcome
     }
 
-    /// Removes the tag of a frame to this load balancer, and returns its priority and VLAN.
+    /// Removes the tag of a frame to this load balancer, and returns the tag's priority and VLAN.
     fn remove_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
         let is_ours = frame.len() >= ETHERNET_HEADER + TAG
             && frame[..6] == self.own_mac
@@ -71,7 +71,7 @@ impl LoadBalancer {
         })
     }
 
-    /// Returns the VLAN in which a frame leaves; `None`: as it came.
+    /// Returns the VLAN in which a frame leaves; `None`: the VLAN in which it came.
     fn own_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
         match outcome.counter {
             intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {

@@ -23,7 +23,7 @@ impl PlacementTable {
             Candidate { server, load: uniform_below(rng, 16) * 1000, core_slot }
         };
         let candidates = (0..groups as u32 * buckets.get() * per_bucket).map(|_| candidate()).collect();
-        // Some occur twice, like servers of more weight.
+        // Some servers occur twice, like servers of more weight.
         let turns = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
         let members = turns.map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect();
         let consistent = rendezvous(servers, buckets);
@@ -51,7 +51,7 @@ impl PlacementTable {
     }
 }
 
-/// As often with a transformed input as without.
+/// Returns a random key, in half of the cases with a transformed input.
 fn random_key(rng: &mut impl Rng) -> RssKey {
     let inputs =
         [InputTransform::None, InputTransform::None, InputTransform::SymmetricXor, InputTransform::SymmetricOrXor];

@@ -1,5 +1,5 @@
 //! `awrr`: weighted round robin whose weights follow the reported loads (Barbette et al., Cheetah, NSDI'20, Sect. 4.1).
-//! A server of mean load has 10 turns, an idle one 20, one far above the mean 2; times its weight.
+//! A server of mean load has 10 turns, an idle one 20, one far above the mean 2, each times the server's weight.
 
 use super::wrr_schedule::weighted_turns;
 use super::{Policy, Pool, independent_key};
@@ -11,7 +11,7 @@ pub const NAME: &str = "awrr";
 
 /// Turns of a server of mean load.
 const MEAN_TURNS: f64 = 10.0;
-/// The paper's bounds: 2, and 3 N (with its alpha no load reaches the upper one).
+/// The paper's bounds of turns: 2, and 3 N (with the paper's alpha no load reaches 3 N).
 const TURNS_MIN: f64 = 2.0;
 const TURNS_MAX: f64 = 3.0 * MEAN_TURNS;
 /// Smoothing of the weights: 0 follows the loads at once, 1 never.
@@ -42,8 +42,8 @@ impl Policy for AdaptiveWeightedRoundRobin {
     }
 }
 
-/// N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)). (The paper's typesetting shows the fraction as an exponent; its
-/// text, "a perfectly balanced system would give N = 10", and its bounds only fit a factor.)
+/// Returns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)). (The paper's typesetting shows the fraction as an exponent;
+/// its text, "a perfectly balanced system would give N = 10", and its bounds only fit a factor.)
 fn turns(load: f64, average: f64) -> u32 {
     if average <= 0.0 {
         return MEAN_TURNS as u32;

@@ -49,8 +49,8 @@ impl Policy for BoundedLoad {
     }
 }
 
-/// Returns the positions of servers below their bound, never none of several: the bound counts the next connection
-/// (ceil(c m / n) in the paper). `open`, `parts`: connections and part of each server.
+/// Returns the positions of servers below their bound. There is at least one, because the bound counts the next
+/// connection (ceil(c m / n) in the paper). `open`, `parts`: connections and share of each server.
 fn below_bound(open: &[f64], parts: &[f64]) -> Vec<usize> {
     let per_part = (open.iter().sum::<f64>() + 1.0) / parts.iter().sum::<f64>();
     (0..open.len()).filter(|position| open[*position] < BALANCE_FACTOR * per_part * parts[*position]).collect()

@@ -1,4 +1,4 @@
-//! Loads that the buckets of a group reach at each of its servers, and the least of them: kept between tables.
+//! Loads that the buckets of a group reach at each of its servers, and the least loaded cores, kept between tables.
 
 use super::PoolServer;
 use super::least_loaded::{LeastLoaded, RankedCore};
@@ -8,7 +8,7 @@ use crate::load::CoreLoads;
 use crate::placement::{BucketCount, Core};
 use crate::rss::{Rss, RssKey};
 
-/// Loads kept of a group, at most: 32 MiB. Beyond, each is looked up when it is needed.
+/// Maximum number of loads kept for a group: 32 MiB. In larger groups each load is looked up when it is needed.
 const MAX_LOADS: usize = 4 << 20;
 
 /// Load that each bucket of a group reaches at each of its servers.
@@ -16,22 +16,22 @@ const MAX_LOADS: usize = 4 << 20;
 pub struct BucketLoads {
     buckets: u32,
     columns: Vec<Column>,
-    /// By bucket, then by server as in `columns`; empty where they would be too many.
+    /// Loads by bucket, then by server as in `columns`; empty if they would be too many.
     loads: Vec<f64>,
-    /// By bucket; empty where another value than the load is compared.
+    /// Least loaded cores by bucket; empty where another value than the load is compared.
     least: Vec<LeastLoaded>,
 }
 
 #[derive(Debug)]
 struct Column {
     server: ServerId,
-    /// Source of its loads; `None`: not the server alone.
+    /// Source of the server's loads; `None`: neutral loads, which depend on other servers.
     source: Option<(CoreLoads, Option<Rss>)>,
 }
 
 impl BucketLoads {
-    /// Updates to these servers of the group with that key. `most`: number of least loaded cores needed per bucket; 0:
-    /// none, because another value than the load is compared.
+    /// Updates the loads to these servers of the group with that key. `most`: number of least loaded cores needed per
+    /// bucket; 0: none, because another value than the load is compared.
     pub fn update(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
         let is_known = |(column, server): (&Column, &&PoolServer)| column.server == server.id;
         let all_known = self.columns.len() == servers.len() && self.columns.iter().zip(servers).all(is_known);
@@ -88,7 +88,7 @@ impl BucketLoads {
         });
     }
 
-    /// Finds the least loaded again where too few are kept.
+    /// Searches the least loaded cores again in buckets that keep too few of them.
     fn find_least(&mut self, servers: &[&PoolServer], key: &RssKey, most: usize) {
         let stride = self.columns.len();
         let limit = most.min(stride);
@@ -101,7 +101,7 @@ impl BucketLoads {
         }
     }
 
-    /// Returns the loads that the bucket reaches, by server; `None`: they are not kept.
+    /// Returns the loads that the bucket reaches, by server; `None`: no loads are kept.
     pub fn bucket_loads(&self, bucket: u32) -> Option<&[f64]> {
         let start = bucket as usize * self.columns.len();
         self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())

@@ -8,7 +8,7 @@ pub const NAME: &str = "consistent-hash";
 
 /// Points of each server on the ring. The shares' standard deviation is 1 / sqrt(64) = 12.5 %. With 468 servers and
 /// 70,000 connections the fullest server is then about twice as far above the mean as with a uniform hash, as in
-/// Cheetah (NSDI'20, Fig. 2b, which does not give its number).
+/// Cheetah (NSDI'20, Fig. 2b, which does not give the number of points).
 const POINTS: u32 = 64;
 
 /// Returns for each of `size` buckets, evenly spaced on the ring, the position in `servers` of the next point's server;
@@ -18,7 +18,8 @@ pub fn ring_table(servers: &[ServerId], size: usize) -> Vec<usize> {
     weighted_ring_table(&servers, size)
 }
 
-/// [`ring_table`] with points by share: a server of share 2 has twice as many. The others' points do not change.
+/// Like [`ring_table`], with points by share: a server of share 2 has twice as many points. Points of other servers do
+/// not change.
 pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let mut points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINTS as usize);
     for (position, (server, share)) in servers.iter().enumerate() {

@@ -36,8 +36,8 @@ impl Policy for CrossRss {
 }
 
 /// Returns a table with the least loaded cores of each bucket; `per_bucket` gives their number from the number of
-/// eligible servers and of groups. Before the first report, a table of one candidate is a modulo table; one of several
-/// at least counts assignments.
+/// eligible servers and of groups. Before the first report, a table with one candidate per bucket is a modulo table.
+/// With several candidates, the data plane balances by counting assignments.
 pub fn core_aware(
     pool: &Pool,
     buckets: BucketCount,

@@ -12,8 +12,8 @@
 //! large one.
 //!
 //! For UDP with each datagram placed on its own, no request of the report remains at the next one: all load is then
-//! assigned since. So each counts its mean load, the load over the requests of an interval, and the reported loads
-//! correct the differences.
+//! assigned since. So each datagram counts its mean load, the load over the requests of an interval, and the reported
+//! loads correct the differences.
 //!
 //! The load of a core is the mean of its current load (smoothed as for every policy) and its load over the last
 //! reports. A core that has just lost a heavy connection gets more than its share until it has caught up: that evens
@@ -49,19 +49,19 @@ const RECENT_ALPHA: f64 = 0.2;
 /// needed and not the last one.
 const OPENED_ALPHA: f64 = 0.1;
 
-/// Cost of a connection where their number is unknown, as a part of a connection's mean load. The next report shows
-/// half of it (the EWMA's published alpha).
+/// Cost of a connection where the number of new connections is unknown, as a share of a connection's mean load. The
+/// next report shows half of the load (the EWMA's published alpha).
 const SHARE_OF_MEAN: f64 = 0.5;
 
 /// Cost of an assigned connection.
 enum Cost {
-    /// By the deficits and the smoothed connections per interval.
+    /// Cost by the deficits and the smoothed connections per interval.
     Deficit { opened: Option<f64> },
     /// This share of an open connection's mean load.
     Share(f64),
 }
 
-/// The policy.
+/// Policy `crossrss-plus`.
 pub struct CrossRssPlus {
     key: RssKey,
     cost: Cost,
@@ -107,7 +107,7 @@ impl Cost {
     }
 }
 
-/// Returns the work that brings every core below its level up to it, in the work of a usual core.
+/// Returns the work that brings every core below its level up to it, in work of a core of usual speed.
 fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
     let levels = NormalizedLoad::of(pool);
     let of_class = |(class, spread): (&ServerClass, &LoadSpread)| {
@@ -117,7 +117,7 @@ fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
     kept.spreads(pool).iter().map(of_class).sum()
 }
 
-/// The cores' loads over the last reports.
+/// Loads of all servers' cores over the last reports.
 #[derive(Default)]
 struct RecentLoads {
     of_servers: Vec<RecentServer>,
@@ -126,18 +126,18 @@ struct RecentLoads {
 struct RecentServer {
     id: ServerId,
     recent: Vec<f64>,
-    /// The last loads, and the mean over the last reports.
+    /// Loads in the newest report; `recent` has the mean over the last reports.
     newest: CoreLoads,
     smoothed_loads: CoreLoads,
 }
 
 impl RecentServer {
-    /// Starts with the present loads.
+    /// Returns the loads of a server, which start with the present ones.
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
         Self { id, recent: loads.to_vec(), newest: loads.clone(), smoothed_loads: loads.clone() }
     }
 
-    /// Updates the loads; a new report if they are `fresh`.
+    /// Updates the loads. `fresh`: they are from a new report.
     fn update(&mut self, loads: &CoreLoads, fresh: bool) {
         if !fresh && self.newest == *loads {
             return;
@@ -205,7 +205,7 @@ impl Policy for CrossRssPlus {
         let kept = &mut self.cache;
         let per_bucket = |servers: usize, groups: usize| servers.min(scale_to_fit(buckets, groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
-        // Every load balancer sees only its own assignments; the others' are about as many.
+        // A load balancer counts only its own assignments; other load balancers assign about as many.
         let cost = self.cost.connection_cost(pool, kept) * f64::from(pool.load_balancers);
         // At least the smallest step: a burst in a pool of equal cores is then spread evenly and does not pile up on
         // the lowest id.

@@ -14,12 +14,12 @@ use crate::rss::RssKey;
 /// Servers that share buckets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RssGroup<'a> {
-    /// Their RSS key.
+    /// RSS key of the servers.
     pub key: RssKey,
     /// Servers whose cores are known by the key.
     pub servers: Vec<&'a PoolServer>,
-    /// Servers that only share the group's table: their RSS is unknown or in a group too many. Their load is the mean
-    /// of their cores for every bucket.
+    /// Servers that only share the group's table: their RSS is unknown or belongs to no kept group. Their load is the
+    /// mean of their cores for every bucket.
     pub without_core_loads: Vec<&'a PoolServer>,
 }
 
@@ -33,8 +33,8 @@ impl<'a> RssGroup<'a> {
     }
 }
 
-/// Returns the eligible servers by RSS key, largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`. The
-/// rest goes to the first group's `without_core_loads`. `fallback` is the key of a pool without known RSS.
+/// Returns the eligible servers by RSS key, largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`.
+/// Other servers go to the first group's `without_core_loads`. `fallback` is the key of a pool without known RSS.
 pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
     let mut unknown = Vec::new();
@@ -73,7 +73,7 @@ pub fn rss_key_count(pool: &Pool) -> usize {
     keys.len()
 }
 
-/// Cores in the order of their first use.
+/// Core slots of a table, in the order of first use.
 struct CoreSlots<'a> {
     slots: &'a mut Vec<Core>,
     by_core: HashMap<Core, u16, foldhash::fast::FixedState>,
@@ -93,20 +93,20 @@ impl CoreSlots<'_> {
     }
 }
 
-/// The least of the offered cores by their compared value; ties by load, then by id (CrossRSS: strictly smallest load,
-/// ties to the lowest id).
+/// The least of the offered cores, by compared value; ties by load, then by id (CrossRSS: strictly smallest load, ties
+/// to the lowest id).
 pub struct LeastCores {
     limit: usize,
     found: Vec<(f64, f64, Core)>,
 }
 
 impl LeastCores {
-    /// Keeps up to `most` cores, at least 1.
+    /// Returns an empty list for up to `most` cores, at least 1.
     pub fn new(most: usize) -> Self {
         Self { limit: most, found: Vec::with_capacity(most + 1) }
     }
 
-    /// Whether the core is among the least so far; few of a thousand are.
+    /// Offers a core and returns whether it is among the least so far; few of a thousand are.
     pub fn offer(&mut self, compared: f64, load: f64, core: Core) -> bool {
         let is_before = |(other, other_load, other_core): &(f64, f64, Core)| {
             other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
@@ -120,7 +120,7 @@ impl LeastCores {
         true
     }
 
-    /// Returns the largest value that is still among the least.
+    /// Returns the largest value that a core may have to be among the least.
     pub fn bound(&self) -> f64 {
         let is_full = self.found.len() == self.limit;
         self.found.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
@@ -132,8 +132,8 @@ impl LeastCores {
     }
 }
 
-/// Compared value of cores that take no part in a bucket. A group without any other core offers them after those of
-/// other groups: otherwise a server with its own RSS key would take part in all buckets.
+/// Compared value of cores that take no part in a bucket. A group without any other core offers them after the cores of
+/// other groups. Otherwise a server with its own RSS key would take part in all buckets.
 const EXCLUDED_LOAD: f64 = f64::MAX;
 
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
@@ -174,9 +174,9 @@ pub fn fill_candidates(
 struct LocalServers<'a, 'g> {
     group: &'g RssGroup<'a>,
     servers: Vec<&'a PoolServer>,
-    /// Whether one of them takes part in some buckets only.
+    /// Whether any of the servers takes part in some buckets only.
     is_partial: bool,
-    /// Level and speed of each ([`NormalizedLoad::level`]); empty where all are alike.
+    /// Level and speed of each server ([`NormalizedLoad::level`]); empty where all are alike.
     levels: Vec<(f64, f64)>,
     reached: &'g BucketLoads,
 }
@@ -195,10 +195,10 @@ impl<'a, 'g> LocalServers<'a, 'g> {
     }
 }
 
-/// Racks' cores of a group.
+/// Cores of a group from the summaries of racks.
 struct Relayed<'a, 'g> {
     lists: Vec<&'a CandidateList>,
-    /// The least of them; `None`: another value than the load is compared.
+    /// Least loaded cores; `None`: another value than the load is compared.
     cores: Option<&'g RackAggregate>,
 }
 
@@ -219,7 +219,7 @@ struct Cores<'a> {
     buckets: BucketCount,
     neutral_load: f64,
     levels: NormalizedLoad,
-    /// By id: the eligible servers whose cores are in the racks' summaries.
+    /// Eligible servers, by id, whose cores are in the racks' summaries.
     reduced: Vec<Option<&'a PoolServer>>,
 }
 
@@ -258,7 +258,7 @@ impl<'a> Cores<'a> {
     }
 
     fn offer_relayed(&self, relayed: &Relayed<'_, '_>, bucket: u32, least: &mut LeastCores) {
-        // Unknown to the rack so far: it takes no new connections, or only some.
+        // The rack may not know yet that a server takes no new connections, or only some.
         let taking_part = |core: &Core| {
             let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
             server.filter(|server| self.pool.is_candidate(server, bucket))
@@ -306,7 +306,7 @@ impl<'a> Cores<'a> {
         }
     }
 
-    /// Rotates equal cores, so that as many buckets start with one server as with another.
+    /// Rotates equal cores, so that each server comes first in equally many buckets.
     fn rotate_equal_cores(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
         let candidate = |server: &PoolServer| {
             let (core, load) = self.core(group, server, bucket);
@@ -346,7 +346,7 @@ mod tests {
 
     const SERVERS: u64 = 4;
 
-    /// The last server has another RSS key than the others, is idle, and takes part in some buckets only.
+    /// Returns a pool whose last server has another RSS key, is idle, and takes part in some buckets only.
     fn pool(loads: bool, ramp: f64) -> Pool {
         let servers = (0..SERVERS).map(|number| {
             let is_last = number == SERVERS - 1;
@@ -362,7 +362,7 @@ mod tests {
         Pool::new(servers.collect(), 1)
     }
 
-    /// Returns the part of all connections that the last server gets.
+    /// Returns the share of all connections that the last server gets.
     fn part_of_last(pool: &Pool, rule: Rule, per_bucket: usize) -> f64 {
         const CONNECTIONS: u32 = 20_000;
         let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());

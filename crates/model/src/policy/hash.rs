@@ -1,5 +1,5 @@
-//! `hash`: a load balancer without knowledge of loads. Bucket i goes to server i mod n, by a hash of its own; with
-//! unequal shares to the server whose turn it is.
+//! `hash`: a load balancer without knowledge of loads. Bucket i, by a hash of the load balancer's own, goes to server i
+//! mod n. With unequal shares, servers take buckets in weighted turns.
 
 use super::wrr_schedule::turns;
 use crate::ServerId;
@@ -11,7 +11,7 @@ pub fn modulo_table(servers: usize, size: usize) -> Vec<usize> {
     if servers == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % servers).collect() }
 }
 
-/// [`modulo_table`] with the servers' shares.
+/// Like [`modulo_table`], with the servers' shares.
 pub fn weighted_modulo_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
     let turns = turns(&shares);

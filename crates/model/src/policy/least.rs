@@ -1,9 +1,10 @@
-//! `least`: to the server with fewest open connections, by the reports and by later assignments. `least:packets`,
-//! `least:bytes` and `least:cpu` go by packets or bytes per second, or by the load of the cores.
+//! `least`: new connections go to the server with the fewest open connections, counting reports and later assignments.
+//! `least:packets`, `least:bytes` and `least:cpu` go by packets or bytes per second, or by the load of the cores.
 //!
-//! Rule `LeastAssigned` with one connection as the cost; by another metric, with an open connection's mean share of it.
-//! A server with twice the weight x capacity should have twice as much. The rule adds the same cost to every server, so
-//! each server is compared by its distance from its part: have - part x (present and expected total per part).
+//! The rule is `LeastAssigned` with one connection as the cost; by another metric the cost is an open connection's mean
+//! share of the metric. A server with twice the weight x capacity should have twice as much. The rule adds the same
+//! cost to every server, so each server is compared by its distance from its share: have - share x (present and
+//! expected total per share).
 //!
 //! In a pool of up to eight servers every server is a candidate of every bucket. A larger pool has eight per bucket,
 //! drawn again for every table: the eight with fewest connections would get all new ones and soon be the fullest. The
@@ -18,13 +19,13 @@ use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable, Rule};
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 
-/// By connections, packets, bytes, cores.
+/// Names of the policy by connections, packets, bytes and core loads.
 pub const NAMES: [&str; 4] = ["least", "least:packets", "least:bytes", "least:cpu"];
 
 /// [`seeded_rng`]'s stream for the servers of each bucket.
 const RNG_STREAM_CANDIDATES: u64 = 7;
 
-/// The policy, by one metric.
+/// Policy `least` by one metric.
 pub struct LeastByMetric {
     key: RssKey,
     seed: u64,
@@ -43,7 +44,7 @@ impl LeastByMetric {
         Self { key: independent_key(seed), seed, measure, candidates: intf::MAX_CANDIDATES as usize }
     }
 
-    /// Returns the policy over all servers, however many: for simulations only.
+    /// Returns the policy with all servers as candidates, even in a large pool: for simulations only.
     pub fn without_sampling(seed: u64) -> Self {
         Self { candidates: usize::MAX, ..Self::new(seed) }
     }
@@ -62,7 +63,7 @@ impl LeastByMetric {
         (compared.iter().map(|load| (load * unit) as u32).collect(), cost)
     }
 
-    /// Returns an open connection's mean part of the metric.
+    /// Returns an open connection's mean share of the metric.
     fn per_connection(&self, pool: &Pool, have: &[f64]) -> f64 {
         if self.measure == LoadMetric::Connections {
             return 1.0;
@@ -72,7 +73,8 @@ impl LeastByMetric {
     }
 }
 
-/// Returns the compared value of each server: what it has, where all have the same part. Never below 0.
+/// Returns the compared value of each server, never below 0. If all servers have the same share, it is what the server
+/// has.
 fn normalize(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_connection: f64) -> Vec<f64> {
     let largest = parts.iter().copied().fold(0.0, f64::max);
     if parts.iter().all(|part| *part == largest) {
@@ -109,8 +111,8 @@ impl Policy for LeastByMetric {
 }
 
 impl LeastByMetric {
-    /// Returns a table without the consistent choices. A load balancer uses its candidates in place of those whose
-    /// loads are too old.
+    /// Returns a table without the consistent choices. A load balancer replaces candidates whose loads are too old by
+    /// this table's candidates.
     pub fn candidates(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
         let mut table = table_with(pool, Rule::LeastAssigned, buckets, 0, self.key.clone(), Vec::new());
         self.add_candidates(&mut table, pool);
@@ -122,7 +124,7 @@ impl LeastByMetric {
             return;
         }
         let (loads, cost) = self.loads(pool);
-        // Every load balancer sees only its own assignments; the others' are about as many.
+        // A load balancer counts only its own assignments; other load balancers assign about as many.
         table.assignment_cost = cost.saturating_mul(pool.load_balancers);
         table.core_slots = table.members.iter().map(|member| Core { server: member.server, core: 0 }).collect();
         table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);
@@ -163,7 +165,7 @@ fn is_candidate(pool: &Pool, id: ServerId, bucket: u32) -> bool {
     server.is_ok_and(|server| pool.is_candidate(server, bucket))
 }
 
-/// Replaces candidates that do not take part; without any that does, all stay.
+/// Replaces candidates that do not take part in the bucket; if none does, all stay.
 fn replace_excluded(candidates: &mut [Candidate], is_candidate: impl Fn(ServerId) -> bool) {
     let staying: Vec<Candidate> =
         candidates.iter().copied().filter(|candidate| is_candidate(candidate.server)).collect();
@@ -175,8 +177,8 @@ fn replace_excluded(candidates: &mut [Candidate], is_candidate: impl Fn(ServerId
     }
 }
 
-/// Returns the count of one connection: a part of 1.0 such that the fullest server is at most 1.0, at least the
-/// smallest step.
+/// Returns the load of one connection: the fullest server has at most 1.0, and the result is at least the smallest
+/// step.
 fn load_of_one(most: f64) -> u32 {
     (fixed_point(1.0) / (most as u32).max(1)).max(1)
 }
@@ -202,7 +204,7 @@ mod tests {
             let servers: Vec<u16> = table.candidates_of(0, bucket).iter().map(|c| c.server.get()).collect();
             assert_eq!(servers, [2, 3, 1]);
         }
-        // With two load balancers the 17 connections that server 3 is ahead are 9 of one's own.
+        // Server 3 is ahead by 17 connections; each of the two load balancers counts 9 of them.
         let distance = table.candidates_of(0, 0)[1].load - table.candidates_of(0, 0)[0].load;
         assert_eq!(distance.div_ceil(table.assignment_cost), 9);
     }
@@ -290,7 +292,7 @@ mod tests {
             (0..4u64).map(|n| PoolServer { open_connections: 100, ..PoolServer::new(n.try_into().unwrap()) }).collect();
         (servers[3].open_connections, servers[3].ramp) = (0, 0.25);
         let joined = counts_after(&mut LeastByMetric::new(1), &servers, 128)[3];
-        // All would go to the new one; its part is 32 of 128 buckets.
+        // Without slow start all would go to the new server; its share is 32 of 128 buckets.
         assert!((20..=44).contains(&joined), "{joined}");
     }
 }

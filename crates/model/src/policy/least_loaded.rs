@@ -1,6 +1,6 @@
 //! The least loaded cores of one bucket, kept while loads change.
 //!
-//! A table follows every few reports, and needs the eight least loaded of perhaps thousands of cores in each bucket. So
+//! A table is made every few reports, and needs the eight least loaded of perhaps thousands of cores in each bucket. So
 //! each bucket keeps a few more than eight: a changed load moves within them or leaves them. Only when too few are
 //! left, all cores are compared again.
 
@@ -13,7 +13,7 @@ const MAX_KEPT_CORES: usize = 2 * MAX_CANDIDATES as usize;
 /// A core in the order of a bucket's loads; ties by id, as in CrossRSS.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankedCore {
-    /// Load that the bucket reaches there.
+    /// Load that the bucket reaches at the core.
     pub load: f64,
     /// The core.
     pub core: Core,
@@ -27,16 +27,16 @@ impl RankedCore {
     }
 }
 
-/// The least loaded cores of one bucket, the least first. No core outside is before the last one.
+/// The least loaded cores of one bucket, the least first. No other core is before the last one.
 #[derive(Debug, Clone, Default)]
 pub struct LeastLoaded(Vec<RankedCore>);
 
-/// Last kept core before a removal: no core outside is before it, except those of the removed source.
+/// Last kept core before a removal. No other core is before it, except cores of the removed source.
 #[derive(Debug, Clone, Copy)]
 pub struct Bound(RankedCore);
 
 impl LeastLoaded {
-    /// Removes a source; `None`: nothing was kept.
+    /// Removes the cores of a source; returns `None` if no cores were kept.
     #[inline]
     pub fn remove_source(&mut self, source: u32) -> Option<Bound> {
         let bound = Bound(*self.0.last()?);
@@ -44,7 +44,7 @@ impl LeastLoaded {
         Some(bound)
     }
 
-    /// Adds a core of the removed source; `false`: it is too far behind.
+    /// Adds a core of the removed source; returns `false` if it is not before `bound`.
     #[inline]
     pub fn insert_core(&mut self, bound: Bound, place: RankedCore) -> bool {
         let is_near = place.is_before(&bound.0);
@@ -56,7 +56,7 @@ impl LeastLoaded {
         is_near
     }
 
-    /// Changes the load of a source with one core.
+    /// Changes the load of a source that has one core.
     #[inline]
     pub fn update_source(&mut self, old: f64, new: RankedCore) {
         if self.0.last().is_some_and(|last| old > last.load && new.load > last.load) {
@@ -67,7 +67,8 @@ impl LeastLoaded {
         }
     }
 
-    /// Searches all cores again. Each iterator is sorted: after a core that is too far behind, the rest is further.
+    /// Searches all cores again. Each iterator is sorted, so the search leaves it at the first core that is too far
+    /// behind.
     pub fn find<I: Iterator<Item = RankedCore>>(&mut self, all: impl Iterator<Item = I>) {
         self.0.clear();
         for ascending in all {
@@ -103,7 +104,7 @@ mod tests {
         RankedCore { load, core: Core { server, core: 0 }, source: position as u32 }
     }
 
-    /// Checks that the kept cores are the beginning of all in order.
+    /// Checks that the kept cores are the first ones of all cores in order.
     fn assert_is_prefix(least: &LeastLoaded, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
         all.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
         prop_assert_eq!(least.places(), &all[..least.places().len()]);

@@ -2,21 +2,21 @@
 
 use super::{Pool, PoolServer};
 
-/// Metric of a server's fullness.
+/// Metric by which servers are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadMetric {
     /// Open connections.
     Connections,
-    /// Packets per second that load balancers send to it.
+    /// Packets per second that load balancers send to the server.
     Packets,
-    /// Frame bytes per second that load balancers send to it.
+    /// Frame bytes per second that load balancers send to the server.
     Bytes,
-    /// Mean load of its cores.
+    /// Mean load of the server's cores.
     Cpu,
 }
 
 impl LoadMetric {
-    /// Returns the telemetry that load balancers must collect for it.
+    /// Returns the telemetry that load balancers must collect for the metric.
     pub fn telemetry_level(self) -> TelemetryLevel {
         match self {
             LoadMetric::Connections => TelemetryLevel::Connections,
@@ -25,7 +25,7 @@ impl LoadMetric {
         }
     }
 
-    /// Returns the fullness of each eligible server, by id. A server without data counts as the mean of the others.
+    /// Returns the metric of each eligible server, by id. A server without data counts as the mean of the others.
     pub fn server_loads(self, pool: &Pool) -> Vec<f64> {
         let neutral = pool.neutral_load();
         let of = |server: &PoolServer| match self {
@@ -39,8 +39,8 @@ impl LoadMetric {
         pool.eligible().map(|server| of(server).unwrap_or(mean)).collect()
     }
 
-    /// Returns the parts to compare by: a server with twice the part may be twice as full. A core's load is relative to
-    /// its capacity already.
+    /// Returns the shares by which servers are compared: a server with twice the share may have twice as much. A core's
+    /// load is relative to its capacity already.
     pub fn comparison_shares(self, pool: &Pool) -> Vec<f64> {
         let weights = pool.eligible().map(|server| f64::from(server.weight.get()));
         match self {
@@ -50,7 +50,7 @@ impl LoadMetric {
     }
 }
 
-/// Telemetry about every server that a policy needs from load balancers.
+/// Telemetry that a policy needs from load balancers about each server.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TelemetryLevel {
     /// None: the policy uses reports alone, or nothing.
@@ -63,10 +63,10 @@ pub enum TelemetryLevel {
 }
 
 impl TelemetryLevel {
-    /// All levels, each including the one before.
+    /// All levels, each including the previous one.
     pub const ALL: [TelemetryLevel; 3] = [TelemetryLevel::Nothing, TelemetryLevel::Connections, TelemetryLevel::All];
 
-    /// The name in messages.
+    /// Returns the name in messages.
     pub fn name(self) -> &'static str {
         match self {
             TelemetryLevel::Nothing => "nothing",

@@ -10,7 +10,7 @@ pub enum Loads {
     Local(CoreLoads),
     /// Loads of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
     Relayed(CoreLoads),
-    /// Their sum alone: the cores are in the rack's summary ([`super::RackSummary`]).
+    /// Sum of the cores' loads alone: the cores are in the rack's summary ([`super::RackSummary`]).
     Aggregated {
         /// Sum over all cores.
         sum: f64,
@@ -26,7 +26,7 @@ impl From<Vec<f64>> for Loads {
 }
 
 impl Loads {
-    /// Returns the load of each core, if known here.
+    /// Returns the load of each core; `None`: only the sum is known.
     pub fn cores(&self) -> Option<&CoreLoads> {
         match self {
             Loads::Local(cores) | Loads::Relayed(cores) => Some(cores),
@@ -34,7 +34,7 @@ impl Loads {
         }
     }
 
-    /// Returns the sum over all cores in their order: the same number here and at the rack.
+    /// Returns the sum over all cores in their order: the same number at the controller and at the rack.
     pub fn sum(&self) -> f64 {
         match self {
             Loads::Local(cores) | Loads::Relayed(cores) => cores.sum(),
@@ -66,7 +66,7 @@ pub struct ServerClass {
 }
 
 impl ServerClass {
-    /// Returns integers in the order of the values (positive floating point).
+    /// Returns integers that sort like the values, which are positive floating-point numbers.
     fn order(&self) -> (u32, u64) {
         (self.weight.get(), self.speed.to_bits())
     }
@@ -95,19 +95,19 @@ impl Ord for ServerClass {
 /// Bits of a load's mantissa that select the bin: 128 bins from a load to its double.
 const BIN_BITS: u32 = 7;
 const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
-/// Loads below share the first bin: a core that is busy for 0.02 % of its time.
+/// Loads below this one share the first bin: the core is busy for less than 0.02 % of the time.
 const MIN_BINNED_LOAD: f64 = 1.0 / 4096.0;
-/// Loads above share the last bin.
+/// Loads above this one share the last bin.
 const MAX_BINNED_LOAD: f64 = 16.0;
 /// Unit of the sums in bins: 2^-32 of a core. A million cores at the data plane's highest load (2^12) stay below 2^64.
 const LOAD_UNIT: f64 = (1u64 << 32) as f64;
 
-/// Spread of many cores' loads: number of cores in each of some 2,000 bins, and their sum. A bin is as wide as 1/128 of
-/// its loads. Two spreads add up to that of all cores, to the last bit and in any order, because sums are whole
-/// numbers. So cores can be taken out again.
+/// Spread of many cores' loads: number of cores in each of some 2,000 bins, and the sum of their loads. A bin is as
+/// wide as 1/128 of its loads. Two spreads add up to the spread of all their cores, to the last bit and in any order,
+/// because sums are whole numbers. So cores can also be subtracted.
 #[derive(Debug, Clone, Default)]
 pub struct LoadSpread {
-    /// By number, up to the last one in use so far.
+    /// Bins by number, up to the last one in use so far.
     bins: Vec<Bin>,
 }
 
@@ -119,7 +119,7 @@ impl PartialEq for LoadSpread {
 
 impl Eq for LoadSpread {}
 
-/// Form of a [`LoadSpread`] that racks send: the bins with a core, by load. That is a few hundred of 2,000, and
+/// Form of a [`LoadSpread`] that racks send: the bins with a core, by load. These are a few hundred of 2,000, and
 /// hundreds of racks are kept and added up.
 pub type SpreadBins = Vec<(u16, Bin)>;
 
@@ -139,7 +139,7 @@ impl Bin {
 }
 
 impl LoadSpread {
-    /// Number of bins, at most.
+    /// Maximum number of bins.
     pub const BINS: u16 = (bin_bits(MAX_BINNED_LOAD) - bin_bits(MIN_BINNED_LOAD)) as u16 + 2;
 
     /// Adds a core.
@@ -154,12 +154,12 @@ impl LoadSpread {
         known.sum -= less.sum;
     }
 
-    /// Adds all cores of another.
+    /// Adds all cores of another spread.
     pub fn add_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
         other.for_each(|(bin, more)| self.add_bin(bin, more));
     }
 
-    /// Removes all cores of another that was added.
+    /// Removes all cores of another spread that was added.
     pub fn remove_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
         for (bin, less) in other {
             let known = &mut self.bins[usize::from(bin)];
@@ -185,8 +185,8 @@ impl LoadSpread {
         numbered.filter(|(_, bin)| bin.cores > 0)
     }
 
-    /// Returns the sum that brings every core below `level` up to it. The cores of one bin count with their mean load.
-    /// That is exact except for the level's own bin, where each core adds an error of at most a quarter of the bin's
+    /// Returns the load that brings every core below `level` up to it. The cores of one bin count with their mean load.
+    /// That is exact except for the bin of `level`, where each core adds an error of at most a quarter of the bin's
     /// width (level / 512).
     pub fn missing(&self, level: f64) -> f64 {
         let of_bin = |bin: &Bin| (bin.cores as f64 * level - bin.sum as f64 / LOAD_UNIT).max(0.0);

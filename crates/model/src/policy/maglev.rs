@@ -17,8 +17,8 @@ pub fn maglev_table(servers: &[ServerId], size: usize) -> Vec<usize> {
     weighted_maglev_table(&servers, size)
 }
 
-/// [`maglev_table`] with shares. The published way has equal ones; here a server of half the largest share has a turn
-/// in every second round.
+/// Like [`maglev_table`], with shares. Published Maglev has equal shares; here a server of half the largest share takes
+/// a bucket in every second round.
 pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let largest = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
     if largest <= 0.0 {

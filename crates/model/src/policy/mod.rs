@@ -1,4 +1,4 @@
-//! Policies, which fill a [`PlacementTable`]. One file each; a new one implements [`Policy`] and is listed in
+//! Policies, which fill a [`PlacementTable`]. Each policy has a file; a new one implements [`Policy`] and is listed in
 //! [`REGISTRY`]. It is then available to the live controller, to the demo and to the simulator.
 //!
 //! A *table policy* (hash, consistent-hash, bounded-load, maglev, crossrss, crossrss-plus, least and its metrics)
@@ -71,7 +71,7 @@ pub trait Policy: Send {
         self.reads_loads()
     }
 
-    /// Returns the telemetry that it needs from load balancers.
+    /// Returns the telemetry that the policy needs from load balancers.
     fn telemetry_level(&self) -> TelemetryLevel {
         TelemetryLevel::Nothing
     }
@@ -87,7 +87,7 @@ pub trait Policy: Send {
         0
     }
 
-    /// Whether open connections or traffic decide, which load balancers count between two reports.
+    /// Whether the table depends on open connections or traffic, which load balancers count between two reports.
     fn reads_traffic(&self) -> bool {
         false
     }
@@ -131,7 +131,7 @@ pub const DEFAULT: &str = crossrss_plus::NAME;
 #[error("policy {0:?} does not exist: expected one of {list}", list = names().join(", "))]
 pub struct UnknownPolicy(pub String);
 
-/// The names of all policies.
+/// Returns the names of all policies.
 pub fn names() -> Vec<&'static str> {
     REGISTRY.iter().map(|(name, _)| *name).collect()
 }
@@ -141,8 +141,8 @@ pub fn fixed_names() -> Vec<&'static str> {
     REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
 }
 
-/// Returns the telemetry that the policy needs from load balancers, and by which its servers' reports are checked;
-/// nothing for an unknown name.
+/// Returns the telemetry that the policy needs from load balancers; `Nothing` for an unknown name. Servers' reports are
+/// checked by the same telemetry.
 pub fn telemetry_level(name: &str) -> TelemetryLevel {
     let telemetry_of = |policy: Box<dyn Policy>| {
         let checked = if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
@@ -162,7 +162,7 @@ pub fn named(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
     found.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
 }
 
-/// [`seeded_rng`]'s stream for hash keys that are independent of every NIC's.
+/// [`seeded_rng`]'s stream for hash keys that are independent of every NIC's key.
 const RNG_STREAM_INDEPENDENT_KEY: u64 = 2;
 
 /// Returns a hash key of the load balancer's own. A bucket from the hash of the servers' RSS would reach only some
@@ -171,13 +171,14 @@ fn independent_key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, RNG_STREAM_INDEPENDENT_KEY))
 }
 
-/// Returns a table with members and the consistent choice, and one group without candidates: the start of every policy.
+/// Returns a table with members and the consistent choice, and one group without candidates. Every policy starts from
+/// it.
 fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
     table_with(pool, rule, buckets, generation, key, weighted_rendezvous(&weights, buckets))
 }
 
-/// As [`table_of`], with a known consistent choice.
+/// Like [`table_of`], with a known consistent choice.
 fn table_with(
     pool: &Pool,
     rule: Rule,

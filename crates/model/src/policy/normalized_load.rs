@@ -2,16 +2,16 @@
 //!
 //! Cores are filled to a level. If all are alike, that level is the mean load, and the least loaded core is the
 //! furthest below it. A server of twice the weight should be twice as loaded. A core of twice the speed takes two
-//! connections for the rise that one causes at another. The data plane adds the same cost per connection to any core.
-//! So the load in the table is the mean - speed x (the core's own level - its load): the work missing to the level, of
-//! a usual core.
+//! connections for the rise that one connection causes at a usual core. The data plane adds the same cost per
+//! connection to any core. So the load in the table is the mean - speed x (level of the core - load of the core): the
+//! missing work, in work of a usual core.
 
 use super::{Pool, ServerClass};
 use crate::statistics::mean;
 
 pub struct NormalizedLoad {
     mean: f64,
-    /// Added to each, so that none is below 0.
+    /// Offset added to each value, so that none is below 0.
     offset: f64,
     mean_weight: f64,
     mean_speed: f64,
@@ -35,7 +35,8 @@ impl NormalizedLoad {
         levels
     }
 
-    /// Returns the compared value of a core with that class and load. In one class it never falls where loads rise.
+    /// Returns the compared value of a core with that class and load. Within a class the value never falls where loads
+    /// rise.
     pub fn normalize(&self, class: ServerClass, load: f64) -> f64 {
         if self.is_uniform {
             return load;

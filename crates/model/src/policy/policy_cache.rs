@@ -1,5 +1,5 @@
-//! State that a core-aware policy keeps between tables, so that a table costs only the changes: tables follow every few
-//! reports, and one report is of one server.
+//! State that a core-aware policy keeps between tables, so that a table costs only the changes: a table is made every
+//! few reports, and each report is of one server.
 //!
 //! The state follows from the pool: an empty cache gives the same table, only later (the test below).
 
@@ -26,7 +26,7 @@ pub struct PolicyCache {
 /// Cache of one group of servers.
 #[derive(Debug, Default)]
 pub struct KeptGroup {
-    /// Loads of the group's servers that report here.
+    /// Loads of the group's servers that report to this controller.
     pub reached: BucketLoads,
     pub relayed: RackAggregate,
 }
@@ -68,11 +68,12 @@ struct Consistent {
     choice: Vec<ServerId>,
 }
 
-/// Spread of the eligible servers that report here, in whole numbers, from which cores can be taken out again.
+/// Load spreads of the eligible servers that report to this controller, in whole numbers, so that cores can be
+/// subtracted again.
 #[derive(Debug, Default)]
 struct LoadSpreads {
     of_class: BTreeMap<ServerClass, LoadSpread>,
-    /// By id.
+    /// Counted servers, by id.
     counted: Vec<CountedServer>,
 }
 
@@ -153,7 +154,7 @@ mod tests {
     }
 
     prop_compose! {
-        /// Servers that changed since the table before, or left (`None`).
+        /// Servers that changed since the previous table, or left (`None`).
         fn change()(
             changed in prop::collection::vec((0usize..12, prop::option::weighted(0.9, server())), 0..4),
             bits in prop_oneof![9 => Just(5u32), 1 => 0u32..8],

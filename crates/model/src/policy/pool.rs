@@ -11,26 +11,26 @@ use crate::rss::{Rss, RssKey};
 /// A server of a pool as policies see it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PoolServer {
-    /// Its id.
+    /// Id of the server.
     pub id: ServerId,
     /// Whether it takes new connections (neither draining nor unhealthy).
     pub eligible: bool,
-    /// `None`: no fresh report; the server counts as neutral.
+    /// Loads of the cores; `None`: no fresh report, so the server counts as neutral.
     pub loads: Option<Loads>,
-    /// Key and table of its NIC; `None`: unknown, all its cores count as one.
+    /// Key and indirection table of the server's NIC; `None`: unknown, so all cores count as one.
     pub rss: Option<Rss>,
     /// Open connections, of all services.
     pub open_connections: u32,
-    /// Its weight. (One of weight 0 is not eligible.)
+    /// Weight of the server. (A server of weight 0 is not eligible.)
     pub weight: Weight,
-    /// Fraction of its part during slow start, above 0; otherwise 1.
+    /// Fraction of the server's share during slow start, above 0; otherwise 1.
     pub ramp: f64,
-    /// Capacity from the operator; `None`: its number of cores.
+    /// Capacity configured by the operator; `None`: the number of cores counts.
     pub capacity: Option<Capacity>,
     /// Traffic from load balancers; `None`: not counted yet.
     pub traffic: Option<TrafficRates>,
-    /// Whether its load is newer than the service's previous table. If not, connections assigned since then are not in
-    /// it, and smoothing has seen it already.
+    /// Whether the load is newer than the service's previous table. An older load lacks connections assigned since, and
+    /// smoothing has processed it already.
     pub has_new_load: bool,
 }
 
@@ -58,7 +58,7 @@ pub struct Pool {
     pub(super) new_interval: bool,
     /// Position in `servers` by id; empty until the first look-up.
     positions: Vec<Option<u16>>,
-    /// Whether each server has its loads from one rack's summary at most, which the next one replaces.
+    /// Whether each server has loads from one rack's summary at most, which the rack's next summary replaces.
     in_one_rack: bool,
     totals: OnceLock<Totals>,
 }
@@ -70,12 +70,13 @@ pub(super) struct Totals {
     has_loads: bool,
     /// Whether all eligible servers are of one class.
     pub is_uniform: bool,
-    /// Whether the loads of any server's cores are reported here.
+    /// Whether any server reports the loads of its cores to this controller.
     pub has_local_reports: bool,
 }
 
 impl Pool {
-    /// Returns a pool. `load_balancers`: number of those that share the service's new connections (0 counts as 1).
+    /// Returns a pool. `load_balancers`: number of load balancers that share the service's new connections (0 counts as
+    /// 1).
     pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
         servers.sort_by_key(|server| server.id);
         let load_balancers = load_balancers.max(1);
@@ -92,7 +93,7 @@ impl Pool {
         }
     }
 
-    /// Returns the pool at the same time with these servers.
+    /// Returns the pool with these servers, at the same time.
     pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
         let Self { load_balancers, opened_connections, counts_requests, new_interval, racks, .. } = self;
         let pool = Self { opened_connections, counts_requests, new_interval, ..Self::new(servers, load_balancers) };
@@ -187,12 +188,12 @@ impl Pool {
         self.racks.iter().flat_map(|rack| &rack.lists).filter(move |list| list.key == *key)
     }
 
-    /// Returns the pool with the number of connections opened in the last whole report interval.
+    /// Returns the pool with the number of connections opened in the last complete report interval.
     pub fn with_opened_connections(self, connections: u64) -> Self {
         Self { opened_connections: Some(connections), ..self }
     }
 
-    /// Returns the pool within a report interval that has had a table.
+    /// Returns the pool for another table in the same report interval.
     pub fn for_same_interval(self) -> Self {
         Self { new_interval: false, ..self }
     }
@@ -203,17 +204,17 @@ impl Pool {
         Self { counts_requests: true, ..self }
     }
 
-    /// All servers, by id.
+    /// Returns all servers, by id.
     pub fn servers(&self) -> &[PoolServer] {
         &self.servers
     }
 
-    /// The servers that take new connections, by id.
+    /// Returns the servers that take new connections, by id.
     pub fn eligible(&self) -> impl Iterator<Item = &PoolServer> + Clone {
         self.servers.iter().filter(|server| server.eligible)
     }
 
-    /// Returns the pool with other loads of these servers.
+    /// Returns the pool with the loads of `servers`.
     pub(super) fn with_loads_of(&self, servers: Vec<PoolServer>) -> Self {
         Self { servers, racks: self.racks.clone(), positions: Vec::new(), totals: OnceLock::new(), ..*self }
     }
@@ -254,9 +255,9 @@ impl Pool {
         self.eligible().map(|server| (server.id, f64::from(server.weight.get()) * server.ramp)).collect()
     }
 
-    /// Returns the capacity of each eligible server: the operator's value, or its number of cores. That number counts
-    /// up to [`MAX_CORES_OVER_MEDIAN`] times the pool's median, because only the server itself reports it. A server
-    /// without data counts as the mean of the others, and in a pool of such servers as 1.
+    /// Returns the capacity of each eligible server: the operator's value, or the number of cores. The number of cores
+    /// counts up to [`MAX_CORES_OVER_MEDIAN`] times the pool's median, because only the server itself reports it. A
+    /// server without data counts as the mean of the others, and in a pool of such servers as 1.
     pub fn capacities(&self) -> Vec<f64> {
         let mut counts: Vec<u32> = self.eligible().filter_map(PoolServer::core_count).collect();
         counts.sort_unstable();
@@ -271,8 +272,8 @@ impl Pool {
         self.eligible().map(|server| of(server).unwrap_or(mean)).collect()
     }
 
-    /// Returns the fair part of each eligible server in new connections: by weight, and with `by_capacity` by capacity;
-    /// the sum is 1.
+    /// Returns the fair share of each eligible server in new connections: by weight, and with `by_capacity` by
+    /// capacity; the sum is 1.
     pub fn fair_shares(&self, by_capacity: bool) -> Vec<(ServerId, f64)> {
         let weights = self.eligible().map(|server| f64::from(server.weight.get()));
         let parts: Vec<f64> = match by_capacity {
@@ -283,8 +284,8 @@ impl Pool {
         self.eligible().zip(parts).map(|(server, part)| (server.id, part / sum)).collect()
     }
 
-    /// Whether the server takes part in the bucket's connections. In slow start it does in a fraction of the buckets,
-    /// always the same ones.
+    /// Whether the server takes part in the bucket's connections. A server in slow start takes part in a fraction of
+    /// the buckets, always the same ones.
     pub fn is_candidate(&self, server: &PoolServer, bucket: u32) -> bool {
         server.ramp >= 1.0 || part_of(bucket, server.id) < server.ramp
     }
@@ -325,7 +326,8 @@ impl PoolServer {
         }
     }
 
-    /// Returns the load of core `core`. A queue beyond the reporting cores has their mean, or `neutral` without any.
+    /// Returns the load of core `core`. A queue beyond the reported cores has the mean of these cores, or `neutral` if
+    /// there are none.
     pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
         let known = self.loads.as_ref().and_then(Loads::cores).and_then(|loads| loads.get(usize::from(core)));
         known.copied().unwrap_or_else(|| self.mean_load(neutral))
@@ -337,14 +339,14 @@ impl PoolServer {
         ServerClass { weight: self.weight, speed: speed.unwrap_or(1.0) }
     }
 
-    /// Returns the number of cores by its reports or by its NIC's table; `None` when both are unknown.
+    /// Returns the number of cores by the server's reports or its NIC's table; `None` when both are unknown.
     pub fn core_count(&self) -> Option<u32> {
         let by_table = |rss: &Rss| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
         let reported = self.loads.as_ref().map(Loads::count);
         reported.or_else(|| self.rss.as_ref().and_then(by_table))
     }
 
-    /// Returns the mean load of all its cores, or `neutral` when it is unknown.
+    /// Returns the mean load of all cores, or `neutral` when it is unknown.
     pub fn mean_load(&self, neutral: f64) -> f64 {
         self.loads.as_ref().and_then(Loads::mean).unwrap_or(neutral)
     }

@@ -8,7 +8,7 @@ use crate::load::fixed_point;
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
-/// By cores, connections, packets, bytes.
+/// Names of the policy by core loads, connections, packets and bytes.
 pub const NAMES: [&str; 4] = ["pow2", "pow2:connections", "pow2:packets", "pow2:bytes"];
 
 pub struct PowerOfTwo {

@@ -1,15 +1,15 @@
-//! Summary of its servers that a rack controller sends (CrossRSS, CoNEXT'20, Sect. 2: "hierarchical aggregation, as
-//! the minimal load of a group of servers is the same as the minimal load of any server").
+//! Summary that a rack controller sends of the rack's servers (CrossRSS, CoNEXT'20, Sect. 2: "hierarchical aggregation,
+//! as the minimal load of a group of servers is the same as the minimal load of any server").
 //!
 //! A table needs the k least loaded cores of each bucket. A core among the k least of all is among the k least of its
-//! rack, because fewer are before it there. So the k least of the racks' lists are the k least of all, in the same
-//! order if the server's id breaks ties. Cores may be compared by another value than their load
+//! rack, because fewer cores of the rack are before it. So the k least of the racks' lists are the k least of all, in
+//! the same order if the server's id breaks ties. Cores may be compared by another value than their load
 //! ([`super::normalized_load`]), which depends on the whole pool. In a `ServerClass` that value never falls where loads
 //! rise. So a rack sends the k least of each class and needs no knowledge of other racks.
 //!
-//! Policies also use each server's mean load with its number of cores, and the work missing in all to a level, which is
-//! known once all loads are: [`LoadSpread`]. All sums are exact to the last bit. Servers with unknown loads and those
-//! in slow start, which take part in some buckets only, are left to the controller.
+//! Policies also use each server's mean load with its number of cores, and the total work missing to a level
+//! ([`LoadSpread`]). The level is known once all loads are. All sums are exact to the last bit. The controller handles
+//! servers with unknown loads, and servers in slow start, which take part in some buckets only.
 //!
 //! `crates/model/tests/integration/racks.rs` compares every policy's tables with those of the same pool without racks.
 
@@ -23,13 +23,13 @@ use crate::ServerId;
 use crate::placement::{BucketCount, Core};
 use crate::rss::RssKey;
 
-/// Candidates of a bucket, at most: the limit of the data plane.
+/// Maximum number of candidates of a bucket: the limit of the data plane.
 pub const MAX_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
 
-/// One service's servers in one rack whose loads are known.
+/// Summary of one service's servers in one rack, as far as their loads are known.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackSummary {
-    /// By id.
+    /// Servers by id.
     pub servers: Vec<ReducedServer>,
     /// Load spread of the eligible aggregated servers, by class.
     pub spreads: Vec<(ServerClass, SpreadBins)>,
@@ -37,23 +37,23 @@ pub struct RackSummary {
     pub lists: Vec<CandidateList>,
 }
 
-/// A server's entry next to the lists.
+/// A server's entry in a summary.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReducedServer {
-    /// Its id.
+    /// Id of the server.
     pub id: ServerId,
-    /// [`Loads::Aggregated`]; in slow start [`Loads::Relayed`].
+    /// Loads of the server: [`Loads::Aggregated`]; in slow start [`Loads::Relayed`].
     pub loads: Loads,
 }
 
 /// The least loaded cores of each bucket, of servers with one RSS key and of one class.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CandidateList {
-    /// The key.
+    /// RSS key of the servers.
     pub key: RssKey,
-    /// Candidates of each bucket, at least 1.
+    /// Number of candidates of each bucket, at least 1.
     pub per_bucket: usize,
-    /// By bucket, the least loaded first (ties: lowest id), each with its load.
+    /// Candidates by bucket, the least loaded first (ties: lowest id), each with its load.
     pub candidates: Vec<(Core, f64)>,
 }
 
@@ -105,7 +105,7 @@ impl RackSummary {
     }
 }
 
-/// The least loaded cores of servers of one key and class.
+/// Returns the least loaded cores of servers of one key and class.
 fn list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize) -> CandidateList {
     let per_bucket = servers.len().min(most);
     let mut candidates = Vec::with_capacity(per_bucket * buckets.get() as usize);

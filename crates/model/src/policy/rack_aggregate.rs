@@ -1,4 +1,5 @@
-//! Merged summaries of racks, kept between tables: each table follows one rack's summary or a few, of perhaps hundreds.
+//! Merged summaries of racks, kept between tables: each table needs the new summaries of one or a few racks out of
+//! hundreds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +15,8 @@ use crate::rss::RssKey;
 struct MergedSummaries(Vec<Arc<RackSummary>>);
 
 impl MergedSummaries {
-    /// Stores the newest summaries. Returns the positions of changed ones with the previous ones; `None`: all changed.
+    /// Stores the newest summaries. Returns the positions of changed summaries with the previous ones; `None`: all have
+    /// changed.
     fn update(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
         let before = std::mem::replace(&mut self.0, racks.to_vec());
         let same_racks = before.len() == racks.len();
@@ -31,7 +33,7 @@ pub struct RelayedSpreads {
 }
 
 impl RelayedSpreads {
-    /// Updates to these summaries.
+    /// Merges these summaries and returns the spread of each class.
     pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadSpread> {
         match self.merged.update(racks) {
             Some(changed) => {
@@ -63,12 +65,12 @@ pub struct RackAggregate {
     merged: MergedSummaries,
     key: Option<RssKey>,
     count: usize,
-    /// By bucket.
+    /// Least loaded cores by bucket.
     least: Vec<LeastLoaded>,
 }
 
 impl RackAggregate {
-    /// Updates to these summaries. `most`: number needed of each bucket.
+    /// Updates the cores to these summaries. `most`: number of cores needed for each bucket.
     pub fn update(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
         let same = self.key.as_ref() == Some(key) && self.least.len() == buckets.get() as usize;
         match self.merged.update(racks) {
@@ -107,12 +109,12 @@ impl RackAggregate {
         }
     }
 
-    /// Returns the least loaded of the bucket, at least as many as needed, if there are.
+    /// Returns the least loaded cores of the bucket, at least as many as needed, if they exist.
     pub fn least(&self, bucket: u32) -> &[RankedCore] {
         self.least.get(bucket as usize).map_or(&[], LeastLoaded::places)
     }
 
-    /// Whether no further cores exist.
+    /// Whether `places` are all cores that exist.
     pub fn is_complete(&self, places: &[RankedCore]) -> bool {
         places.len() >= self.count
     }

@@ -1,6 +1,6 @@
 //! An operator's settings for a server's share.
 
-/// A server's part of new connections, relative to the others' weights: 0 to 100; 0 is none.
+/// Weight of a server: its share of new connections relative to other weights, 0 (none) to 100.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Weight(u8);
 
@@ -10,18 +10,18 @@ pub struct Weight(u8);
 pub struct WeightError(pub u64);
 
 impl Weight {
-    /// Larger ratios are possible with smaller weights of the others.
+    /// Largest weight. For a larger ratio, give other servers smaller weights.
     pub const MAX: u8 = 100;
 
     /// The default weight.
     pub const ONE: Weight = Weight(1);
 
-    /// Fails when `weight` is above 100.
+    /// Returns the weight. Fails when `weight` is above 100.
     pub fn new(weight: u64) -> Result<Self, WeightError> {
         u8::try_from(weight).ok().filter(|weight| *weight <= Self::MAX).map(Self).ok_or(WeightError(weight))
     }
 
-    /// The number.
+    /// Returns the number.
     pub fn get(self) -> u32 {
         self.0.into()
     }
@@ -43,12 +43,12 @@ pub struct Capacity(f64);
 pub struct CapacityError(pub f64);
 
 impl Capacity {
-    /// Fails when `capacity` is not above 0, or above a million.
+    /// Returns the capacity. Fails when `capacity` is not above 0, or above a million.
     pub fn new(capacity: f64) -> Result<Self, CapacityError> {
         if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(CapacityError(capacity)) }
     }
 
-    /// The number.
+    /// Returns the number.
     pub fn get(self) -> f64 {
         self.0
     }

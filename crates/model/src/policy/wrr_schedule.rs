@@ -9,7 +9,7 @@ use super::{Pool, table_of};
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
-/// Returns a table with turns by `shares`: one per eligible server of the pool, by id, above 0.
+/// Returns a table with turns by `shares`: one share per eligible server of the pool, by id, above 0.
 pub fn weighted_turns(
     pool: &Pool,
     buckets: BucketCount,
@@ -41,7 +41,7 @@ fn scale_to_fit(weights: &[u32]) -> Vec<u32> {
     if total <= most {
         return weights.iter().map(|weight| weight / divisor).collect();
     }
-    // One turn each is reserved for those that scaling would leave with none.
+    // One turn is reserved for each server that scaling would leave without any.
     let shared = most - (weights.len() as u64).min(most);
     weights.iter().map(|weight| 1 + (u64::from(weight / divisor) * shared / total) as u32).collect()
 }
@@ -54,8 +54,8 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
 /// schedule of R. Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980), whose bound for n
 /// servers is 1 - d, d = 1 / (2n - 2).
 ///
-/// Turn k (from 0) of a server of share r keeps the bound from (k + d) / r turns on, up to (k + 1 - d) / r. Of those
-/// that may have a turn, the one with the nearest end is taken: such a schedule exists, so this rule finds it.
+/// Turn k (from 0) of a server of share r keeps the bound from (k + d) / r turns on, up to (k + 1 - d) / r. Of the
+/// servers that may have a turn, the one with the nearest end is taken: such a schedule exists, so this rule finds it.
 fn interleaved(weights: &[u32]) -> Vec<usize> {
     if weights.len() == 1 {
         return vec![0; weights[0] as usize];
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!(turns(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
         assert_eq!(turns(&[3]), [0]);
         assert_eq!(turns(&[]), Vec::<usize>::new());
-        // Half a share of three.
+        // The third server has half a share.
         let half = super::turns(&[1.0, 1.0, 0.5]);
         assert_eq!((half.len(), half.iter().filter(|turn| **turn == 2).count()), (5, 1));
     }

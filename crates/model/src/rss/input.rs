@@ -1,4 +1,4 @@
-//! Transformation of the RSS input.
+//! Transforms of the RSS input.
 
 use coreward_intf as intf;
 
@@ -7,16 +7,17 @@ use super::INPUT_BYTES;
 /// Transformation of a packet's addresses and ports before the NIC hashes them (`input_xfrm` of `struct ethtool_rxfh`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum InputTransform {
-    /// None.
+    /// Addresses and ports are hashed unchanged.
     #[default]
     None,
     /// Source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR), so that both directions hash alike.
     SymmetricXor,
-    /// The source is replaced by the OR of both, the destination by their XOR (RXH_XFRM_SYM_OR_XOR): mlx5's default.
+    /// The source is replaced by the OR of source and destination, the destination by their XOR (RXH_XFRM_SYM_OR_XOR):
+    /// mlx5's default.
     SymmetricOrXor,
 }
 
-/// An unknown transform.
+/// Number or name of an unknown transform.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("input transform {0} of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)")]
 pub struct UnknownInputTransform(pub u32);
@@ -34,7 +35,7 @@ impl InputTransform {
     /// All transforms.
     pub const ALL: [Self; 3] = [Self::None, Self::SymmetricXor, Self::SymmetricOrXor];
 
-    /// The number in ethtool.
+    /// Returns the number in ethtool.
     pub fn number(self) -> u8 {
         match self {
             Self::None => intf::RSS_INPUT_UNCHANGED as u8,
@@ -43,7 +44,7 @@ impl InputTransform {
         }
     }
 
-    /// The name in ethtool.
+    /// Returns the name in ethtool.
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -52,7 +53,7 @@ impl InputTransform {
         }
     }
 
-    /// Transforms a source byte and the destination byte at the same offset.
+    /// Returns a source byte and the destination byte at the same offset after the transform.
     pub(super) fn transform(self, source: u8, destination: u8) -> (u8, u8) {
         match self {
             Self::None => (source, destination),
@@ -61,7 +62,8 @@ impl InputTransform {
         }
     }
 
-    /// Transforms addresses and ports of IPv4 (12 bytes) or IPv6 (36); any other length is addresses alone.
+    /// Returns the transformed addresses and ports of IPv4 (12 bytes) or IPv6 (36); any other length is addresses
+    /// alone.
     pub(super) fn apply(self, tuple: &[u8]) -> Vec<u8> {
         let mut tuple = tuple.to_vec();
         let addresses = match tuple.len() {

@@ -1,5 +1,5 @@
-//! The hash that places connections in tables, against a sender that knows its code and not its key: structured sets of
-//! tuples collide as often as by chance.
+//! Hash that selects places of connections in tables, against a sender that knows the code but not the key: structured
+//! sets of tuples collide as often as by chance.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -9,15 +9,15 @@ use coreward_model::cookie::CookieKey;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-/// Tuples of each set: so many that their pairs collide 128 times in 4,096 places by chance.
+/// Number of tuples of each set: enough for 128 collisions in 4,096 places by chance.
 const TUPLES: u32 = 1024;
 const KEYS: u64 = 200;
-/// Bits that choose a place: a source's counter, a hint, and a set of the flow table have 12, 14 and 17.
+/// Number of bits that select a place: a source's counter, a hint, and a set of the flow table have 12, 14 and 17.
 const PLACE_BITS: u32 = 12;
-/// More than chance by so much means that the structure shows.
+/// Ratio to chance above which the structure of a set shows.
 const TOLERANCE: f64 = 1.25;
 
-/// A set of clients, by number.
+/// A named set of clients, by number.
 type Set = (&'static str, fn(u32) -> SocketAddr);
 
 fn client(address: u32, port: u32) -> SocketAddr {
@@ -38,7 +38,7 @@ const SETS: [Set; 9] = [
     ("port against address", |n| client(0xc000_0000 + n, 65_535 - n)),
 ];
 
-/// How often pairs of the set's tuples share a place, in multiples of chance, over many keys.
+/// Returns how often pairs of the set's tuples share a place, in multiples of chance, over many keys.
 fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: Set, shift: u32) -> f64 {
     let mut rng = seeded_rng(171, shift.into());
     let mut pairs = 0u64;
@@ -54,13 +54,13 @@ fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: Set, shift: u32) -> 
     pairs as f64 / KEYS as f64 / (all / f64::from(1 << PLACE_BITS))
 }
 
-/// The low half selects places, the upper half is the tag.
+/// Returns the hash: the low half selects places, the upper half is the tag.
 fn whole(key: &CookieKey, client: SocketAddr) -> u64 {
     let hash = ConnectionHash::new(key, 3, client);
     u64::from(hash.tag()) << 32 | u64::from(hash.low())
 }
 
-/// One multiplication without a fold: places depend on the low bits of the tuple alone.
+/// Returns a hash by one multiplication without a fold: places depend on the low bits of the tuple alone.
 fn too_simple(key: &CookieKey, client: SocketAddr) -> u64 {
     let SocketAddr::V4(client) = client else { unreachable!("sets are of IPv4") };
     let tuple = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());
@@ -69,7 +69,7 @@ fn too_simple(key: &CookieKey, client: SocketAddr) -> u64 {
 
 #[test]
 fn structured_tuples_collide_no_more_often_than_by_chance() {
-    // The lowest bits, those of a set of the flow table above them, and both ends of the tag.
+    // The lowest bits, the bits of a set of the flow table above them, and both ends of the tag.
     for shift in [0, 5, 32, 52] {
         for set in SETS {
             let found = collisions(whole, set, shift);

@@ -1,7 +1,7 @@
-//! Packets on several CPUs take entries of the connection table while user space frees others: every order of their
-//! steps, and everything that the memory model lets them see, tried by loom. Both sides are the code of
-//! `model::connection_table::table`: user space's is what runs, the packets' is line by line that of
-//! `bpf/lb/connection_table.h`.
+//! Packets on several CPUs take entries of the connection table while user space frees other entries. Loom tries every
+//! order of their steps, and all values that the memory model lets them read. Both sides are the code of
+//! `model::connection_table::table`. User space runs that code; the code for packets equals `bpf/lb/connection_table.h`
+//! line by line.
 
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -18,10 +18,10 @@ use loom::thread;
 
 const SERVICE: u16 = 3;
 const WORDS: usize = size_of::<intf::connection>() / 8;
-/// Places of the one partition that are used; the model grows quickly with them.
+/// Number of slots of the one partition that are used; the model grows quickly with them.
 const SLOTS: usize = 2;
 
-/// Shared state is loom's, so that each access is a step of its own; the rest of an entry is plain.
+/// Memory of the table. Shared state is loom's, so that each access is a separate step; the rest of an entry is plain.
 struct LoomMemory {
     top: AtomicU64,
     /// A hint: no packet relies on it.
@@ -30,9 +30,9 @@ struct LoomMemory {
     port_flags_next: [AtomicU64; SLOTS],
     generation: [AtomicU64; SLOTS],
     rest: [[PlainWord; WORDS]; SLOTS],
-    /// Every word of the other slots: 0, as if free.
+    /// Every word of the other slots: 0, as in a free slot.
     other: PlainWord,
-    /// Bits of the stack's top that distinguish its states.
+    /// Bits of the stack's top that distinguish states of the stack.
     top_mask: u64,
 }
 
@@ -115,7 +115,7 @@ fn size() -> TableSize {
     TableSize::try_from(u64::from(intf::CONNECTIONS_PER_PARTITION)).unwrap()
 }
 
-/// A table with `free` free slots in its one partition; slot 0 is on top.
+/// Returns a table with `free` free slots in its one partition; slot 0 is on top.
 fn table(free: usize, top_mask: u64) -> Arc<Table> {
     let table = ConnectionTable::new(LoomMemory::new(top_mask), size());
     for slot in (0..free as u32).rev() {
@@ -143,7 +143,7 @@ fn identity(client: u16, generation: u16) -> Identity {
     Identity { tag: packet(client).hash.tag(), generation, service: SERVICE, server: server(client) }
 }
 
-/// User space: the grace period in between, which only keeps counters apart, is left out.
+/// Frees an entry as user space does. The grace period in between, which only keeps counters apart, is omitted.
 fn free(table: &Table, index: ConnectionIndex, identity: Identity) -> bool {
     let released = table.release(index, identity);
     if released {
@@ -191,8 +191,8 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
     });
 }
 
-/// The ABA problem: one packet reads the top, sleeps, and meanwhile the same slot is taken, freed and on top again, but
-/// with another one below.
+/// The ABA problem: one packet reads the top and sleeps. Meanwhile the same slot is taken, freed and on top again, but
+/// with another slot below.
 fn check_slot_back_on_top(top_mask: u64) {
     loom::model(move || {
         let table = table(SLOTS, top_mask);
@@ -217,7 +217,7 @@ fn free_list_has_no_aba_problem() {
     check_slot_back_on_top(WHOLE_TOP);
 }
 
-/// The model finds the fault.
+/// The test finds the fault.
 #[test]
 #[should_panic(expected = "a slot was handed out that is in use")]
 fn slot_is_allocated_twice_without_the_change_count() {
@@ -257,13 +257,13 @@ fn concurrent_free_of_an_entry_succeeds_once() {
         let freed = [free(&table, index, identity(1, 0)), other.join().unwrap()];
         assert_eq!(freed.iter().filter(|freed| **freed).count(), 1);
         check(&table, &[]);
-        // Nor does a late caller free the entry's next connection, even if it is the same client's.
+        // A late caller does not free the entry's next connection either, even if it belongs to the same client.
         assert_eq!(take(&table, 1), Ok(index));
         assert!(!free(&table, index, identity(1, 0)));
     });
 }
 
-/// A packet finds the one slot in use, by an expired entry, while `other` acts. Returns what each got.
+/// Makes a packet reuse the one slot in use, whose entry has expired, while `other` acts. Returns the results of both.
 fn reuse_beside<T>(other: impl Fn(&Table, ConnectionIndex) -> Option<T>) -> (Option<ConnectionIndex>, Option<T>) {
     let table = table(1, WHOLE_TOP);
     let index = take(&table, 1).unwrap();
@@ -279,7 +279,7 @@ fn reuse_beside<T>(other: impl Fn(&Table, ConnectionIndex) -> Option<T>) -> (Opt
     (reused, by_other)
 }
 
-/// The entry of client 1 has expired.
+/// Reuses the expired entry of client 1.
 fn reuse(table: &Table, client: u16) -> Option<ConnectionIndex> {
     let is_first = |connection: &Connection| connection.client.port() == 1;
     table.reuse(&packet(client), server(client), Clock(5), is_first).map(|(index, _)| index)

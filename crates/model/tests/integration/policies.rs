@@ -19,7 +19,7 @@ fn key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, 99))
 }
 
-/// A server of four cores with a balanced table of 128 entries.
+/// Returns a server of four cores with a balanced table of 128 entries.
 fn server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer {
     PoolServer {
         loads: loads.map(|loads| Vec::from(loads).into()),
@@ -57,7 +57,7 @@ fn hash_uses_all_cores_of_every_server() {
         *counts.entry((chosen, core_of(server, &tuple))).or_default() += 1;
     }
     assert_eq!(counts.len(), 16);
-    // 1,000 expected on each; a bucket of the servers' own hash would leave most cores of a server with none.
+    // 1,000 are expected on each core. A bucket by the servers' own hash would leave most cores of a server with none.
     assert!(counts.values().all(|count| (600..1_500).contains(count)), "{counts:?}");
 }
 
@@ -142,14 +142,14 @@ fn connections_of_one_interval_fill_the_deficits() {
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = || Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let mut policy = named("crossrss-plus", 1).unwrap();
-    // The loads do not change, so newest and recent ones are the same.
+    // The loads do not change, so newest and recent loads are the same.
     let mut cost = |opened| {
         let table = policy.place(&pool().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
         f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE)
     };
-    // 1.5 x 0.3 over 30 connections; each of the two load balancers sees half of them.
+    // 1.5 x 0.3 over 30 connections; each of the two load balancers gets half of them.
     assert!((cost(30) - 0.03).abs() < 1e-5);
-    // The number to be expected changes slowly: 0.1 x 130 + 0.9 x 30.
+    // The expected number changes slowly: 0.1 x 130 + 0.9 x 30.
     assert!((cost(130) - 0.0225).abs() < 1e-5);
 }
 
@@ -180,14 +180,15 @@ fn request_cost_is_its_own_load() {
     let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let pool = pool.with_opened_connections(400).counting_requests();
     let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
-    // All load, 4, over the requests of an interval; each of the two load balancers sees half of them.
+    // All load, 4, over the requests of an interval; each of the two load balancers gets half of them.
     let cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
     assert!((cost - 0.02).abs() < 1e-5, "{cost}");
 }
 
 #[test]
 fn servers_beyond_four_rss_groups_count_with_their_mean_load() {
-    // Six keys: four groups, the servers of the two others count with their mean load; one server's RSS is unknown.
+    // Six keys give four groups; the servers of the other two keys count with their mean load. One server's RSS is
+    // unknown.
     let mut servers: Vec<_> = (1..=7).map(|n| server(n, &key(n.min(6)), Some([0.5; 4]))).collect();
     servers.push(PoolServer { rss: None, ..server(8, &key(1), Some([0.0, 0.0, 0.2, 0.2])) });
     let pool = Pool::new(servers, 1);
@@ -212,7 +213,7 @@ fn stale_server_is_neutral_and_draining_one_gets_nothing() {
     };
     assert_eq!(first(&servers), id(1));
     servers[0].eligible = false;
-    // Neutral is now the mean of what is left: 0.9 on both, the lower id wins.
+    // Neutral is now the mean of the remaining servers: 0.9 on both, and the lower id wins.
     assert_eq!(first(&servers), id(2));
     servers[1].loads = Some(vec![0.95, 0.95, 0.9, 0.9].into());
     let pool = Pool::new(servers.clone(), 1);
@@ -286,8 +287,8 @@ fn unknown_policy_is_rejected_with_the_list_of_policies() {
     );
 }
 
-/// The part of new connections that a server of weight 2 gets next to two of weight 1, over 50 s. A core's load is
-/// `base` and `cost` for each connection of the last interval.
+/// Returns the share of new connections that a server of weight 2 gets next to two of weight 1, over 50 s. A core's
+/// load is `base` and `cost` for each connection of the last interval.
 fn share_of_heavy_server(policy: &str, base: f64, cost: f64) -> f64 {
     const PER_INTERVAL: u32 = 60;
     let rss_key = key(7);
@@ -321,14 +322,14 @@ fn server_of_weight_two_gets_half_of_the_connections_next_to_two_of_one() {
         let part = share_of_heavy_server(policy, 0.0, 0.02);
         assert!((0.42..0.52).contains(&part), "{policy}: {part}");
     }
-    // They make next to none of it: policies that do not level loads.
+    // Connections cause nearly no load, with policies that do not level loads.
     for policy in ["hash", "awrr", "pow2", "least:cpu"] {
         let part = share_of_heavy_server(policy, 0.2, 0.001);
         assert!((0.42..0.6).contains(&part), "{policy}: {part}");
     }
 }
 
-/// docs/policies.md: where connections make next to none of the load, its level by weight is never reached.
+/// docs/policies.md: where connections cause nearly no load, crossrss never levels loads by weight.
 #[test]
 fn weight_of_crossrss_needs_load_by_connections() {
     for policy in ["crossrss-plus", "crossrss"] {

@@ -1,4 +1,4 @@
-//! Tables of a pool behind racks against those of the same pool without.
+//! Compares tables of a pool behind racks with tables of the same pool without racks.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use coreward_model::policy::{Capacity, Loads, Pool, PoolServer, RackSummary, Tra
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use proptest::prelude::*;
 
-/// How many reports are made: policies remember loads.
+/// Number of reports, more than one because policies store loads.
 const REPORTS: u64 = 4;
 
-/// A server, and the rack that it is in; `None`: its agent reports to the controller itself.
+/// A server and its rack; `None`: its agent reports to the controller directly.
 #[derive(Debug, Clone)]
 struct Racked {
     server: PoolServer,
@@ -21,7 +21,7 @@ struct Racked {
 prop_compose! {
     fn racked()(
         eligible in prop::bool::weighted(0.9),
-        // Few values, so that many are equal.
+        // Few values, so that many loads are equal.
         loads in prop::option::weighted(
             0.9,
             prop::collection::vec((0u32..12).prop_map(|tenths| f64::from(tenths) / 10.0), 1..9),
@@ -60,7 +60,7 @@ fn pool_of(servers: &[PoolServer], requests: bool) -> Pool {
     if requests { pool.counting_requests() } else { pool }
 }
 
-/// The servers a report later: other loads; now and then one is silent, joins or leaves.
+/// Changes the servers to those of the next report: loads differ, and some servers are silent, join or leave.
 fn later(servers: &mut [Racked], report: u64) {
     for (position, Racked { server, .. }) in servers.iter_mut().enumerate() {
         let turn = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
@@ -85,7 +85,7 @@ fn later(servers: &mut [Racked], report: u64) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// For every policy, the summaries of racks make the same table as all that their servers report.
+    /// For every policy, the summaries of racks make the same table as the servers' own reports.
     #[test]
     fn tables_are_equal_with_and_without_racks(
         mut servers in prop::collection::vec(racked(), 0..24), bits in 0u32..8, requests: bool
@@ -98,7 +98,7 @@ proptest! {
             let mut servers = servers.clone();
             let policy = || named(name, 7).unwrap();
             let (mut flat, mut above, mut at_racks) = (policy(), policy(), [policy(), policy(), policy(), policy()]);
-            // As the controller does: its pool goes on from table to table.
+            // As in the controller, one pool is updated from table to table.
             let (mut going_on, mut kept) = (policy(), None);
             for report in 1..=REPORTS {
                 let of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
@@ -129,7 +129,7 @@ proptest! {
         }
     }
 
-    /// The k least of the whole are among the k least of the parts; fewer are not enough.
+    /// The k least loaded of all are among the k least loaded of each rack; fewer than k do not suffice.
     #[test]
     fn fewer_candidates_are_the_least_of_each_rack(
         loads in prop::collection::vec(0.0..1.0f64, 2..12),

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::point::same_point;
 use super::table::{Cell, Curve, PanelTable, Table};
 
-/// Statement and its check: of a value, a ratio of two values, or an order.
+/// Statement of a paper and its check: of a value, a ratio of two values, or an order.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Assertion {
@@ -16,9 +16,9 @@ pub struct Assertion {
     /// Value that the paper states.
     pub published: Option<f64>,
     pub value: Option<Quantity>,
-    /// Checked ratio, instead of a value.
+    /// Ratio to check, instead of a value.
     pub ratio: Option<Ratio>,
-    /// Checked order of series, instead of a value.
+    /// Order of series to check, instead of a value.
     pub ascending: Option<Ascending>,
     /// Lower bound of the values.
     pub at_least: Option<f64>,
@@ -30,14 +30,14 @@ pub struct Assertion {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ratio {
-    /// The dividend.
+    /// Dividend.
     pub of: Quantity,
     /// Divisor: one value, or as many as the dividend has.
     pub to: Quantity,
     /// Second ratio: then the check applies to this quotient divided by the second one, for instance to show a growing
     /// gap.
     pub than: Option<Box<Ratio>>,
-    /// Selects one of several quotients.
+    /// Reduction of several quotients to one.
     pub take: Option<Take>,
 }
 
@@ -59,7 +59,7 @@ pub struct Quantity {
     pub to: Option<f64>,
     /// Uses the x at which the curve first reaches this height (interpolated), instead of the height.
     pub reaches: Option<f64>,
-    /// Selects one of several values.
+    /// Reduction of several values to one.
     pub take: Option<Take>,
 }
 

@@ -44,7 +44,7 @@ pub struct Window {
 #[derive(Debug, Clone)]
 pub struct LatencyHistogram {
     histogram: Histogram<u64>,
-    /// Exact sum, unlike the histogram's.
+    /// Sum of all latencies, exact unlike the buckets of `histogram`.
     sum: u128,
 }
 

@@ -1,4 +1,4 @@
-//! Datagrams to the service, or apparently from it, that are not part of the load.
+//! Datagrams to the service that are not part of the load, and spoofed responses of the service.
 
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
 
@@ -8,10 +8,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::addresses::SERVICE;
 use crate::namespace::Namespace;
 
-/// First id of these datagrams; the load's ids count from 0.
+/// First id of datagrams that are not part of the load; ids of the load count from 0.
 pub const FIRST_ID: u32 = 1 << 31;
 
-/// Client that sends requests without a response from the key-value server, each with its own id.
+/// Client whose requests the key-value server never answers, each with a different id.
 #[derive(Debug)]
 pub struct UnansweredClient {
     socket: UdpSocket,
@@ -19,7 +19,7 @@ pub struct UnansweredClient {
 }
 
 impl UnansweredClient {
-    /// Opens the socket on a host of the client. Fails when the socket cannot be opened.
+    /// Opens the socket on the client's host. Fails when the socket cannot be opened.
     pub fn open(client: &Namespace) -> anyhow::Result<Self> {
         let socket = client.within(|| {
             let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
@@ -34,13 +34,13 @@ impl UnansweredClient {
         let id = self.next_id;
         self.next_id = id.checked_add(1).unwrap_or(FIRST_ID);
         let mut datagram = [0; 12];
-        // Type 0 is not a valid type.
+        // Type 0 is invalid, so the server does not answer.
         datagram[4..8].copy_from_slice(&id.to_le_bytes());
         // The first call may only return the ICMP error of an earlier datagram (udp(7)); the second call then sends.
         (self.socket.send(&datagram).is_ok() || self.socket.send(&datagram).is_ok()).then_some(id)
     }
 
-    /// Returns the source address of its requests. Fails when the kernel does not report it.
+    /// Returns the source address of the requests. Fails when the kernel does not report it.
     pub fn address(&self) -> anyhow::Result<SocketAddrV4> {
         match self.socket.local_addr()? {
             std::net::SocketAddr::V4(address) => Ok(address),
@@ -49,14 +49,14 @@ impl UnansweredClient {
     }
 }
 
-/// Sender of spoofed responses of the service, from a raw socket at the server.
+/// Sender of spoofed responses, apparently of the service, from a raw socket on the server's host.
 #[derive(Debug)]
 pub struct Spoofer {
     socket: Socket,
 }
 
 impl Spoofer {
-    /// Opens the socket on the server. Fails without root.
+    /// Opens the socket on the server's host. Fails without root.
     pub fn open(server: &Namespace) -> anyhow::Result<Self> {
         let open = || {
             let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP)).context("a raw socket")?;
