@@ -1,4 +1,4 @@
-//! Busy time by `bpf/server/cpu_load.bpf.c` against a thread's own CPU time and the kernel's account.
+//! Busy times from `bpf/server/cpu_load.bpf.c`, compared with a thread's CPU time and with the kernel's /proc/stat.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::ops::Sub;
@@ -24,7 +24,7 @@ fn pin_thread(cpu: usize) {
     sched_setaffinity(Pid::from_raw(0), &only).unwrap();
 }
 
-/// Read while the task runs: no switch ends the stretch.
+/// The busy time is read while a task runs, so no task switch has ended the measured period.
 #[test]
 fn cpu_is_busy_while_a_task_runs() {
     skip_if!(missing_bpf_rights());
@@ -34,7 +34,7 @@ fn cpu_is_busy_while_a_task_runs() {
     // A CPU counts as idle until its first switch.
     std::thread::sleep(Duration::from_millis(20));
     for _ in 0..5 {
-        // Other tasks may run between two of these lines, so each measured stretch contains the next one.
+        // Other tasks may run between two of these lines, so each measured period contains the next period.
         let began = monotonic_ns();
         let busy = load.busy_ns(cpu);
         let ran = thread_time();
@@ -50,8 +50,8 @@ fn cpu_is_busy_while_a_task_runs() {
     assert_eq!(load.busy_ns(100_000), 0, "no such CPU");
 }
 
-/// The kernel's account (/proc/stat) was found 7 to 25 % off on machines with stolen time, so it only decides whether
-/// there was idle time.
+/// Compares with the kernel's idle time in /proc/stat. On machines with stolen time that was 7 to 25 % off, so it only
+/// decides whether the CPUs were idle at all.
 #[test]
 fn idle_time_does_not_count() {
     skip_if!(missing_bpf_rights());
@@ -77,16 +77,16 @@ fn idle_time_does_not_count() {
     assert!(idled < 0.3 || least_busy < 0.95, "idle for {idled} of the time, but busy for {least_busy} at least");
 }
 
-/// A CPU that only receives packets is as busy as the kernel accounts: a UDP flood from another CPU, received by RPS in
-/// softirqs on an otherwise idle CPU. The kernel measures idle time; its other columns are samples (docs/cost.md).
-/// Tolerance: interrupts that have no tracepoint.
+/// A UDP flood from one CPU is received by RPS in softirqs on another CPU, which is idle otherwise. The busy time must
+/// agree with the kernel's idle time, which is measured; the other columns of /proc/stat are samples (docs/cost.md).
+/// The tolerance is for interrupts without a tracepoint.
 #[test]
 fn receiving_packets_counts_as_busy() {
     skip_if!(missing_bpf_rights());
     skip_if!((cpu_ticks().len() < 2).then_some("needs 2 CPUs"));
     const SENDER: usize = 0;
     const RECEIVER: usize = 1;
-    // The namespace is the thread's.
+    // The network namespace is that of a new thread, and ends with it.
     std::thread::spawn(|| {
         flooded_device(RECEIVER);
         let load = CpuLoad::start().unwrap();
@@ -135,17 +135,17 @@ fn flood(cpu: usize, done: &AtomicBool) {
     pin_thread(cpu);
     let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
     while !done.load(Ordering::Relaxed) {
-        // A full queue refuses a datagram; the next one goes out.
+        // An error means that the queue was full for one datagram.
         _ = socket.send_to(&[0; 64], (FLOODED, 9));
     }
 }
 
-/// The unit of /proc/stat (proc(5)), 10 ms.
+/// Unit of times in /proc/stat (proc(5)): 10 ms.
 const TICK_NS: u64 = 10_000_000;
 
 #[derive(Clone, Copy)]
 struct CpuTicks {
-    /// Idle and waiting for a disk.
+    /// Ticks in which the CPU was idle or waited for a disk.
     idle: u64,
     stolen: u64,
 }

@@ -1,4 +1,4 @@
-//! `bpf/server/decap.bpf.c` (`BPF_PROG_TEST_RUN`): outer headers at a server.
+//! Tests of `bpf/server/decap.bpf.c` (`BPF_PROG_TEST_RUN`), which removes outer headers at a server.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -35,7 +35,7 @@ fn client_packet(family: Family) -> Vec<u8> {
     Tcp::between(client(family), vip(family)).frame()
 }
 
-/// A packet of these addresses with `transport` behind its headers.
+/// Returns a frame between these addresses, with `transport` after the IP headers.
 fn packet(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, transport: &[u8]) -> Vec<u8> {
     match (source, destination) {
         (IpAddr::V4(source), IpAddr::V4(destination)) => {
@@ -46,13 +46,13 @@ fn packet(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, tran
     }
 }
 
-/// A UDP datagram from a client to the VIP's address.
+/// Returns a frame with a UDP datagram from a client to the VIP's address.
 fn datagram(family: Family, port: u16) -> Vec<u8> {
     let transport = [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &[0, 12, 0, 0], b"data"].concat();
     packet(client(family).ip(), vip(family).ip(), UDP, 0, &transport)
 }
 
-/// `frame` behind an outer header of this form from a load balancer.
+/// Returns `frame`, encapsulated by a load balancer in an outer header of this form.
 fn encapsulated(form: TunnelForm, frame: &[u8]) -> Vec<u8> {
     let inner = &frame[ETHERNET..];
     let mut transport = Vec::new();
@@ -65,7 +65,7 @@ fn encapsulated(form: TunnelForm, frame: &[u8]) -> Vec<u8> {
     packet(own_address(form.outer), server_address(form.outer, id(1)), form.protocol(), 0x4000, &transport)
 }
 
-/// Runs the program on `frame`, of which the one counter that has risen must be `counter`; `None`: none has.
+/// Runs the program on `frame`. Exactly `counter` must have risen; `None`: no counter may have risen.
 fn run(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i32, Vec<u8>) {
     let before = decapsulation.counters().unwrap();
     let outcome = test_run::run(decapsulation.program(), frame, 1).unwrap();
@@ -76,7 +76,7 @@ fn run(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i
     (outcome.verdict, outcome.packet)
 }
 
-/// Each form's encapsulated packet of a client, changed by `change`, is dropped and counted as `counter`.
+/// Asserts that an encapsulated packet of each form, changed by `change`, is dropped and counted as `counter`.
 fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelForm)) {
     skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
@@ -165,7 +165,7 @@ fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
         first[ETHERNET + 6] = 0x20;
         let mut later = encapsulated(form, &client_packet(form.inner));
         later[ETHERNET + 7] = 5;
-        // Ports of a later fragment are not known.
+        // A later fragment has no ports, so the program cannot recognise it as GUE.
         let fragments = if form.forwarding == Forwarding::Ipip { vec![first, later] } else { vec![first] };
         for frame in fragments {
             assert_eq!(run(&decapsulation, &frame, Some("drop_decap_fragment")).0, XDP_DROP);
@@ -203,7 +203,7 @@ fn contradicting_lengths_are_dropped() {
     expect_drop("drop_decap_truncated", |frame, form| {
         frame[ETHERNET + form.overhead() + low_length(form.inner)] ^= 1;
     });
-    // The other version, and none.
+    // The flipped bits give the other IP version, and an unknown version.
     for flipped in [0x20, 0x80] {
         expect_drop("drop_decap_truncated", |frame, form| frame[ETHERNET + form.overhead()] ^= flipped);
     }
@@ -212,7 +212,7 @@ fn contradicting_lengths_are_dropped() {
         frame.truncate(ETHERNET + form.overhead() + ip_header(form.inner) - 1);
     });
     expect_drop("drop_decap_truncated", |frame, form| match form.inner {
-        // A header of four words.
+        // The IP header's length becomes four words, which is too short.
         Family::Ipv4 => frame[ETHERNET + form.overhead()] ^= 1,
         Family::Ipv6 => frame.truncate(ETHERNET + form.overhead()),
     });

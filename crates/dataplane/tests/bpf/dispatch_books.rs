@@ -1,4 +1,5 @@
-//! The books of `bpf/dispatch/dispatch.bpf.c` under what goes wrong: nothing leaks, nothing is taken away twice.
+//! Accounting of outstanding requests in `bpf/dispatch/dispatch.bpf.c` under faults: every request is counted once, and
+//! completed or abandoned once.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;
@@ -37,11 +38,11 @@ fn only_an_expected_response_completes_a_request() {
         assert_eq!(env.outstanding(), [2]);
         env.answer(&read[0]);
         assert_eq!((env.outstanding(), unmatched(&env)), (vec![1], 0));
-        // Further datagrams of the same response.
+        // Further datagrams of the same response complete no other request.
         env.answer(&read[0]);
         env.answer(&read[0]);
         assert_eq!((env.outstanding(), unmatched(&env)), (vec![1], 2));
-        // To a client that asked nothing; to a client that asked, from a socket that is not the service's.
+        // Two datagrams that are no responses: to a client without a request, and from a socket outside the service.
         let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
         env.workers[&0].send_to(b"x", stranger.local_addr().unwrap()).unwrap();
         stranger.send_to(b"x", second.local_addr().unwrap()).unwrap();
@@ -57,7 +58,7 @@ fn request_ids_distinguish_requests_of_one_client() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let mut options = options(Policy::ShortestQueue);
-        // A response begins with a byte that a request has not.
+        // Responses have one more byte before the request id than requests.
         options.request_id = Some(RequestId { offset: 1, response_offset: 2, bytes: 2 });
         let env = TestEnv::new(1, &options);
         let client = client();
@@ -81,11 +82,11 @@ fn another_socket_of_the_service_may_answer() {
         env.send(&client, b"to 0");
         env.send(&client, b"to 1");
         assert_eq!(env.outstanding(), [1, 1]);
-        // One worker answers for the other: its own request is taken for answered first, then the other's.
+        // Worker 1 responds for both workers: its first response completes its own request.
         let address = client.local_addr().unwrap();
         env.workers[&1].send_to(b"by 1", address).unwrap();
         assert_eq!(env.outstanding(), [1, 0]);
-        // A socket at the service's port that is no worker: one that only answers.
+        // A socket at the service's port that is no worker completes the other worker's request.
         let answers = worker_socket(SERVICE);
         answers.send_to(b"for 0", address).unwrap();
         assert_eq!((env.outstanding(), unmatched(&env)), (vec![0, 0], 0));
@@ -100,7 +101,7 @@ fn equal_address_in_another_namespace_is_another_service() {
         let client = client();
         env.send(&client, b"a");
         let port = client.local_addr().unwrap().port();
-        // The same service and the same client, elsewhere.
+        // The other namespace has the same addresses of service and client.
         in_another_namespace(|| {
             let answers = worker_socket(SERVICE);
             answers.send_to(b"b", ("127.0.0.1", port)).unwrap();
@@ -116,19 +117,19 @@ fn unqueued_request_without_response_is_abandoned() {
         let mut env = TestEnv::new(1, &options(Policy::ShortestQueue));
         let clients: Vec<UdpSocket> = (0..5).map(|_| client()).collect();
         clients.iter().for_each(|client| env.send(client, b"a"));
-        // They wait in the queue: they stay however long it takes.
+        // Requests in a worker's receive queue are never abandoned.
         poll_times(&mut env, 20);
         assert_eq!((env.outstanding(), env.counts(0).queued), (vec![5], 5));
         let read = env.read(5);
         env.answer(&read[0]);
-        // Now they are read: four responses are missing, and all are too old.
+        // The worker has read all requests: four responses are missing, and all four requests have timed out.
         poll_times(&mut env, 1);
         let worker = env.counts(0);
         assert_eq!((worker.outstanding, worker.completed, worker.abandoned, worker.queued), (0, 1, 4, 0));
-        // One that comes after all takes nothing away.
+        // A response to an abandoned request changes no count of outstanding requests.
         env.answer(&read[1]);
         assert_eq!((env.outstanding(), unmatched(&env)), (vec![0], 1));
-        // Young ones stay for the timeout.
+        // A new request is outstanding until its timeout.
         env.send(&clients[0], b"a");
         env.read_one();
         poll_times(&mut env, 5);
@@ -149,7 +150,7 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
             }
             let clients: Vec<UdpSocket> = (0..100).map(|_| client()).collect();
             clients.iter().for_each(|client| env.send(client, &[0; 200]));
-            // No poll yet. The last one is dropped a moment after it was dispatched.
+            // Drops are noticed without a poll, but the kernel drops a datagram shortly after it was dispatched.
             let sum = |env: &TestEnv| env.outstanding().iter().sum::<u32>();
             let waiting = wait_for("what is dropped to be given up", || {
                 let abandoned: u64 = (0..2).map(|slot| env.counts(slot).abandoned).sum();
@@ -163,7 +164,7 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
                 let kept = (worker.outstanding, worker.abandoned);
                 assert_eq!(kept, (worker.queued, u64::from(worker.dropped)), "{policy:?}: {worker:?}");
             }
-            // The right ones were given up: every response finds its request.
+            // Exactly the dropped requests were abandoned: every response finds its request.
             env.read(waiting as usize).iter().for_each(|read| env.answer(read));
             assert_eq!((sum(&env), unmatched(&env)), (0, 0), "{policy:?}");
         });
@@ -175,7 +176,7 @@ fn uncounted_waiting_request_becomes_outstanding() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let mut env = TestEnv::new(1, &options(Policy::ShortestQueue));
-        // More of one client's port than its sets hold.
+        // These are more requests from one client port than the sets of the table hold.
         let client = client();
         (0..40u8).for_each(|number| env.send(&client, &[number]));
         assert_eq!((env.outstanding(), env.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
@@ -205,11 +206,11 @@ fn stalled_worker_is_disabled_until_it_responds() {
             assert!(!env.counts(waits).eligible && env.counts(1 - waits).eligible);
             (0..5).for_each(|_| env.send(&client, b"b"));
             assert_eq!(env.counts(1 - waits).outstanding, 5, "{policy:?}: {:?}", env.outstanding());
-            // Both stand still: requests still go somewhere.
+            // Both workers are stalled: requests are dispatched nevertheless.
             poll_times(&mut env, 5);
             env.send(&client, b"c");
             assert_eq!(env.outstanding().iter().sum::<u32>(), 7);
-            // It answers one of its queue.
+            // The first stalled worker responds to a request of its queue.
             let read = env.read(7);
             env.answer(read.iter().find(|read| read.slot == waits).unwrap());
             assert!(env.counts(waits).eligible, "{policy:?}");
@@ -227,7 +228,7 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
             clients.iter().for_each(|client| env.send(client, b"a"));
             let lost = u64::from(env.counts(1).outstanding);
             drop(env.workers.remove(&1));
-            // Before user space knows.
+            // These requests come before user space has noticed the dead worker.
             clients.iter().for_each(|client| env.send(client, b"b"));
             env.read(60 - lost as usize);
             assert!(env.poll(&TIMEOUTS));
@@ -252,7 +253,7 @@ fn upgrade_takes_over_sockets_and_requests_in_flight() {
         let clients: Vec<UdpSocket> = (0..4).map(|_| client()).collect();
         clients.iter().for_each(|client| env.send(client, b"a"));
         let sockets = env.dispatch.sockets();
-        // Another version with another policy, while the one before still runs and after it.
+        // A second instance with another policy takes over while the first instance still runs.
         env.dispatch =
             Dispatch::load(&env.pins.0, &dispatch::cgroup_root().unwrap(), &options(Policy::RoundRobin)).unwrap();
         assert!(env.dispatch.is_taken_over());
@@ -316,7 +317,7 @@ fn service_times_are_observed_by_type() {
             vec![dispatch::RequestType { value: *b"slow\0\0\0\0", mask: [255, 255, 255, 255, 0, 0, 0, 0], class: 0 }];
         let env = TestEnv::new(1, &options);
         let client = client();
-        // Least and greatest duration of each type (ns), however late the machine is.
+        // Lower and upper limit of the sum of each type's service times (ns), however slow the machine is.
         let (mut at_least, mut at_most) = ([0, 0], [0, 0]);
         for (payload, kind, time) in [(&b"slow"[..], 0, 20), (b"fast", 1, 1), (b"slow", 0, 20), (b"fast", 1, 1)] {
             let time = Duration::from_millis(time);

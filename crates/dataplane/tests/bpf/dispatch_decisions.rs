@@ -1,5 +1,4 @@
-//! `bpf/dispatch/dispatch.bpf.c` against `coreward_model::dispatch`, decision by decision: one request or one response
-//! at a time.
+//! Comparison of `bpf/dispatch/dispatch.bpf.c` with `coreward_model::dispatch` after every request and response.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -19,8 +18,8 @@ use crate::support::{missing_bpf_rights, skip_if};
 const REQUESTS: u32 = 3000;
 const TIMES: [Duration; 3] = [Duration::from_micros(10), Duration::from_micros(37), Duration::from_micros(1000)];
 
-/// Sends requests and lets workers answer, in random order, and asks the model at every step. Responses come a little
-/// slower than requests until many are outstanding, then quicker. Request ids let workers answer in any order.
+/// Sends requests and lets workers respond in random order, and compares each decision with the model. Responses are
+/// slower than requests until many requests are outstanding, then faster.
 fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
     let mut under_way: Vec<(Read, Header)> = Vec::new();
@@ -61,7 +60,7 @@ fn start_env(workers: usize, policy: Policy) -> TestEnv {
         mask: [255, 255, 255, 255, 255, 0, 0, 0],
         class,
     };
-    // The third is what no type matches.
+    // Requests that match neither type have class 1, too.
     options.types = vec![kind(0, 0), kind(1, 1)];
     options.other_class = 1;
     let env = TestEnv::new(workers, &options);

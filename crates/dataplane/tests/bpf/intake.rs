@@ -1,6 +1,6 @@
-//! `bpf/orchestrate/intake.bpf.c` (`BPF_PROG_TEST_RUN`): which datagrams would go to an AF_XDP socket.
+//! Tests of `bpf/orchestrate/intake.bpf.c` (`BPF_PROG_TEST_RUN`), which redirects datagrams to AF_XDP sockets.
 //!
-//! There is no socket here, so each of these counts as `passed_no_socket`.
+//! The tests have no AF_XDP socket, so a datagram that would be redirected counts as `passed_no_socket`.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
@@ -18,7 +18,7 @@ const OTHER_SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4001);
 const IP: usize = 14;
 const UDP: usize = IP + 20;
 const UDP_CHECKSUM: usize = UDP + 6;
-/// The longest datagram of an MTU of 1500.
+/// Payload of the longest datagram with an MTU of 1500, in bytes.
 const MAX_PAYLOAD: usize = 1472;
 
 const NO_SOCKET: Option<&str> = Some("passed_no_socket");
@@ -28,7 +28,7 @@ fn loaded() -> IntakeProgram {
     IntakeProgram::load(MacAddress([0; 6]), &listeners).unwrap()
 }
 
-/// Runs the program, of which the one counter that has risen must be `counter`; `None`: none has.
+/// Runs the program on `frame`. Exactly `counter` must have risen; `None`: no counter may have risen.
 fn expect(program: &IntakeProgram, frame: &[u8], counter: Option<&str>, case: &str) {
     let before = program.counters().unwrap();
     let outcome = test_run::run(program.program(), frame, 1).unwrap();
@@ -43,7 +43,7 @@ fn request(payload: Vec<u8>) -> Udp {
     Udp { payload, ..Udp::new(CLIENT, SERVICE) }
 }
 
-/// The sum of the pseudo header, not inverted: what a sender leaves in the field for a NIC to complete.
+/// Returns the sum of the pseudo header, not inverted. With checksum offload this is in the checksum field.
 fn pseudo_header_sum(frame: &[u8]) -> u16 {
     let length = &frame[UDP + 4..UDP + 6];
     ones_complement_sum(&[&frame[IP + 12..UDP], &[0, 17], length].concat())
@@ -52,7 +52,7 @@ fn pseudo_header_sum(frame: &[u8]) -> u16 {
 fn with_checksum(mut frame: Vec<u8>) -> Vec<u8> {
     let datagram = &frame[UDP..];
     let sum = ones_complement_sum(&[&pseudo_header_sum(&frame).to_be_bytes()[..], datagram].concat());
-    // 0 would mean that there is none (RFC 768).
+    // A checksum of 0 is sent as 0xffff, because 0 means "no checksum" (RFC 768).
     let checksum = if sum == 0xffff { 0xffff } else { !sum };
     frame[UDP_CHECKSUM..UDP_CHECKSUM + 2].copy_from_slice(&checksum.to_be_bytes());
     frame
@@ -66,7 +66,7 @@ fn intake_takes_requests_of_every_length() {
         let payload = (0..length).map(|byte| (byte * 7 + length) as u8).collect();
         let frame = with_checksum(request(payload).frame());
         expect(&program, &frame, NO_SOCKET, &format!("{length} bytes"));
-        // Any bit matters, the last byte's, too.
+        // A changed bit is noticed in the header, in the checksum and in the last byte.
         for at in [UDP + 1, UDP_CHECKSUM, frame.len() - 1] {
             let mut damaged = frame.clone();
             damaged[at] ^= 4;

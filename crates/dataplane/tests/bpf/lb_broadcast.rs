@@ -15,7 +15,7 @@ use rand::Rng as _;
 use crate::support::balancer::{Balancer, VIP, XDP_TX, random_table, service};
 use crate::support::{ACK, RST, Tcp, aligned_timestamp, ipv4_frame, missing_bpf_rights, skip_if};
 
-/// The address that forged packets have.
+/// Source address of forged packets.
 const FORGED: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 fn balancer(services: u16, options: Options) -> Balancer {
@@ -27,7 +27,7 @@ fn balancer(services: u16, options: Options) -> Balancer {
     balancer
 }
 
-/// An ICMP error of `router` about a packet to `client`, with the 8 bytes of it that RFC 792 asks for.
+/// Returns an ICMP error of `router` that quotes a packet to `client`: IP header and 8 bytes, as RFC 792 requires.
 fn icmp(router: Ipv4Addr, client: (Ipv4Addr, u16)) -> Vec<u8> {
     let quoted = &Tcp::new(VIP, client).frame()[14..][..28];
     let message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], quoted].concat();
@@ -38,7 +38,7 @@ fn reset(client: (Ipv4Addr, u16)) -> Vec<u8> {
     Tcp { flags: RST, ..Tcp::new(client, VIP) }.frame()
 }
 
-/// A packet with a cookie that names no server, most likely: five servers have 5 of 32,768.
+/// Returns a packet whose cookie most likely names no server: five servers have 5 of 32,768 cookies.
 fn unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), tsecr: u32) -> Vec<u8> {
     Tcp { flags: ACK, options: aligned_timestamp(1, tsecr), ..Tcp::new(client, vip) }.frame()
 }
@@ -48,17 +48,17 @@ fn is_broadcast(balancer: &Balancer, frame: &[u8]) -> bool {
     verdict == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
 }
 
-/// How many of 100 genuine ICMP errors in a second, each of another router, are accepted among 10,000 forged packets.
+/// Returns how many of 100 genuine ICMP errors in a second, each of another router, pass among 10,000 forged packets.
 fn count_accepted(balancer: &Balancer, forged: impl FnMut() -> Vec<u8>) -> usize {
     count_accepted_from(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged)
 }
 
-/// The same of errors of these routers.
+/// [`count_accepted`] with ICMP errors whose sources `router` returns.
 fn count_accepted_from(router: fn(u32) -> Ipv4Addr, balancer: &Balancer, mut forged: impl FnMut() -> Vec<u8>) -> usize {
     const INTERVAL: Duration = Duration::from_micros(100);
     let (mut next, mut accepted) = (Instant::now(), 0);
     for n in 0..10_000u32 {
-        // A machine that was away for a while does not catch up: that would be another rate.
+        // After a pause of the machine no missed packets are sent, which would raise the rate.
         while Instant::now() < next {}
         next = (next + INTERVAL).max(Instant::now());
         balancer.run(&forged());
@@ -80,19 +80,19 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
     assert_eq!(count_accepted(&balancer(), || unknown_cookie(any(), VIP, tsecr.next_u32())), 100, "unknown cookies");
     assert_eq!(count_accepted(&balancer(), || reset(any())), 100, "resets");
     assert_eq!(count_accepted(&balancer(), || icmp(any().0, any())), 100, "ICMP errors of any source");
-    // The rates have room for both: nothing is scarce.
+    // Forged and genuine errors together stay within the rates.
     assert_eq!(
         count_accepted_from(|_| FORGED, &balancer(), || icmp(FORGED, any())),
         100,
         "ICMP errors of the router's own address"
     );
-    // The bucket of the one source is one of 4,096, and each router draws one: two meet it once in 3,500 runs, three in
-    // 450,000.
+    // Each router shares one of 4,096 buckets with the forged source by chance: two of them in one of 3,500 runs, three
+    // in one of 450,000.
     let beside_one_source = count_accepted(&balancer(), || icmp(FORGED, any()));
     assert!(beside_one_source >= 98, "{beside_one_source} among ICMP errors of one source");
 }
 
-/// One packet a second: what is sent is the burst, and hardly more.
+/// Returns a rate of one packet a second, at which hardly more than the burst is sent.
 fn rate(burst: u32) -> PacketRate {
     PacketRate { per_second: 1, burst }
 }
@@ -107,7 +107,7 @@ fn one_source_leaves_tokens_to_the_others() {
     let sent = junk.filter(|frame| is_broadcast(&balancer, frame)).count();
     assert!((50..55).contains(&sent), "{sent} of one source: half of what its service may");
     let genuine = (0..50).map(|_| reset((Ipv4Addr::from(rng.next_u32()), 4000)));
-    // One of 4,096 buckets is the other source's: two sources share it once in 14,000 runs, three in 3,500,000.
+    // The forged source has one of 4,096 buckets: two others share it in one of 14,000 runs, three in one of 3,500,000.
     let accepted = genuine.filter(|frame| is_broadcast(&balancer, frame)).count();
     assert!(accepted >= 48, "{accepted} of 50");
 }

@@ -1,4 +1,4 @@
-//! `coreward capture` at a working load balancer.
+//! Tests of `coreward capture` at a load balancer in operation.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ fn keys() -> FleetKeys {
     FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
 }
 
-/// Everything captured until `count` packets are there (30 s at most).
+/// Returns all packets captured until there are `count` packets, or 30 s have passed.
 fn collect(capture: &mut Capture, count: usize) -> Vec<Captured> {
     let mut captured = Vec::new();
     let limit = Instant::now() + Duration::from_secs(30);
@@ -36,10 +36,10 @@ fn collect(capture: &mut Capture, count: usize) -> Vec<Captured> {
     captured
 }
 
-/// How long a wait is that a signal is to end.
+/// Timeout of a wait that a signal must end earlier.
 const LONG_WAIT: Duration = Duration::from_secs(30);
 
-/// Signals, as Ctrl-C sends one to `coreward capture`, come until it no longer waits: one before it waits ends nothing.
+/// Sends signals until `wait` returns, as Ctrl-C does to `coreward capture`. A signal before the wait has no effect.
 fn interrupt(wait: impl FnOnce()) {
     extern "C" fn nothing(_: libc::c_int) {}
     let handler = nix::sys::signal::SigHandler::Handler(nothing);
@@ -96,7 +96,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
         Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..established.clone() }.frame(),
         Tcp { flags: RST, options: vec![], ..established.clone() }.frame(),
         malformed,
-        // Another service's: not seen.
+        // A packet of another service is not captured.
         Tcp { destination_mac: mac, ..Tcp::new(CLIENT, OTHER) }.frame(),
     ];
     let send = |frames: &[Vec<u8>]| {
@@ -123,7 +123,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
 
     interrupt(|| capture.poll(LONG_WAIT, &mut |_| {}).unwrap());
 
-    // Another variant of the program takes its place: the capture follows it.
+    // The daemon replaces the capturing program by another variant: the capture continues with that variant.
     let flows = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
     lb.set_services(&[(service(VIP), flows)]).unwrap();
     let (mut captured, limit) = (Vec::new(), Instant::now() + LONG_WAIT);
@@ -165,7 +165,7 @@ fn ipv6_packets_of_the_service_are_captured() {
         let tcp = Tcp { destination_mac: mac, flags: SYN, ..Tcp::between(client(Family::Ipv6), vip) };
         Tcp { options: aligned_timestamp(1, 0), ..tcp }.frame()
     };
-    // One queue keeps their order.
+    // One receive queue keeps the order of both packets.
     let frames = [syn(other), syn(watched)];
     pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
     let captured = collect(&mut capture, 1);

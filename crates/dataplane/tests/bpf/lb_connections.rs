@@ -1,5 +1,5 @@
-//! The connection table of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): entries taken, found, kept apart, freed, used
-//! again.
+//! Tests of the connection table of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): allocation, look-up, identity, freeing and
+//! reuse of entries.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -71,7 +71,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
         assert_eq!((entry.packets, entry.bytes), (3, bytes as u64));
         assert_eq!((entry.opened, entry.last_seen), (Clock(123), Clock(200)));
     }
-    // FIN and RST leave a mark; a SYN takes it away.
+    // FIN and RST mark an entry as closing; a SYN removes the mark.
     for (opened, flags) in opened.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
         let frame = packet(&balancer.keys, opened.client, opened.number, flags).frame();
         let closed = || balancer.lb.traffic(opened.server).closed;
@@ -94,14 +94,14 @@ fn server_learns_the_index_at_any_option_offset() {
     let (balancer, _) = balancer(65_536, &mut rng);
     for round in 0..2000 {
         let client = client(&mut rng);
-        // Up to 7 bytes of other options in front: even and odd places; longer ones, too.
+        // Up to 7 bytes of NOPs, and an option of 5 bytes, move the timestamp to even and odd offsets.
         let mut before = vec![1; round % 8];
         if round % 3 == 0 {
             before.splice(0..0, [254, 5, 1, 2, 3]);
         }
         let behind: &[u8] = if round % 2 == 0 { &[3, 3, 7] } else { &[] };
         let ip_options = vec![1; 4 * (round / 8 % 11)];
-        // The client's TSecr should be 0; some are not.
+        // A SYN's TSecr should be 0, but some clients send another value.
         let tsecr = if round % 5 == 0 { rng.next_u32() } else { 0 };
         let with = |tsecr: u32| {
             let options = [&before[..], &timestamp(rng.clone().next_u32(), tsecr), behind].concat();
@@ -115,7 +115,7 @@ fn server_learns_the_index_at_any_option_offset() {
         expected[6..12].copy_from_slice(&OWN_MAC.0);
         assert_eq!(verdict, XDP_TX);
         assert_eq!(tcp_sum(&forwarded), 0xffff, "round {round}: the checksum is wrong");
-        // 0 and 0xffff are the same sum.
+        // `tcp_sum` alone would accept 0 and 0xffff as the same sum.
         assert_eq!(forwarded, expected, "round {round}");
         rng.next_u32();
     }
@@ -189,7 +189,7 @@ fn cookie_of_another_connection_is_unknown() {
         unknown += 1;
         assert_eq!(balancer.events(0, "connection_unknown"), unknown);
     };
-    // Another tuple with this slot, and this tuple with a free slot; also by FIN, which leaves the fast path.
+    // Packets of other tuples with this slot, and packets of this tuple with free slots. A FIN takes the slow path.
     for _ in 0..200 {
         expect_unknown(&balancer, &established(&balancer, client(&mut rng), opened.number));
     }
@@ -200,7 +200,7 @@ fn cookie_of_another_connection_is_unknown() {
     }
     let entry = balancer.entry(opened.client).unwrap();
     assert_eq!((entry.packets, entry.closing), (1, false), "nothing of that was counted for it");
-    // At the other service it is another tuple, and another connection.
+    // The same client at the other service is another connection.
     let tsecr =
         cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(opened.client), Cookie::TableIndex(opened.number), 5);
     let mut elsewhere = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(opened.client, VIP) };
@@ -209,7 +209,7 @@ fn cookie_of_another_connection_is_unknown() {
     assert_eq!(balancer.entry(opened.client).unwrap().packets, 1);
     balancer.expect_by_index(&opened);
 
-    // Its server is gone: no other has the connection. Unresolved: dropped.
+    // Packets to an unresolved server are dropped; packets to a removed server are broadcast.
     let index = balancer.services[0];
     balancer.lb.set_server(index, opened.server, Server { mac: None, eligible: true });
     let frame = established(&balancer, opened.client, opened.number);
@@ -241,23 +241,23 @@ fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
             balancer.expect_to(&frame, mac, "to_owner");
         }
     }
-    // It came from a load balancer: once is enough.
+    // A packet that another load balancer has sent is broadcast, because a packet goes to an owner once only.
     let mut passed_on = frame(&balancer, alive, &mut rng);
     passed_on[6..12].copy_from_slice(&mac.0);
     balancer.expect_to(&passed_on, MacAddress::BROADCAST, "broadcast_owner_lost");
 
-    // 40 at once, of which one is gone; a token a second comes back.
+    // The burst is 40 packets, of which one is used; one more packet is allowed per second.
     let outcomes: Vec<i32> = (0..60).map(|_| balancer.run(&frame(&balancer, lost, &mut rng)).0).collect();
     let sent = outcomes.iter().filter(|verdict| **verdict == XDP_TX).count();
     assert!((39..=45).contains(&sent), "{sent} of 60 broadcast");
-    // A machine that stood still for a second has earned a token meanwhile: then it is spent first.
+    // On a slow machine the bucket may have a new token: the first packets use it up.
     let expect_dropped = |balancer: &Balancer, of, name: &str, rng: &mut _| {
         let mut spend = (0..5).map(|_| balancer.run(&frame(balancer, of, rng)).0);
         assert!(spend.any(|verdict| verdict == XDP_DROP), "{name}: five of five are broadcast");
         balancer.expect(&frame(balancer, of, rng), XDP_DROP, 0, name);
     };
     expect_dropped(&balancer, lost, "drop_broadcast_rate_limited", &mut rng);
-    // An owner number that was never in use: the small bucket.
+    // An owner number that was never in use has a burst of one packet.
     balancer.expect_to(&frame(&balancer, never, &mut rng), MacAddress::BROADCAST, "broadcast");
     expect_dropped(&balancer, never, "drop_unknown_cookie", &mut rng);
     assert_eq!(balancer.events(0, "connection_unknown"), 0, "our own table was not asked");
@@ -278,7 +278,7 @@ fn connections_without_an_owner_number_are_stateless() {
         let client = client(&mut rng);
         let (server, number) = balancer.open(client);
         assert_eq!(number, None);
-        // A client that writes there what only a load balancer may is not believed.
+        // A TSecr that only a load balancer may write is not accepted from a client.
         let forged = syn_with_tsecr(client, syn_tsecr(own_number(), 3)).frame();
         let (_, forwarded) = balancer.counted(&forged, Some(0), "new_connection");
         assert_eq!((tsecr_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
@@ -287,7 +287,7 @@ fn connections_without_an_owner_number_are_stateless() {
         balancer.expect_sent_to(0, &frame, server, "established");
     }
     assert_eq!(balancer.lb.connections_in_use(), 0);
-    // A client without timestamps has no entry either.
+    // A connection without timestamps gets no entry either.
     balancer.lb.set_owner(Some(own_number()));
     let plain = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), VIP) }.frame();
     balancer.counted(&plain, Some(0), "bucket_hash");
@@ -318,7 +318,7 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
         assert_eq!(balancer.entry(opened.client).unwrap().identity, before[&opened.client]);
         balancer.expect_by_index(opened);
     }
-    // A real connection meanwhile is of the stateless kind, and works.
+    // A genuine connection during the flood gets a stateless cookie, and works.
     let late = client(&mut rng);
     let (server, number) = balancer.open(late);
     assert_eq!(number, None);
@@ -326,7 +326,7 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
     let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(late, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
 
-    // Ten seconds later the flood's entries are free again, and no agent was queried.
+    // After ten seconds the flood's entries are due, without a query to an agent.
     balancer.lb.tick(Duration::from_millis(9_900));
     assert_eq!(balancer.lb.due_connections(&Timers::default(), 2048), []);
     balancer.lb.tick(Duration::from_secs(10));
@@ -350,7 +350,7 @@ fn entry_is_freed_once_and_only_if_unchanged() {
     let opened: Vec<_> = (0..1024).map(|_| balancer.opened(client(&mut rng))).collect();
     let (first, second) = (opened[0], opened[1]);
     let seen = [first, second].map(|opened| balancer.entry(opened.client).unwrap());
-    // One of the two sends something after its check.
+    // The second connection has a packet after its entry was read.
     balancer.expect_by_index(&second);
     assert_eq!(balancer.lb.free_connections(&[seen[0], seen[1], seen[0]]).unwrap(), 1);
     assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
@@ -359,7 +359,7 @@ fn entry_is_freed_once_and_only_if_unchanged() {
     balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
     assert_eq!(balancer.events(0, "connection_unknown"), 1);
 
-    // There is one free slot, and the next connection gets it: another generation.
+    // The next connection gets the only free slot, with the next generation.
     let next = balancer.opened(client(&mut rng));
     let entry = balancer.entry(next.client).unwrap();
     assert_eq!((entry.index, entry.identity.generation), (seen[0].index, seen[0].identity.generation + 1));

@@ -1,4 +1,4 @@
-//! A SYN flood of one source prefix at a stateful service (`BPF_PROG_TEST_RUN`), in virtual time.
+//! Tests of a SYN flood from one source prefix to a stateful service (`BPF_PROG_TEST_RUN`), in virtual time.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use crate::support::stateful::{balancer, established, number_of, syn};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const ENTRIES: u32 = 16_384;
-/// A tenth of a second, as the daemon's.
+/// Interval of ticks, as in the daemon.
 const TICK: Duration = Duration::from_millis(100);
-/// The whole table is looked through in so many.
+/// Number of ticks in which the whole table is searched for due connections.
 const TICKS_PER_SWEEP: u32 = 10;
-/// The whole table is read, and what is counted is set right, once in so many.
+/// Number of ticks between two exact counts of the table.
 const TICKS_PER_COUNT: u32 = 100;
-/// The flood would fill the table in two seconds.
+/// Number of SYNs per tick, which would fill the table in two seconds.
 const FLOOD: u32 = ENTRIES / 20;
 const GENUINE: u32 = 10;
 
@@ -44,7 +44,7 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
             let number = tick * FLOOD + n;
             reported((Ipv4Addr::from(u32::from(prefix) + number % 256), (number / 256) as u16));
         }
-        // Prefixes share counters by their hash: one in 4,096 is the flood's.
+        // Prefixes share counters by their hash: one prefix in 4,096 has the flood's counter, and is left out.
         let other = std::iter::repeat_with(|| Ipv4Addr::from(0x0b00_0000 + (rng.next_u32() >> 8)))
             .filter(|address| shard(*address) != shard(prefix));
         for client in other.take(GENUINE as usize).map(|address| (address, 4000)) {
@@ -65,8 +65,8 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     assert!(balancer.events(0, "connection_source_limited") > 0);
 }
 
-/// Part of the table (%) that a prefix holds after 2 s of 1.9 million SYNs a second at a table of 262,144 entries, or
-/// which sends `handshakes` a second until the first of them are idle for too long.
+/// Returns the share of the table (%) that one prefix holds after `beats` ticks with `per_beat` SYNs each. With
+/// `is_slow` each connection is established.
 fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f64 {
     let mut rng = seeded_rng(132, 0);
     let (mut balancer, _) = balancer(ENTRIES.into(), &mut rng);
@@ -96,7 +96,7 @@ fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f
 #[test]
 fn one_prefix_holds_a_quarter_of_the_table_at_most() {
     skip_if!(missing_bpf_rights());
-    // 1.9 million SYNs a second, for a table of this size.
+    // SYNs per tick: 1.9 million a second at a table of 262,144 entries, scaled to this table.
     let flood = (190_000 / (262_144 / u64::from(ENTRIES))) as u32;
     let held = [
         ("one address", held_by_prefix(1, flood, 20, false)),

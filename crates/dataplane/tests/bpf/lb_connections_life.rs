@@ -1,4 +1,4 @@
-//! The connection table while packets on several CPUs and user space use it at once, and from one process to the next.
+//! Tests of the connection table with concurrent packets on several CPUs and user space, and across take-overs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -29,7 +29,7 @@ use crate::support::{self, SYN, Tcp, missing_bpf_rights, skip_if, timestamp};
 const ENTRIES: u64 = 4096;
 const THREADS: u32 = 4;
 
-/// Each thread's clients are its own, and none comes twice.
+/// Returns the client of a thread's connection `number`. No two connections have the same client.
 fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
     (Ipv4Addr::from(0x0a00_0000 | thread << 20 | number >> 8), 1024 + (number & 0xff) as u16)
 }
@@ -37,7 +37,7 @@ fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
 #[test]
 fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     skip_if!(missing_bpf_rights());
-    // At least; and on, until enough slots were reused, because the moment at which user space frees some varies.
+    // Each thread sends at least this number of SYNs, and continues until enough slots were reused.
     const PER_THREAD: u32 = 20_000;
     const MIN_OPERATIONS: u64 = 2 * ENTRIES;
     const TIME_LIMIT: Duration = Duration::from_secs(120);
@@ -75,13 +75,13 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
             taken
         });
         while !done.load(Ordering::Relaxed) {
-            // About a third of all entries, and each twice.
+            // About a third of all entries is freed, each entry twice.
             let index = balancer.services[0];
             let some: Vec<Connection> =
                 balancer.lb.connections(index).filter(|_| uniform_below(&mut rng, 3) == 0).collect();
             let before = balancer.lb.connections_in_use();
             let twice: Vec<Connection> = some.iter().chain(&some).copied().collect();
-            // Nothing but SYNs came for them: all are as they were seen.
+            // The entries are unchanged, because their clients send only one SYN.
             assert_eq!(balancer.lb.free_connections(&twice).unwrap(), some.len());
             assert!(before <= ENTRIES as usize);
             for connection in some {
@@ -90,7 +90,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
         }
         waiter.join().unwrap()
     });
-    // Every connection that got an entry has it still or had it once: no other one overwrote it.
+    // Every connection that got an entry still has the entry, or it was freed once: none was overwritten.
     let left: BTreeSet<_> =
         balancer.lb.connections(balancer.services[0]).map(|connection| ipv4_client(&connection)).collect();
     assert!(freed.values().all(|times| *times == 1), "an entry was freed twice");
@@ -102,10 +102,10 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     assert!(taken.len() as u64 > MIN_OPERATIONS, "{} of {sent} got an entry", taken.len());
     let contended = balancer.events(0, "connection_contended");
     let full = balancer.events(0, "connection_table_full");
-    // Threads share a row of counters here, so a count may be lost.
+    // The threads share a row of counters, so increments may be lost.
     assert!(contended + full <= sent - taken.len() as u64);
 
-    // No slot was lost: the table can be filled to the last one.
+    // No slot was lost: the table can be filled completely.
     let mut more = BTreeSet::new();
     for number in 0..20_000 {
         let client = client_of(THREADS, number);
@@ -126,7 +126,7 @@ fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
     Tcp { flags: SYN, options: timestamp(77, 0), destination_mac: OWN_MAC.0, ..Tcp::new(client, VIP) }.frame()
 }
 
-/// Opens a connection of a load balancer at a device; `None`: without an entry.
+/// Opens a connection at a load balancer, and returns the number for its cookies; `None`: it got no entry.
 fn open(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
     lb.set_own_mac(OWN_MAC);
     let outcome = test_run::run(lb.program(), &syn_to_own_mac(client), 1).unwrap();
@@ -162,7 +162,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     let size = lb.connection_table_size();
     drop(lb);
 
-    // A process that dies between releasing an entry and pushing its slot.
+    // Clear entries without freeing their slots, as a process does that dies between both steps.
     let entries = MapHandle::from_pinned_path(pins.path().join("lb/connections")).unwrap();
     for connection in &before[..10] {
         let zeros = vec![0; size_of::<intf::connection>()];
@@ -173,7 +173,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     assert!(lb.is_taken_over());
     assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own_number()), Clock(600), true));
     assert_eq!(lb.connections(index).collect::<Vec<_>>(), before[10..]);
-    // A reader of the pins sees the same.
+    // A reader of the pins gets the same connections.
     let pinned = Pinned::open(&pins.path()).unwrap();
     assert_eq!(pinned.connections(service(VIP)).collect::<Vec<_>>(), before[10..]);
     assert_eq!(pinned.connections(service((VIP.0, 81))).next(), None);
@@ -182,7 +182,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     assert_eq!(more, 2048 - 90, "every slot is free or in use");
     drop(lb);
 
-    // In use: refused, and nothing has changed. Empty: replaced, in the program at the device, too.
+    // Another size is rejected while the table is in use. An empty table is replaced, also in the attached program.
     let refused = format!("{:#}", start(4096).unwrap_err());
     let expected = "has 2048 entries, not 4096, and 2048 of them are in use: give it the old size";
     assert!(refused.contains(expected), "{refused}");
@@ -202,7 +202,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     start(1024).unwrap().detach().unwrap();
 }
 
-/// A balancer with the servers, cookie keys and MAC addresses of `before`, and nothing of its table.
+/// Returns a balancer with the servers, cookie keys and MAC addresses of `before`, and an empty connection table.
 fn rebooted(before: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer {
     let connection_key = Some(CookieKey { k0: rng.next_u64(), k1: rng.next_u64() });
     let mut after = Balancer::with(
@@ -245,10 +245,10 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
         }
     };
     let mut after = rebooted(&before, &ids, &mut rng);
-    // The controller has not yet sent its number.
+    // The controller has not sent the owner number yet.
     expect_broadcast(&after, None);
     assert_eq!(after.events(0, "connection_unknown"), 0);
-    // It has its old number, and every slot holds another connection: every old index names an entry in use.
+    // The balancer has its former owner number, and every former index names an entry of another connection.
     after.lb.set_owner(Some(own_number()));
     while after.lb.connections_in_use() < ENTRIES as usize {
         after.open(client(&mut rng));
@@ -256,7 +256,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     expect_broadcast(&after, None);
     assert_eq!(after.events(0, "connection_unknown"), old.len() as u64);
 
-    // Another load balancer sends such packets to the owner, which broadcasts them and does not send them on.
+    // A peer sends packets with such an index to the owner. The owner broadcasts the packets and does not return them.
     let (mut peer, owner_mac, peer_mac) = (rebooted(&before, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
     peer.lb.set_owner(Some(owner(9)));
     peer.lb.set_owner_mac(own_number(), Some(owner_mac));

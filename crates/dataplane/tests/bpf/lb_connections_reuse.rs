@@ -1,4 +1,4 @@
-//! First packets reuse expired entries of the connection table (`BPF_PROG_TEST_RUN`).
+//! Tests of the reuse of expired connection table entries by new connections (`BPF_PROG_TEST_RUN`).
 
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
@@ -16,10 +16,10 @@ use crate::support::stateful::{
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
 const ENTRIES: u64 = 2048;
-/// So many first packets look at every entry of a partition: 4 entries each.
+/// Number of new connections that together examine every entry of a partition: 4 entries each.
 const PER_ROUND: usize = 1024 / 4;
 
-/// Fills the table. Its entries' timers begin at `start`.
+/// Returns a balancer with a full table, whose entries had their last packet at `start`.
 fn full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<Opened>) {
     let (mut balancer, _) = balancer(ENTRIES, rng);
     balancer.lb.tick(start);
@@ -27,7 +27,7 @@ fn full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<Opened>) {
     (balancer, opened)
 }
 
-/// Opens connections until no slot is free.
+/// Opens connections until no slot is free, and returns the connections with an entry.
 fn fill(balancer: &Balancer, rng: &mut impl Rng) -> Vec<Opened> {
     let mut opened = Vec::new();
     while balancer.lb.connections_in_use() < ENTRIES as usize {
@@ -38,7 +38,7 @@ fn fill(balancer: &Balancer, rng: &mut impl Rng) -> Vec<Opened> {
     opened
 }
 
-/// How many of `count` new connections get an entry.
+/// Opens `count` new connections, and returns the connections with an entry.
 fn entries_of(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<Opened> {
     let open = |client: Client| {
         let (server, number) = balancer.open(client);
@@ -84,7 +84,7 @@ fn open_connections_lose_entries_only_without_a_sweeper() {
         let fin = packet(&balancer.keys, opened.client, opened.number, ACK | FIN).frame();
         balancer.expect_sent_to(0, &fin, opened.server, "connection_table");
     }
-    // (Time since the last packet, whether user space has just swept, how many entries may be reused.)
+    // Time since the last packet, whether user space has just swept, number of entries that may be reused.
     let cases = [
         (timers.closing - Duration::from_millis(100), false, 0),
         (timers.closing, true, 0),
@@ -101,7 +101,7 @@ fn open_connections_lose_entries_only_without_a_sweeper() {
         }
         let reused = entries_of(&balancer, 8 * PER_ROUND, &mut rng);
         assert_eq!(reused.len(), expected, "after {idle:?}");
-        // Open, so that these are idle for less than the others.
+        // A packet establishes the new connections, so that they are idle for less time than the others.
         reused.iter().for_each(|opened| balancer.expect_by_index(opened));
     }
 }

@@ -1,4 +1,4 @@
-//! Counts when services come and go, and of two CPUs at once.
+//! Tests of counters when services are added and removed, and when two CPUs count at the same time.
 
 use std::net::Ipv4Addr;
 use std::os::fd::BorrowedFd;
@@ -42,7 +42,7 @@ fn counters_of_a_reused_service_slot_start_at_zero() {
     assert_eq!(balancer.lb.total_counters(), total, "what removed services counted stays in the total");
 }
 
-/// Runs the program on one CPU so often on the same frame, which comes from receive queue 0.
+/// Runs the program `times` times on one CPU, on one frame from receive queue 0.
 fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], times: u32) {
     let mut cpu_set = CpuSet::new();
     cpu_set.set(cpu).unwrap();
@@ -50,8 +50,8 @@ fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], times: u32) {
     assert_eq!(test_run::run(program, frame, times).unwrap().verdict, XDP_TX);
 }
 
-/// The same on two CPUs at once, as on a bond whose devices both have a queue 0. The kernel does not restore the frame
-/// in between, so it is to a load balancer with the MAC address of its only server.
+/// [`run_on_cpu`] on two CPUs at once, as on a bond whose devices both have a queue 0. The kernel does not restore the
+/// frame between runs, so the load balancer gets the MAC address of its only server.
 fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>, times: u32) {
     let mac = *balancer.macs.iter().find(|((_, of), _)| *of == server).unwrap().1;
     balancer.lb.set_own_mac(mac);
@@ -85,7 +85,7 @@ fn no_count_of_connections_is_lost_between_two_cpus() {
     let others = balancer.replace_servers(1, 1, &mut rng);
     let table = random_table(Rule::LeastAssigned, 1, 1, &others, &mut rng);
     balancer.install(1, &table);
-    // Each datagram is placed, also one that came before.
+    // Each datagram is placed by the rule, also further datagrams of the same flow.
     run_on_two_cpus(&mut balancer, others[0], Udp::new(client, VIP).frame(), TIMES);
     let assigned: u32 = balancer.lb.assigned(balancer.services[1], table.core_slots.len() as u16).iter().sum();
     println!("of {expected}: opened {opened}, at the server {}, assigned {assigned}", traffic.opened);

@@ -1,5 +1,5 @@
-//! `bpf/lb/lb.bpf.c` against the model, decision by decision (`BPF_PROG_TEST_RUN`): first packets under every rule,
-//! packets with cookies, packets without timestamps.
+//! Comparison of each decision of `bpf/lb/lb.bpf.c` with the model (`BPF_PROG_TEST_RUN`): new connections under every
+//! rule, packets with cookies, packets without timestamps.
 
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -37,7 +37,7 @@ fn new_connections_go_to_the_models_server() {
             generation += 1;
             let table = random_table(rule, generation, groups, &ids, &mut rng);
             let mut state = PlacementState::for_table(&table);
-            // Round robin's counter goes on from table to table.
+            // The counter of round robin continues from table to table.
             state.round_robin = balancer.turns;
             balancer.install(0, &table);
             for _ in 0..450 {
@@ -67,7 +67,7 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
             let chosen = table.choose_consistent(&tuple(client)).expect("one per bucket");
             let before = Identification::Before(support::balancer::previous_server(&table, &tuple(client)));
             let inserted = balancer.events(0, "flow_inserted");
-            // The first packet that is not a SYN is remembered.
+            // The first packet that is not a SYN enters the connection in the flow table.
             let packets = [
                 (SYN, vec![2, 4, 5, 0xb4], "bucket_hash", 0),
                 (SYN, vec![2, 4, 5, 0xb4], "bucket_hash", 0),
@@ -82,7 +82,7 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
             }
         }
     }
-    // Known but unresolved: no other server would know the connection.
+    // Packets to an unresolved server are dropped, because no other server has the connection.
     let client = client(&mut rng);
     let chosen = table_of(&balancer).choose_consistent(&tuple(client)).unwrap();
     balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, eligible: true });
@@ -112,7 +112,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..balancer.keys };
         let tsecr = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
-        // The aligned timestamp; other positions; IP options in front; with a payload, and a bare ACK.
+        // Aligned and other offsets of the timestamp, IP options, packets with and without payload.
         let usual = aligned_timestamp(rng.next_u32(), tsecr);
         let bare = timestamp(rng.next_u32(), tsecr);
         let odd = [&[1][..], &bare, &[0]].concat();
@@ -134,7 +134,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(4, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
-    // A quarter of all ids known, half of them resolved.
+    // A quarter of all ids are known servers, of which half have a MAC address.
     let ids = balancer.replace_servers(0, 4096, &mut rng);
     let unresolved: HashSet<ServerId> = ids.iter().copied().step_by(2).collect();
     for server in &unresolved {
@@ -177,16 +177,16 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
         for _ in 0..100 {
             let client = client(&mut rng);
             let first = balancer.destination(&syn(client));
-            // Other connections in between.
+            // Other connections open between SYN and retransmission.
             for _ in 0..3 {
                 balancer.destination(&syn(self::client(&mut rng)));
             }
             elsewhere += usize::from(balancer.destination(&syn(client)) != first);
         }
-        // 4096 places and a few hundred connections: now and then one is overwritten.
+        // The memory of recent placements has 4096 entries, of which some are overwritten by other connections.
         assert!(elsewhere <= 10, "{rule:?}: {elsewhere} of 100 retransmissions went elsewhere");
     }
-    // A new table, a new choice: the counter of round robin goes on.
+    // Under a new table the retransmission is placed again: the counter of round robin has grown.
     let client = client(&mut rng);
     let table = random_table(Rule::RoundRobin, 20, 1, &ids, &mut rng);
     balancer.install(0, &table);
@@ -202,7 +202,7 @@ fn ineligible_server_is_replaced_for_new_connections() {
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 10, &mut rng);
     let service = balancer.services[0];
-    // Only two of ten can take first packets: unknown, draining and unresolved ones cannot.
+    // Only two of ten servers take new connections: the others are removed, draining or unresolved.
     let able = [ids[3], ids[8]];
     for (position, server) in ids.iter().enumerate().filter(|(_, server)| !able.contains(server)) {
         match position % 3 {
@@ -274,7 +274,7 @@ fn services_have_separate_servers_and_tables() {
             balancer.expect_sent_to(*service, &frame, chosen, "new_connection");
         }
     }
-    // The second service goes; its place is clean when another one takes it.
+    // The second service is removed. Another service that reuses its index starts without servers and table.
     let address = |vip: (Ipv4Addr, u16)| (support::balancer::service(vip), ServiceMode::default());
     balancer.services = balancer.lb.set_services(&[address(VIP)]).unwrap();
     let gone = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), other) }.frame();

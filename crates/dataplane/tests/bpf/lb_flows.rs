@@ -1,5 +1,5 @@
-//! The flow table of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): where new connections and flows go that have an old
-//! entry, and whether a flood on one service moves the flows of another.
+//! Tests of the flow table of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): new connections with an entry of an older
+//! connection, and floods, which must not move the flows of other services.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
@@ -38,8 +38,8 @@ fn drain(balancer: &mut Balancer, id: ServerId) {
     set_eligible(balancer, id, false);
 }
 
-/// Connections without timestamps, and new ones of the same ports: after a server began to drain, and after the table
-/// was made without that one and one that is down.
+/// A server drains; in half of the cases a new table also lacks that server and a down server. Established connections
+/// stay, and new connections of the same ports go to another server.
 #[test]
 fn syn_leaves_a_server_that_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());
@@ -54,7 +54,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
     for (mode, new_table) in modes.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
         let mut balancer = Balancer::with(&[(service(WEB), mode)], Options::default(), &mut rng);
         let ids = balancer.replace_servers(0, 6, &mut rng);
-        // As many buckets as each server needs to have some.
+        // Random tables are drawn until every server has a bucket.
         let table = std::iter::repeat_with(|| random_table(Rule::Table, 1, 1, &ids, &mut rng))
             .find(|table| ids.iter().all(|id| table.consistent.contains(id)))
             .unwrap();
@@ -80,7 +80,8 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
         }
         assert!(refusing.iter().all(|mac| before.contains(mac)));
         for ([syn, ack], before) in frames.iter().zip(before) {
-            // With LB-side stamping only answers enter connections, and there are none here.
+            // With LB-side stamping only servers' replies enter connections in the flow table; the test sends no
+            // replies.
             let entered = mode != by_load_balancer;
             assert!(!entered || sent(&balancer, ack) == before, "{mode:?}: what is established stays");
             let opened = sent(&balancer, syn);
@@ -91,14 +92,15 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
     }
 }
 
-/// A load balancer that lost its memory gives a repeated SYN to another server than the first one.
+/// After a load balancer has lost its state, a retransmitted SYN may have reached a second server, whose SYN-ACK is
+/// late.
 #[test]
 fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(115, 0);
     let by_load_balancer = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
     let mut balancer = Balancer::with(&[(service(WEB), by_load_balancer)], Options::default(), &mut rng);
-    // Cookies of the load balancer have room for small ids.
+    // Cookies of LB-side stamping can hold only small ids.
     let ids: Vec<_> = (1..=6).map(id).collect();
     for (number, id) in (1..).zip(&ids) {
         let mac = MacAddress([2, 0, 0, 0, 1, number]);
@@ -129,7 +131,7 @@ fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
         assert_eq!(sent(&balancer, SYN), opened, "forged, or the ports are reused");
     }
 
-    // The ports are reused after the server began to drain.
+    // After the server began to drain, the client reuses its port for a new connection.
     let drained = balancer.macs.iter().find(|(_, mac)| **mac == opened).map(|((_, id), _)| *id).unwrap();
     drain(&mut balancer, drained);
     let reopened = sent(&balancer, SYN);
@@ -138,7 +140,7 @@ fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
     assert_eq!(sent(&balancer, ACK), reopened);
 }
 
-/// Anybody can send a SYN in a client's name.
+/// An attacker can send a SYN with a client's address and port.
 #[test]
 fn forged_syn_does_not_move_an_open_connection() {
     skip_if!(missing_bpf_rights());
@@ -151,13 +153,14 @@ fn forged_syn_does_not_move_an_open_connection() {
     let sent =
         |balancer: &Balancer, client, flags| balancer.destination(&Tcp { flags, ..Tcp::new(client, WEB) }.frame());
     let opened: Vec<_> = clients.iter().map(|client| sent(&balancer, *client, SYN)).collect();
-    // As loads change: most new connections go elsewhere.
+    // A new table, as after changed loads, would place most of these clients at other servers.
     balancer.install(0, &random_table(Rule::Table, 2, 1, &ids, &mut rng));
     let moved = |balancer: &Balancer, flags| {
         clients.iter().zip(&opened).filter(|(client, opened)| sent(balancer, **client, flags) != **opened).count()
     };
     assert_eq!((moved(&balancer, SYN), moved(&balancer, ACK)), (0, 0), "of 50 SYNs sent again, and of connections");
-    // No SYN goes to a server that drains, and the table holds one entry per tuple: such a connection can be moved.
+    // A SYN to a draining server is placed at another server. The flow table has one entry per tuple, so the connection
+    // moves as well.
     let draining = opened[0];
     let id = ids.iter().copied().find(|id| balancer.macs[&(0, *id)] == draining).unwrap();
     drain(&mut balancer, id);
@@ -165,7 +168,7 @@ fn forged_syn_does_not_move_an_open_connection() {
     assert_eq!((moved(&balancer, ACK), moved(&balancer, SYN), moved(&balancer, ACK)), (0, there, there));
 }
 
-/// The server that may still have an older connection of the same ports is asked for what the new one does not know.
+/// A draining server may still have an older connection of the same ports. The new server can forward packets to it.
 #[test]
 fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     skip_if!(missing_bpf_rights());
@@ -187,7 +190,7 @@ fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     balancer.expect_sent(0, &frame(ACK), at, Identification::Before(Some(ids[0])), "flow_table");
 }
 
-/// Nothing else finds its server: where the bucket's one drains, or is masked while no controller makes tables.
+/// Only the flow table finds the server of a connection whose bucket's server drained when the connection was opened.
 #[test]
 fn flood_evicts_no_connection_that_only_the_flow_table_has() {
     skip_if!(missing_bpf_rights());
@@ -233,14 +236,14 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
         }
     }
     assert!(before.contains(&down) && before.contains(&draining));
-    // It no longer drains; the table with it comes later.
+    // The draining server is eligible again, but the table does not have it yet.
     set_eligible(&mut balancer, ids[0], true);
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
     drain(&mut balancer, ids[0]);
-    // They stay where they are when the server comes back.
+    // Flows that left the down server do not return when the server is up again.
     balancer.install(0, &random_table(Rule::RoundRobin, 3, 1, &ids[1..], &mut rng));
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
-    // All are down, as far as is known: a server that may be up is better than none.
+    // When all servers count as down, flows stay at their servers.
     let mut nobody = random_table(Rule::RoundRobin, 4, 1, &ids[1..], &mut rng);
     nobody.members.clear();
     nobody.consistent.clear();
@@ -271,7 +274,8 @@ fn udp_flow_expires() {
     balancer.counted(&frame, Some(0), "new_connection");
 }
 
-/// A flood that would fill the table ten times, on one service after the other, and 1,000 flows of a third one.
+/// Floods that would fill the table ten times go to four services, one after the other. A fifth service has 1,000
+/// flows.
 #[test]
 fn flood_on_one_service_moves_no_udp_flow_of_another() {
     skip_if!(missing_bpf_rights());
@@ -293,7 +297,8 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
         let ids = balancer.replace_servers(position, 5, &mut rng);
         balancer.install(position, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
     }
-    // Three services compete for a set of eight entries: each keeps two whatever the others send.
+    // Each service keeps two entries of a set of eight whatever other services send: at most two flows per set are
+    // used.
     let (key, dns) = (balancer.lb.connection_key(), balancer.services[0].get());
     let mut sets: HashMap<u64, u32> = HashMap::new();
     let mut has_room = |client: (Ipv4Addr, u16)| {

@@ -1,4 +1,4 @@
-//! `bpf/lb/encapsulate.h` (`BPF_PROG_TEST_RUN`): outer headers of packets to servers behind routers.
+//! Tests of `bpf/lb/encapsulate.h` (`BPF_PROG_TEST_RUN`): outer headers of packets to servers behind routers.
 
 use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Tunnel};
 use coreward_intf as intf;
@@ -59,7 +59,7 @@ fn syn(family: Family) -> Tcp {
     Tcp { flags: SYN, options: aligned_timestamp(7, 0), ..Tcp::between(client(family), vip(family)) }
 }
 
-/// The source port and flow label of a client's packets.
+/// Returns the expected source port (and flow label) of outer headers, a hash of the client's flow.
 fn flow(family: Family) -> u16 {
     let [[a, b], [c, d]] = [client(family).port(), vip(family).port()].map(u16::to_be_bytes);
     flow_port(client(family).ip(), [a, b, c, d])
@@ -85,7 +85,7 @@ fn check_outer_ipv6(outer: &[u8], form: TunnelForm, server: ServerId, class: u8)
     assert_eq!(outer[8..40], addresses.concat());
 }
 
-/// The inner packet of `packet`, whose outer header is checked.
+/// Checks the outer header of `packet`, and returns the inner packet.
 fn inner(packet: &[u8], form: TunnelForm, server: ServerId, class: u8) -> Vec<u8> {
     let outer = &packet[ETHERNET..];
     match form.outer {
@@ -166,13 +166,13 @@ fn server_with_another_address_gets_its_packets_there() {
     }
 }
 
-/// A SYN of `length` bytes in IP.
+/// Returns a SYN whose IP packet has `length` bytes.
 fn syn_of(family: Family, length: usize) -> Vec<u8> {
     let headers = syn(family).frame().len() - ETHERNET - b"payload".len();
     Tcp { payload: vec![7; length - headers], ..syn(family) }.frame()
 }
 
-/// Checks the answer to `frame`, and returns its ICMP message.
+/// Checks the headers of the ICMP error `packet` about `frame`, and returns the ICMP message.
 fn error_to<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
     assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &ethertype(family)].concat());
     let (header, message) = packet[ETHERNET..].split_at(ip_header(family));

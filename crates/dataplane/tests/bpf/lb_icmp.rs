@@ -1,4 +1,5 @@
-//! `bpf/lb/lb.bpf.c` on ICMP errors to a VIP (`BPF_PROG_TEST_RUN`): each goes to the server whose packet it quotes.
+//! Tests of `bpf/lb/lb.bpf.c` with ICMP errors to a VIP (`BPF_PROG_TEST_RUN`), which go to the server whose packet they
+//! quote.
 
 use std::net::Ipv4Addr;
 
@@ -14,7 +15,7 @@ use rand::Rng as _;
 use crate::support::balancer::{Balancer, CLIENT, Identification, VIP, XDP_DROP, random_table, service};
 use crate::support::{self, ACK, SYN, Tcp, Udp, aligned_timestamp, ipv4_frame, missing_bpf_rights, skip_if, timestamp};
 
-/// Errors come from some router on the way.
+/// Source of ICMP errors: a router between client and VIP.
 const ROUTER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 /// Offsets in a frame with an IP header of 20 bytes.
@@ -24,17 +25,17 @@ const QUOTE: usize = ICMP + 8;
 
 const UNCHANGED: Identification = Identification::Unchanged;
 
-/// A frame's IP packet, without Ethernet.
+/// Returns the IP packet of a frame.
 fn packet_of(frame: &[u8]) -> Vec<u8> {
     frame[14..].to_vec()
 }
 
-/// A server's packet to the client, which the ICMP error quotes.
+/// Returns a server's IP packet to the client, to be quoted by an ICMP error.
 fn answer(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
     packet_of(&Tcp { options, ip_options, payload: vec![9; 64], ..Tcp::new(VIP, CLIENT) }.frame())
 }
 
-/// An error of that type about `quoted`, by default "fragmentation needed".
+/// Returns an ICMP error of type `kind` and code 4 that quotes `quoted`. Type 3: "fragmentation needed".
 fn error(kind: u8, quoted: &[u8]) -> Vec<u8> {
     let message = [&[kind, 4, 0, 0, 0, 0, 5, 0][..], quoted].concat();
     ipv4_frame(1, [ROUTER, VIP.0], &[], [0x77, 0], &message)
@@ -72,7 +73,7 @@ fn quoted_timestamp_names_the_server() {
             }
         }
     }
-    // Also with options in the outer header, and with a quote that ends at the timestamp.
+    // The server is also found with options in the outer IP header, and with a quote that ends at the timestamp.
     let quoted = answer(usual.clone(), vec![]);
     let message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], &quoted].concat();
     let frame = ipv4_frame(1, [ROUTER, VIP.0], &[1; 8], [0x77, 0], &message);
@@ -93,7 +94,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
     let whole = answer(aligned_timestamp(value, 7), vec![]);
     let without = answer(vec![], vec![]);
     let bad_options = answer(vec![3, 1, 0, 0], vec![]);
-    // Down to the ports and four bytes more (RFC 792), the timestamp is cut.
+    // Quotes without the timestamp: down to IP header and 8 bytes, as RFC 792 requires.
     let cut: Vec<Vec<u8>> = (28..52).map(|length| whole[..length].to_vec()).collect();
     let mut bad_data_offset = whole.clone();
     bad_data_offset[20 + 12] = 0x40;
@@ -101,7 +102,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
     for quoted in &quotes {
         balancer.expect_broadcast_or(0, &error(3, quoted), UNCHANGED, "drop_broadcast_rate_limited");
     }
-    // Once a packet of the connection was seen, its server is known.
+    // After a packet of the connection, the flow table has its server.
     let chosen = balancer.newest_table.as_ref().unwrap().choose_consistent(&tuple()).unwrap();
     balancer.counted(&Tcp { flags: ACK, ..Tcp::new(CLIENT, VIP) }.frame(), Some(0), "bucket_hash");
     for quoted in &quotes {
@@ -144,7 +145,7 @@ fn icmp_errors_without_cookies_follow_the_modes_table() {
         let (balancer, ids) = balancer(mode);
         let frame = error(3, &answer(aligned_timestamp(stamped(&balancer, ids[1]), 7), vec![]));
         balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
-        // A placed connection in the flow table is found; one by rule or bucket is not.
+        // Only a connection with an entry in the flow table is found, not one that rule or bucket place.
         let packet = Tcp { options: aligned_timestamp(1, 2), ..Tcp::new(CLIENT, VIP) };
         balancer.run(&Tcp { flags: SYN, ..packet.clone() }.frame());
         let destination = balancer.destination(&packet.frame());
@@ -177,7 +178,7 @@ fn errors_about_datagrams_follow_their_flow() {
         } else {
             balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
         }
-        // TCP at the same port is no service.
+        // The same port of TCP is no service.
         balancer.expect_passed(&error(3, &answer(vec![], vec![])));
     }
 }
@@ -204,7 +205,7 @@ fn icmp_error_of_no_service_passes() {
         ("a fragment itself", with(IP + 6, &[0x20, 0])),
         ("a later fragment itself", with(IP + 6, &[0, 3])),
     ];
-    // About a first fragment: it has the ports.
+    // An error about a first fragment, which has the ports, is forwarded.
     balancer.expect_sent_to(0, &with(QUOTE + 6, &[0x20, 0]), ids[0], "icmp_error");
     others.extend(
         (0..=255u8).filter(|kind| ![3, 11, 12].contains(kind)).map(|kind| ("another type", with(ICMP, &[kind]))),
@@ -222,7 +223,7 @@ fn malformed_icmp_errors_are_dropped_with_a_reason() {
     let quoted = answer(aligned_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
     let good = error(3, &quoted);
     let mut rng = seeded_rng(74, 0);
-    // IP ends before the ports and four bytes more.
+    // The outer IP packet ends before the quote has 8 bytes after its IP header.
     for total in 0..20 + 8 + 28u16 {
         let mut frame = good.clone();
         frame[IP + 2..IP + 4].copy_from_slice(&total.to_be_bytes());
@@ -239,16 +240,16 @@ fn malformed_icmp_errors_are_dropped_with_a_reason() {
         if version_and_length >> 4 != 4 || words < 5 {
             balancer.expect_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
         } else {
-            // The bytes of the ports are options now.
+            // The longer IP header covers the ports, so no service is found.
             balancer.expect_passed(&frame);
         }
     }
-    // Quoted options of more words than there are in the quote.
+    // The quoted IP header is longer than the quote.
     let short = &answer(vec![], vec![])[..28];
     let mut frame = error(3, short);
     frame[QUOTE] = 0x46;
     balancer.expect_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
-    // Noise in the quote has one outcome, and is not changed.
+    // Random bytes in the quote have exactly one outcome, and the program does not change them.
     for _ in 0..5_000 {
         let mut frame = good.clone();
         for _ in 0..=uniform_below(&mut rng, 4) {

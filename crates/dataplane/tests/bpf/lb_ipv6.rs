@@ -1,4 +1,4 @@
-//! `bpf/lb/lb.bpf.c` with IPv6 VIPs, against the model's tables and cookies.
+//! Comparison of `bpf/lb/lb.bpf.c` for IPv6 VIPs with the model's tables and cookies.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -31,7 +31,7 @@ fn tuple(client: (Ipv6Addr, u16)) -> FourTuple {
     FourTuple::ipv6(client, VIP)
 }
 
-/// A segment from the client behind these extension headers.
+/// Returns a TCP segment from the client after these extension headers.
 fn frame_behind(headers: &[(u8, Vec<u8>)], client: (Ipv6Addr, u16), flags: u8, options: Vec<u8>) -> Vec<u8> {
     let ports_of = ((Ipv4Addr::UNSPECIFIED, client.1), (Ipv4Addr::UNSPECIFIED, VIP.1));
     Tcp { flags, options, ..Tcp::new(ports_of.0, ports_of.1) }.ipv6_frame(client.0, VIP.0, headers)
@@ -45,16 +45,16 @@ fn syn(client: (Ipv6Addr, u16)) -> Vec<u8> {
     frame(client, SYN, [&[2, 4, 5, 0xa0, 4, 2][..], &timestamp(77, 0), &[1, 3, 3, 7]].concat())
 }
 
-/// A dual-stack balancer, whose service 0 is of IPv6.
+/// Returns a dual-stack balancer, whose service 0 has an IPv6 VIP.
 fn balancer(rng: &mut impl rand::Rng) -> Balancer {
     let services = [service(VIP), service(IPV4_VIP)].map(|service| (service, ServiceMode::default()));
     Balancer::with(&services, Options::default(), rng)
 }
 
-/// Extension headers in front of TCP that are walked over.
+/// Returns lists of extension headers that the program skips in front of TCP.
 fn extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
     let options = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
-    // A fragment that is the whole packet (RFC 6946); an authentication header of 24 bytes.
+    // An atomic fragment, which is the whole packet (RFC 6946), and an authentication header of 24 bytes.
     let atomic = (44, vec![0, 0, 0, 0, 1, 2, 3, 4]);
     let authentication = (51, [&[0, 4][..], &[0; 22]].concat());
     [vec![options(0)], vec![options(60)], vec![options(0), options(43), atomic], vec![authentication]]
@@ -157,29 +157,29 @@ fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     let drop = |frame: &[u8], name| balancer.expect_without_service(frame, XDP_DROP, name);
     drop(&with(14, &[0x50]), "drop_malformed_ipv6");
     drop(&with(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
-    // The chain of extension headers ends beyond the packet, or beyond what is read.
+    // The chain of extension headers ends beyond the packet, or beyond the bytes that the program reads.
     drop(&ipv6_frame([client.0, VIP.0], &[(0, vec![0, 0])], 6, &[]), "drop_malformed_ipv6");
-    // A later fragment whose header ends behind the packet, in padding.
+    // The header of a later fragment ends after the packet, in the frame's padding.
     let mut fragment = ipv6_frame([client.0, VIP.0], &[(44, vec![0, 0, 0, 8, 0, 0, 0, 7])], 17, &[0; 8]);
     fragment[18..20].copy_from_slice(&7u16.to_be_bytes());
     drop(&fragment, "drop_malformed_ipv6");
     let long = (60, [&[0, 9][..], &[0; 78]].concat());
     drop(&frame_behind(&[long], client, ACK, vec![]), "drop_extension_headers");
-    // Six headers are walked over, a seventh one is no protocol that is balanced.
+    // The program skips six extension headers; a seventh counts as an unknown protocol.
     let option = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
     balancer.expect_passed(&frame_behind(&[0, 60, 43, 60, 60, 60, 60].map(option), client, ACK, vec![]));
     let fragment = (44, vec![0, 0, 0, 1, 1, 2, 3, 4]);
     drop(&frame_behind(&[fragment], client, ACK, vec![]), "drop_fragment");
     balancer.expect(&with(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
     balancer.expect(&with(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
-    // Another VIP, another port, a group's MAC address, an echo request.
+    // Packets for the kernel: another VIP, another port, a multicast MAC address, an echo request.
     balancer.expect_passed(&with(39, &[7]));
     balancer.expect_passed(&with(56, &[7]));
     balancer.expect_passed(&with(0, &[0x33, 0x33]));
     balancer.expect_passed(&ipv6_frame([client.0, VIP.0], &[], 58, &[128, 0, 0, 0, 0, 0, 0, 0]));
 }
 
-/// An ICMPv6 error from `router` to the VIP about a packet from it, of which it quotes `quoted` bytes.
+/// Returns an ICMPv6 error from `router` to the VIP that quotes `quoted` bytes of a packet from the VIP.
 fn error(kind: u8, router: Ipv6Addr, client: (Ipv6Addr, u16), options: Vec<u8>, quoted: usize) -> Vec<u8> {
     let ports = ((Ipv4Addr::UNSPECIFIED, VIP.1), (Ipv4Addr::UNSPECIFIED, client.1));
     let segment = Tcp { options, ..Tcp::new(ports.0, ports.1) }.ipv6_frame(VIP.0, client.0, &[]);
@@ -202,13 +202,13 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
             cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
         let whole = error(kind, router, client, aligned_timestamp(value, 7), usize::MAX);
         balancer.expect_sent_to(0, &whole, server, "icmp_error");
-        // Without the timestamp it is broadcast.
+        // An error whose quote lacks the timestamp is broadcast.
         let short = error(kind, router, client, aligned_timestamp(value, 7), 48);
         balancer.expect_broadcast_or(0, &short, Identification::Unchanged, "drop_broadcast_rate_limited");
     }
     let whole = error(2, router, client(&mut rng), vec![], usize::MAX);
     balancer.expect_without_service(&error(2, router, client(&mut rng), vec![], 47), XDP_DROP, "drop_malformed_icmp");
-    // An echo request, a quote from another VIP, and one with extension headers.
+    // Messages for the kernel: an echo request, a quote from another VIP, a quote with extension headers.
     let with = |at: usize, byte: u8| {
         let mut frame = whole.clone();
         frame[at] = byte;
@@ -237,7 +237,7 @@ fn ipv6_stateful_connections_find_their_entry() {
         let mut found = balancer.lb.connections(balancer.services[0]).filter(|entry| entry.client == client.into());
         let server = found.next().expect("an entry of that client").identity.server;
         drop(found);
-        // The same SYN again, and packets of the fast path and of the other one.
+        // The retransmitted SYN, and packets on the fast and the slow path.
         let (_, again) = balancer.counted(&syn(client), Some(0), "new_connection");
         assert_eq!((&sent[..6], number_of(&again)), (&balancer.macs[&(0, server)].0[..], Some(number)));
         let stamped = Cookie::TableIndex(number);
@@ -250,7 +250,7 @@ fn ipv6_stateful_connections_find_their_entry() {
     assert_eq!(balancer.lb.connections_in_use(), 300);
 }
 
-/// A /64 is one prefix, whatever its addresses.
+/// All addresses of a /64 count as one source prefix.
 #[test]
 fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     skip_if!(missing_bpf_rights());
@@ -270,7 +270,8 @@ fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     assert_eq!(balancer.lb.connections_in_use(), 1025);
 }
 
-/// Unknown packets go to the other load balancer, with a label that no server follows. Packets to a server name it.
+/// Unknown packets go to the other load balancer, with a flow label that makes no server forward them. Packets to a
+/// server have the other load balancer in their flow label.
 #[test]
 fn migrating_ipv6_service_forwards_unknown_packets() {
     skip_if!(missing_bpf_rights());

@@ -1,4 +1,4 @@
-//! The load balancer's life at a device: attached, taken over while packets pass, refused, detached.
+//! Tests of a load balancer at a device: attach, take-over during operation, upgrade, errors, detach.
 
 use std::mem::offset_of;
 use std::os::fd::AsFd as _;
@@ -48,7 +48,7 @@ fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
     index
 }
 
-/// A packet of an established connection, to the MAC address of the load balancer's device.
+/// Returns a packet of an established connection, to the MAC address of the load balancer's device.
 fn established(destination_mac: [u8; 6]) -> Vec<u8> {
     let tsecr = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
     Tcp { destination_mac, options: aligned_timestamp(1, tsecr), ..Tcp::new(CLIENT, VIP) }.frame()
@@ -58,12 +58,12 @@ fn forwarded(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
     lb.counters(index).packets[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
-/// The same, of whichever services.
+/// Returns the number of forwarded packets of all services, also of removed services.
 fn in_all(lb: &LoadBalancer) -> u64 {
     lb.total_counters().packets[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
-/// The same count in the pinned map: readable also while no process runs.
+/// Returns a function that reads the number of forwarded packets from the pinned map, without a load balancer process.
 fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
     let map = MapHandle::from_pinned_path(pins.path().join("lb/counters")).unwrap();
     let entries = map.max_entries() as usize;
@@ -91,7 +91,7 @@ fn new_process_takes_over_while_packets_pass() {
 
     let passed = pinned_count(&pins);
     let (done, sent) = (AtomicBool::new(false), AtomicU64::new(0));
-    // A limit of its own, should an assertion below fail.
+    // The limit ends the sending thread if an assertion below fails.
     let limit = Instant::now() + Duration::from_secs(60);
     let (lb, index) = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -101,14 +101,14 @@ fn new_process_takes_over_while_packets_pass() {
                 while !done.load(Ordering::Relaxed) && Instant::now() < limit {
                     wire.send(&frame);
                     let all = sent.fetch_add(1, Ordering::Relaxed) + 1;
-                    // One packet at a time: the device's ring holds few while its thread waits for a CPU.
+                    // Packets are sent one by one, because the device's ring is small.
                     while passed() < all && Instant::now() < limit {
                         std::thread::sleep(Duration::from_micros(200));
                     }
                 }
             });
         });
-        // So many packets pass, however slow the machine is.
+        // Waits until `packets` more packets were sent, however slow the machine is.
         let pass = |packets: u64| {
             let target = sent.load(Ordering::Relaxed) + packets;
             while sent.load(Ordering::Relaxed) < target && Instant::now() < limit {
@@ -117,7 +117,7 @@ fn new_process_takes_over_while_packets_pass() {
         };
         for round in 0..10u64 {
             pass(100);
-            // Dropped as a killed process would: the kernel is not notified.
+            // A drop detaches nothing, as if the process had been killed.
             let counted = in_all(&lb);
             drop(lb);
             pass(40);
@@ -131,7 +131,7 @@ fn new_process_takes_over_while_packets_pass() {
             let kept = Server { mac: Some(SERVER_MAC), eligible: true };
             assert_eq!(lb.servers(index), [(server(), kept)]);
             assert_eq!(lb.table_generation(index), Some(round + 1));
-            // The rule in use is found again, and changed: the program is replaced at the device once more.
+            // Another rule than the one taken over replaces the program at the device once more.
             let rule = Rule::ALL[(round + 1) as usize % Rule::ALL.len()];
             index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
             lb.install_table(index, &one_server_table(round + 2, rule)).unwrap();
@@ -153,7 +153,7 @@ fn new_process_takes_over_while_packets_pass() {
     assert!(!String::from_utf8(shown.stdout).unwrap().contains("xdp"));
 }
 
-/// Modes, and what is remembered of connections that carry no cookie, outlive the process; so does the table's size.
+/// Modes, flow table entries, and the size of the flow table outlive the process.
 #[test]
 fn modes_and_flows_are_taken_over() {
     skip_if!(missing_bpf_rights());
@@ -189,7 +189,7 @@ fn modes_and_flows_are_taken_over() {
     }
     assert_eq!(outcomes(&lb, &indexes), ["bucket_hash", "new_connection"]);
     drop(lb);
-    // Before the new process has its services.
+    // Packets pass before the new process has configured its services.
     let mut lb = start(1 << 15);
     assert!(lb.is_taken_over());
     assert_eq!(outcomes(&lb, &indexes), ["flow_table", "flow_table"]);
@@ -250,13 +250,13 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     write_layout_version(&state, 99);
     let (at_work, found) = (program(), problem().unwrap());
     assert!(found.contains(&format!("layout version 99, expected {}", intf::LB_LAYOUT_VERSION)), "{found}");
-    // Ended before it was ready: nothing has changed.
+    // A process that ends before `commit_upgrade` changes nothing.
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     attach(&mut lb);
     assert!(lb.is_upgrade_pending() && !lb.is_taken_over());
     drop(lb);
     assert_eq!((program(), problem()), (at_work, Some(found)));
-    // And once more, to its end.
+    // The next process completes the upgrade.
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     let attachment = attach(&mut lb);
     lb.commit_upgrade().unwrap();
@@ -269,7 +269,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     assert_eq!(attach(&mut lb), attachment);
     drop(lb);
 
-    // A map of another size under the name of ours is another version's, too, and so is one that we do not know.
+    // A known map name with another size, or an unknown map name, also counts as another version.
     let servers = pins.path().join("lb").join("servers");
     std::fs::remove_file(&servers).unwrap();
     let create = libbpf_rs::libbpf_sys::bpf_map_create_opts {
@@ -287,7 +287,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     assert_eq!(problem(), None);
     lb.detach().unwrap();
 
-    // Maps that nothing forwards by are left-overs of an interrupted start: created again.
+    // Pinned maps without an attached program are left over from an interrupted start, and are created again.
     let lb = LoadBalancer::load(options(&pins)).unwrap();
     drop(lb);
     assert!(state.exists());

@@ -1,5 +1,5 @@
-//! `bpf/lb/lb.bpf.c` on what is not for it, and on truncated and malformed packets of every kind: the verdict and the
-//! reason that its essay promises, and not a byte changed.
+//! Tests of `bpf/lb/lb.bpf.c` with packets for the kernel, and with truncated and malformed packets: the verdict and
+//! the counted reason are those in its comments, and the frame is unchanged.
 
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::Rule;
@@ -20,7 +20,7 @@ const IP: usize = 14;
 const TCP: usize = IP + 20;
 const OPTIONS: usize = TCP + 20;
 
-/// One service with a table, and a packet of an established connection.
+/// Returns a balancer with one service, a server, and a packet of an established connection to this server.
 fn balancer() -> (Balancer, ServerId, Tcp) {
     let mut rng = seeded_rng(21, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -62,7 +62,7 @@ fn packet_of_no_service_passes_unchanged() {
         ("a fragment to another address", with(&with(&frame, IP + 16, &[10, 200, 0, 2]), IP + 6, &[0x20, 0])),
         ("a bad header length to another address", with(&with(&frame, IP + 16, &[1, 2, 3, 4]), IP, &[0x41])),
     ];
-    // No address: the service is unknown.
+    // Frames that end before the destination address have no service.
     others.extend((14..IP + 20).map(|length| ("cut in the IP header", frame[..length].to_vec())));
     let syn = Tcp { flags: SYN, ..packet.clone() }.frame();
     others.push(("SYN to another port", with(&syn, TCP + 2, &[1, 187])));
@@ -79,7 +79,7 @@ fn frames_cut_short_are_dropped_with_a_reason() {
     let (balancer, _, packet) = balancer();
     let frames = [packet.clone(), Tcp { flags: SYN, ..packet.clone() }, Tcp { ip_options: vec![1; 8], ..packet }];
     for frame in frames.map(|packet| packet.frame()) {
-        // The IP header's length exceeds the frame: its own length is wrong, whatever is in it.
+        // The total length in the IP header exceeds the frame.
         for length in IP + 20..frame.len() {
             balancer.expect_without_service(&frame[..length], XDP_DROP, "drop_malformed_ipv4");
         }
@@ -94,7 +94,7 @@ fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
         let frame = packet.frame();
         let headers = 20 + 20 + 12;
         for total in 0..headers as u16 {
-            // The frame is whole (Ethernet pads short ones), but the IP header ends the packet earlier.
+            // The frame has all bytes (Ethernet pads short frames), but the total length in the IP header is smaller.
             let frame = with(&frame, IP + 2, &total.to_be_bytes());
             match total {
                 0..20 => balancer.expect_without_service(&frame, XDP_DROP, "drop_malformed_ipv4"),
@@ -125,7 +125,7 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
         if version != 4 || words < 5 || 4 * usize::from(words) > frame.len() - IP {
             balancer.expect_without_service(&frame, XDP_DROP, "drop_malformed_ipv4");
         } else {
-            // The header swallows what were the ports: other ones are read, mostly of no service, and some read 80.
+            // The longer header covers the ports. Other bytes are read as ports, and some of them are port 80.
             let (verdict, after) = balancer.run(&frame);
             assert!(verdict == XDP_PASS || verdict == XDP_DROP, "{words} words: {verdict}");
             assert_eq!(after, frame);
@@ -136,14 +136,14 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
             continue;
         }
         let frame = with(&frame, IP + 6, &fragment.to_be_bytes());
-        // All but the reserved bit and "don't fragment".
+        // A packet is a fragment if any bit is set except the reserved bit and "don't fragment".
         if fragment & 0x3fff != 0 {
             balancer.expect_without_service(&frame, XDP_DROP, "drop_fragment");
         } else {
             balancer.expect_sent_to(0, &frame, server, "established");
         }
     }
-    // A later fragment has no ports: these bytes are payload.
+    // A later fragment has payload in place of the ports.
     let later = with(&with(&frame, IP + 6, &[0, 185]), TCP, &[0xaa; 8]);
     balancer.expect_without_service(&later, XDP_DROP, "drop_fragment");
 }
@@ -158,9 +158,9 @@ fn invalid_data_offsets_are_dropped_with_a_reason() {
         for words in 0..16u8 {
             let frame = with(&frame, TCP + 12, &[words << 4]);
             let expected = match (words, flags) {
-                // 32 bytes of header, 4 of payload.
+                // The segment has 32 bytes of header and 4 of payload.
                 (0..5 | 10.., _) => "drop_malformed_tcp",
-                // The timestamp is out of the header: no options, or two NOPs, or an option cut short.
+                // The timestamp is outside the header: no options at all, only NOPs, or a cut option.
                 (5, _) => "bucket_hash",
                 (6 | 7, _) => "drop_malformed_tcp",
                 (_, SYN) => "new_connection",
@@ -199,7 +199,7 @@ fn malformed_options_are_dropped_with_a_reason() {
             balancer.expect(&frame, XDP_DROP, 0, "drop_malformed_tcp");
         }
     }
-    // The walk finds a timestamp at every place, and stops there: what follows is the server's business.
+    // The program finds a timestamp at every offset, and ignores malformed options after it.
     for before in 0..=28 {
         let after = [254, 0, 7, 7];
         for fill in [vec![1; before], other_options(before)] {
@@ -209,7 +209,7 @@ fn malformed_options_are_dropped_with_a_reason() {
             balancer.expect_sent_to(0, &frame, server, "established");
         }
     }
-    // None behind the end of options; and a timestamp of another length is none, as for Linux (tcp_parse_options()).
+    // A timestamp after the end of options, or with another length, is ignored, as by Linux (tcp_parse_options()).
     let none = [
         [&[0, 0][..], &time].concat(),
         [&[8, 9][..], &time[2..9]].concat(),
@@ -224,7 +224,7 @@ fn malformed_options_are_dropped_with_a_reason() {
     }
 }
 
-/// `length` bytes of options other than NOP, timestamp and end.
+/// Returns `length` bytes of options, without timestamp and end of options; a single byte is a NOP.
 fn other_options(length: usize) -> Vec<u8> {
     match length {
         0 => vec![],
@@ -258,7 +258,7 @@ fn flags_that_no_connection_has_are_dropped_with_a_reason() {
     }
 }
 
-/// Random bytes, and good packets with random bytes in them: never anything but one outcome, never a change beyond the
+/// Random frames, and valid packets with random bytes: each has exactly one outcome, and the program changes only the
 /// MAC addresses and the IP identification.
 #[test]
 fn random_frames_get_one_outcome_and_stay_unchanged() {
@@ -292,7 +292,7 @@ fn random_frames_get_one_outcome_and_stay_unchanged() {
                 assert_eq!(after[12..18], frame[12..18]);
                 assert_eq!(after[20..24], frame[20..24]);
                 assert_eq!(after[26..], frame[26..]);
-                // The identification and its checksum: the header's sum stays what it was, right or wrong.
+                // Identification and checksum change together, so that the header's sum stays the same, right or wrong.
                 let sum = |frame: &[u8]| ones_complement_sum(&frame[IP..tcp_offset(frame)]) % 0xffff;
                 assert_eq!(sum(&after), sum(&frame));
             }

@@ -1,5 +1,5 @@
-//! `bpf/lb/lb.bpf.c` under each mode of consistency (`BPF_PROG_TEST_RUN`): what finds the server, what is remembered,
-//! what is counted.
+//! Tests of `bpf/lb/lb.bpf.c` in each consistency mode (`BPF_PROG_TEST_RUN`): look-up of the server, flow table
+//! entries, counters.
 
 use std::net::Ipv4Addr;
 
@@ -30,7 +30,7 @@ fn balancer(mode: ServiceMode, rule: Rule, rng: &mut impl rand::Rng) -> (Balance
     (balancer, ids, table)
 }
 
-/// A packet of a connection, with aligned timestamps, or at another offset, or without.
+/// Returns a packet of a connection. `options`: 0 without timestamp, 1 with an aligned timestamp, 2 at another offset.
 fn packet(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
     let options = match options {
         0 => vec![],
@@ -73,7 +73,7 @@ fn hash_table_stores_the_rules_choice() {
     for _ in 0..100 {
         let client = client(&mut rng);
         let chosen = table.choose(&mut state, &tuple(client)).unwrap();
-        // Not a first packet, and unknown: by the rule, and not remembered.
+        // A packet of an unknown connection that is no SYN is placed by the rule, and gets no flow table entry.
         balancer.expect_sent_to(0, &packet(client, ACK, uniform_below(&mut rng, 3)), chosen, "per_packet");
         balancer.expect_sent_to(0, &packet(client, SYN, uniform_below(&mut rng, 3)), chosen, "new_connection");
         connections.push((client, chosen));
@@ -86,7 +86,7 @@ fn hash_table_stores_the_rules_choice() {
             balancer.expect_sent_to(0, &packet(*client, flags, uniform_below(&mut rng, 3)), *chosen, "flow_table");
         }
     }
-    // A server without a MAC address keeps its connections; one that is taken out loses them to the rule.
+    // An unresolved server keeps its connections; the connections of a removed server are placed by the rule.
     let (client, chosen) = connections[0];
     balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, eligible: true });
     balancer.expect(&packet(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
@@ -115,7 +115,7 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     assert_eq!(balancer.events(0, "flow_inserted"), 0);
 }
 
-/// Without a controller no table without the server comes: then this is all that new connections have.
+/// Without a controller, the table keeps a server that takes no new connections: then the load balancer must avoid it.
 #[test]
 fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());
@@ -128,7 +128,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
             .filter(|client| table.choose_consistent(&tuple(*client)) == Some(left))
             .take(50)
             .collect();
-        // To which server, and which one is named as the server before.
+        // Returns the server to which a packet was sent, and the previous server in its IP identification.
         let sent = |balancer: &Balancer, client, flags| {
             let (verdict, frame) = balancer.run(&packet(client, flags, 1));
             assert_eq!(verdict, XDP_TX, "{name}: flags {flags:#x}");
@@ -138,7 +138,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
         let mac = Some(balancer.macs[&(0, left)]);
         balancer.lb.set_server(place, left, Server { mac, eligible: false });
         balancer.lb.set_masked(place, left, is_down);
-        // A connection that is open stays: its packets go by the bucket.
+        // An established connection stays at the server of its bucket.
         let (open, clients) = clients.split_last().unwrap();
         assert_eq!(sent(&balancer, *open, ACK).0, left, "{name}");
         let opened: Vec<_> = clients.iter().map(|client| sent(&balancer, *client, SYN)).collect();
@@ -149,7 +149,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
             }
         }
         assert_eq!(sent(&balancer, *open, RST).0, left, "{name}");
-        // The server takes new connections again: those that went elsewhere meanwhile stay there.
+        // The server takes new connections again. Connections that were opened at other servers stay there.
         balancer.lb.set_server(place, left, Server { mac, eligible: true });
         balancer.lb.set_masked(place, left, false);
         for (client, opened) in clients.iter().zip(&opened) {
@@ -175,21 +175,21 @@ fn with_timestamps_off_connections_use_the_flow_table() {
             let frame = packet(client, flags, uniform_below(&mut rng, 3));
             balancer.expect_sent(0, &frame, chosen, Identification::Before(before), name);
         }
-        // A cookie means nothing.
+        // With `timestamps = "off"` the program ignores cookies.
         let other = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(other), 5);
         let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
         balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
         connections.push((client, chosen, before));
     }
-    // Another pool: what is in the table stays where it is, and so does whom it was before.
+    // With another pool, connections in the flow table keep their server and their previous server.
     let next = random_table(Rule::Table, 2, 1, &ids[3..], &mut rng);
     balancer.install(0, &next);
     for (client, chosen, before) in connections {
         let frame = packet(client, ACK | FIN, 1);
         balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
     }
-    // A reset of a connection that is not in the table: its server is unknown here.
+    // The server of a connection without an entry in the flow table is unknown, so its resets are broadcast.
     let nobody = Identification::Before(None);
     for options in 0..3 {
         let reset = packet(client(&mut rng), RST, options);
@@ -251,7 +251,7 @@ fn flow_table_is_bounded_and_drops_removed_services() {
     let remembered = known(&balancer, 0);
     assert!((1..=4096).contains(&remembered), "{remembered} of 20,000 remembered");
 
-    // The place of a service that goes is taken by another one, for whose packets the old flows mean nothing.
+    // A new service reuses the index of a removed service, but not its flow table entries.
     balancer.services = balancer.lb.set_services(&services[1..]).unwrap();
     balancer.services = balancer.lb.set_services(&services).unwrap();
     fill(&mut balancer, &mut rng);
@@ -296,7 +296,7 @@ fn traffic_is_counted_by_server() {
     assert_eq!(balancer.lb.traffic(server).packets, 4);
 }
 
-/// Anybody can send these, again and again to the same server.
+/// An attacker can send such packets to the same server repeatedly.
 #[test]
 fn forged_packets_do_not_move_counts() {
     skip_if!(missing_bpf_rights());
@@ -307,7 +307,7 @@ fn forged_packets_do_not_move_counts() {
         let (balancer, ids, _) = balancer(mode, Rule::Table, &mut rng);
         let sum = |of: fn(&ServerTraffic) -> u64| ids.iter().map(|id| of(&balancer.lb.traffic(*id))).sum::<u64>();
         let from = client(&mut rng);
-        // The ACK enters a hint in the flow table, the SYN of a hash-table service an entry.
+        // An ACK stores a hint in the flow table; a SYN of a hash-table service stores an entry.
         for flags in [&[ACK | FIN; 200][..], &[ACK, ACK | FIN, RST], &[SYN; 200], &[ACK | FIN; 200]].concat() {
             balancer.run(&packet(from, flags, 0));
         }
@@ -316,7 +316,7 @@ fn forged_packets_do_not_move_counts() {
     }
 }
 
-/// Services of every mode side by side: the program that knows them all treats each as the one that knows it alone.
+/// A program that is compiled for all modes treats each service like a program that is compiled for its mode alone.
 #[test]
 fn services_of_different_modes_coexist_and_change() {
     skip_if!(missing_bpf_rights());
@@ -359,7 +359,7 @@ fn services_of_different_modes_coexist_and_change() {
                 }
             }
         }
-        // Each service gets the next one's mode; places, servers and tables stay.
+        // Each service gets the mode of the next service; indexes, servers and tables stay.
         modes.rotate_left(1);
         let places = balancer.lb.set_services(&services(&modes)).unwrap();
         assert_eq!(places, balancer.services, "round {round}");

@@ -1,4 +1,5 @@
-//! `timestamps = "lb"` between kernels' TCP: servers without any program of ours, whose answers pass the load balancer.
+//! Tests of `timestamps = "lb"` with the kernels' TCP: servers have no coreward program, and their replies pass the
+//! load balancer.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -46,7 +47,7 @@ impl TestEnv {
             let mac = host.run_inside(|| mac_address("eth0"));
             lb.set_server(index, *server, Server { mac: Some(mac), eligible: true });
         }
-        // In turn, so that every server gets its share.
+        // Round robin gives every server the same number of connections.
         lb.install_table(index, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut seeded_rng(3, 0))).unwrap();
         let listen = || TcpListener::bind((VIP, PORT)).unwrap();
         let listeners = segment.servers.iter().map(|host| host.run_inside(listen)).collect();
@@ -60,7 +61,7 @@ impl TestEnv {
         stream
     }
 
-    /// A new connection: the client's end, the server's, and which server it is.
+    /// Opens a connection. Returns the client's end, the server's end, and the server's position.
     fn connection(&self) -> (TcpStream, TcpStream, usize) {
         let client = self.connect();
         let end = Instant::now() + TIMEOUT;
@@ -87,7 +88,7 @@ impl TestEnv {
     }
 }
 
-/// 200 kB there and back.
+/// Sends 200 kB from the client to the server, and 200 kB back.
 fn exchange(client: &mut TcpStream, server: &mut TcpStream) {
     let sent: Vec<u8> = (0..200_000u32).map(|n| ((n * 7) >> 3) as u8).collect();
     let send = |from: &mut TcpStream, to: &mut TcpStream| {
@@ -107,7 +108,7 @@ fn servers_with_one_clock_are_stamped_and_keep_connections() {
     skip_if!(missing_bpf_rights());
     on_one_cpu();
     let env = TestEnv::new();
-    // Until the clocks are known, connections are plain: the flow table keeps them.
+    // Until the servers' clocks are known, connections are not stamped, and have entries in the flow table.
     let mut plain: Vec<_> = (0..SERVERS).map(|_| env.connection()).collect();
     for (client, server, _) in &mut plain {
         exchange(client, server);
@@ -136,7 +137,7 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     for host in &env.segment.servers {
         host.set_sysctl("ipv4/tcp_timestamps", "1");
     }
-    // The clocks are known once open connections have shown how fast they tick.
+    // Open connections show the rate of the servers' clocks.
     let mut plain: Vec<_> = (0..2 * SERVERS).map(|_| env.connection()).collect();
     let end = Instant::now() + TIMEOUT;
     while env.clocks().iter().any(|clock| clock.state() != ClockState::PerConnection) {
@@ -149,7 +150,7 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     for (client, server, _) in &mut stamped {
         exchange(client, server);
     }
-    // Delayed acknowledgements of the plain ones, one each.
+    // Each unstamped connection may still send one delayed acknowledgement.
     assert!(env.count(intf::LB_COUNTER_FLOW_TABLE) <= by_flow + plain.len() as u64);
     assert!(env.count(intf::LB_COUNTER_REPLY_STAMPED) > 100 && env.count(intf::LB_COUNTER_ESTABLISHED) > 100);
     for clock in env.clocks() {
@@ -158,7 +159,8 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     change_keys_and_close(env, stamped.into_iter().chain(plain).collect());
 }
 
-/// Connections, stamped ones among them, go on while keys change and no server takes new connections. Then they close.
+/// Asserts that stamped and unstamped connections continue while keys change and no server is eligible, and then closes
+/// them.
 fn change_keys_and_close(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpStream, usize)>) {
     for current in [KeyIndex::Second, KeyIndex::First] {
         env.lb.set_keys(&keys(current));
@@ -167,7 +169,7 @@ fn change_keys_and_close(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpS
             exchange(client, server);
         }
     }
-    // The client ends one, the server the other.
+    // Half of the connections are closed by the client first, the others by the server.
     for (number, (mut client, mut server, _)) in connections.into_iter().enumerate() {
         let (closing, waiting) = if number % 2 == 0 { (client, &mut server) } else { (server, &mut client) };
         drop(closing);

@@ -1,5 +1,5 @@
-//! Tables that are switched while packets pass: every decision belongs to one of the two tables, never to a mixture.
-//! Tables whose candidates are replaced.
+//! Tests of placement tables: a switch during operation, in which every decision must follow one of the two tables, and
+//! the replacement of candidates.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
@@ -23,7 +23,7 @@ const SWITCHES: u64 = 1_000;
 const DECISIONS_PER_TABLE: u64 = 30;
 const TIME_LIMIT: Duration = Duration::from_secs(240);
 
-/// A table of rule `Table` in which each bucket of each group has a server of its own, drawn from `servers`.
+/// Returns a table of rule `Table` in which each bucket of each group has another server, drawn from `servers`.
 fn table(
     generation: u64,
     buckets: u64,
@@ -60,7 +60,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
     let mut rng = seeded_rng(31, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 2000, &mut rng);
-    // They differ in everything: keys, groups, buckets, servers. A mixture would name some third server.
+    // The two tables differ in keys, groups, buckets and servers, so a mixture of both would select a third server.
     let tables = [table(1, 128, 1, &ids[..1000], &mut rng), table(2, 2048, 3, &ids[1000..], &mut rng)];
     let packets: Vec<(Vec<u8>, [ServerId; 2])> = (0..512)
         .map(|_| {
@@ -100,8 +100,8 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
         let mut switches = 0;
         while switches < SWITCHES && start.elapsed() < TIME_LIMIT {
             switches += 1;
-            // Nobody waits while tables are exchanged, and one is made faster than the other: each stands as long as
-            // some packets take.
+            // Each table stays in force for the same number of decisions, because one table is written faster than the
+            // other.
             let stands_until = decisions() + DECISIONS_PER_TABLE;
             while decisions() < stands_until && start.elapsed() < TIME_LIMIT {
                 std::thread::yield_now();
@@ -120,7 +120,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
     assert!(decided.iter().all(|count| *count > 10 * SWITCHES), "{decided:?}");
 }
 
-/// Candidates by open connections: the servers' positions.
+/// Returns a table that prefers the first servers: each server has as many open connections as its position in `ids`.
 fn least(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
     let server = |(open, id): (usize, &ServerId)| PoolServer { open_connections: open as u32, ..PoolServer::new(*id) };
     LeastByMetric::new(3).candidates(&Pool::new(ids.iter().enumerate().map(server).collect(), 1), buckets)
@@ -146,13 +146,13 @@ fn replaced_candidates_decide_new_connections_only() {
             let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
             let chosen = expected.choose(&mut state, &tuple).unwrap();
             assert_eq!(balancer.destination(&syn), balancer.macs[&(0, chosen)], "SYN {port}");
-            // Without timestamps: by the bucket, of another port.
+            // A connection without timestamps (from another port) follows the bucket.
             let client = (client.0, 40_000 + port);
             let ack = Tcp { flags: ACK, ..Tcp::new(client, VIP) }.frame();
             let consistent = table.choose_consistent(&FourTuple::ipv4(client, VIP)).unwrap();
             assert_eq!(balancer.destination(&ack), balancer.macs[&(0, consistent)], "ACK {port}");
         }
-        // The controller's next table takes its place.
+        // The controller's next table replaces the table with replaced candidates.
         let next = random_table(Rule::Table, 8, groups, &ids, &mut rng);
         balancer.install(0, &next);
         let client = (Ipv4Addr::from(rng.next_u32()), 7);

@@ -1,4 +1,5 @@
-//! `bpf/lb/lb.bpf.c` on UDP (`BPF_PROG_TEST_RUN`): by flow and by packet, malformed datagrams, fragments.
+//! Tests of `bpf/lb/lb.bpf.c` with UDP (`BPF_PROG_TEST_RUN`): affinity by flow and by packet, malformed datagrams,
+//! fragments.
 
 use std::net::Ipv4Addr;
 
@@ -29,7 +30,7 @@ fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
     FourTuple::ipv4(client, VIP)
 }
 
-/// A service of UDP, and one of TCP at the same port.
+/// Returns a balancer with a UDP service, and a TCP service at the same port.
 fn balancer(
     consistency: Consistency,
     rule: Rule,
@@ -59,7 +60,7 @@ fn datagrams_follow_their_flow() {
         })
         .collect();
     assert_eq!(balancer.events(0, "flow_inserted"), 200);
-    // The other servers drain, and the flows stay; with options, without a payload, with padding behind the datagram.
+    // Flows stay when other servers drain: datagrams with IP options, without payload, and with padding.
     for draining in &ids[2..] {
         let mac = Some(balancer.macs[&(0, *draining)]);
         balancer.lb.set_server(balancer.services[0], *draining, Server { mac, eligible: false });
@@ -80,7 +81,7 @@ fn datagrams_follow_their_flow() {
     }
     let opened: u64 = ids.iter().map(|id| balancer.lb.traffic(*id).opened).sum();
     assert_eq!(opened, 200);
-    // A flow whose server was taken out is placed and stored again.
+    // A flow whose server was removed is placed and stored again.
     let (client, chosen) = flows[0];
     balancer.lb.remove_server(balancer.services[0], chosen);
     let frame = Udp::new(client, VIP).frame();
@@ -98,7 +99,7 @@ fn flow_leaves_a_server_that_health_checks_find_down() {
     let frame = Udp::new(client, VIP).frame();
     let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple(client)).unwrap();
     balancer.expect_sent_to(0, &frame, chosen, "new_connection");
-    // Draining is not enough; down is, though the table still has the server.
+    // A flow stays at a draining server, but leaves a masked server even if the table still has that server.
     let mac = Some(balancer.macs[&(0, chosen)]);
     balancer.lb.set_server(balancer.services[0], chosen, Server { mac, eligible: false });
     balancer.expect_sent_to(0, &frame, chosen, "flow_table");
@@ -137,13 +138,13 @@ fn protocols_of_one_port_are_separate_services() {
     balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "new_connection");
     let syn = Tcp { flags: SYN, ..Tcp::new(client, VIP) }.frame();
     balancer.expect(&syn, XDP_DROP, 1, "drop_no_eligible_server");
-    // Another port of the VIP is the kernel's, whatever its length.
+    // Datagrams to another port of the VIP pass to the kernel, also with a wrong length.
     let other = Udp::new(client, (VIP.0, 54)).frame();
     balancer.expect_passed(&other);
     let mut bad = other.clone();
     bad[UDP + 5] = 1;
     balancer.expect_passed(&bad);
-    // No service of UDP is left: all of it is the kernel's again.
+    // Without a UDP service all UDP packets pass to the kernel.
     balancer.services = balancer.lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap();
     balancer.expect_passed(&Udp::new(client, VIP).frame());
 }
@@ -164,7 +165,7 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
             balancer.expect(&frame, XDP_DROP, 0, "drop_malformed_udp");
         }
     }
-    // The IP header ends the packet earlier.
+    // The total length in the IP header is too small.
     for total in 0..28u16 {
         let mut frame = frame.clone();
         frame[IP + 2..IP + 4].copy_from_slice(&total.to_be_bytes());
@@ -179,11 +180,11 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
     }
 }
 
-/// The fragments of a datagram of `count` times 16 bytes.
+/// Returns the `count` fragments of a datagram of `count` times 16 bytes.
 fn fragments(datagram: &Udp, count: u16) -> Vec<Vec<u8>> {
     let fragment = |n: u16| {
         let more = if n + 1 < count { MORE_FRAGMENTS } else { 0 };
-        // 8 bytes of UDP header and 8 of data, then 16 of data each.
+        // The first fragment has 8 bytes of UDP header and 8 of data, the others 16 of data.
         let payload = vec![n as u8; if n == 0 { 8 } else { 16 }];
         Udp { fragment: more | (n * 2), payload, ..datagram.clone() }.frame()
     };
@@ -203,13 +204,13 @@ fn fragments_follow_the_first_one() {
             let datagram = Udp { identification: round, ..Udp::new(client, VIP) };
             let frames = fragments(&datagram, 4);
             let chosen = table.choose(&mut state, &tuple(client)).unwrap();
-            // Without the first one the service is unknown.
+            // Before the first fragment has come, the service of the others is unknown.
             balancer.expect_without_service(&frames[1], XDP_DROP, "drop_fragment");
             balancer.expect_sent_to(0, &frames[0], chosen, name);
             for later in [3, 1, 2] {
                 balancer.expect_sent_to(0, &frames[later], chosen, "fragment");
             }
-            // Fragments of another datagram, or from another client.
+            // Fragments of another datagram, or from another client, are not matched.
             let strangers = [
                 Udp { identification: round + 1000, ..datagram.clone() },
                 Udp { source: std::net::SocketAddrV4::new(Ipv4Addr::new(1, 2, 3, 4), client.1), ..datagram.clone() },
@@ -218,7 +219,7 @@ fn fragments_follow_the_first_one() {
                 balancer.expect_without_service(&fragments(&stranger, 3)[1], XDP_DROP, "drop_fragment");
             }
         }
-        // A first fragment that went nowhere leaves the others without a server, and so does a server taken out.
+        // Later fragments have no server if the first fragment was dropped, or if its server was removed.
         let datagram = Udp { identification: 7, ..Udp::new(client(&mut rng), VIP) };
         let frames = fragments(&datagram, 3);
         let mut bad = frames[0].clone();
@@ -231,17 +232,17 @@ fn fragments_follow_the_first_one() {
         balancer.expect(&frames[1], XDP_DROP, 0, "drop_server_unresolved");
         balancer.lb.remove_server(balancer.services[0], chosen);
         balancer.expect_without_service(&frames[2], XDP_DROP, "drop_fragment");
-        // The first fragment of what is not for a service passes; later ones are indistinguishable from ours.
+        // The first fragment to another port passes to the kernel. Later fragments show no port, and are dropped.
         let other = fragments(&Udp { identification: 9, ..Udp::new(client(&mut rng), (VIP.0, 54)) }, 2);
         balancer.expect_passed(&other[0]);
         balancer.expect_without_service(&other[1], XDP_DROP, "drop_fragment");
-        // Without services of UDP they are the kernel's.
+        // Without a UDP service later fragments pass to the kernel.
         balancer.services = balancer.lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap();
         balancer.expect_passed(&frames[1]);
     }
 }
 
-/// CPUs hold back some of an LRU map's free entries for themselves.
+/// Each CPU reserves some free entries of an LRU map, which must not reduce the documented capacity.
 #[test]
 fn fragment_table_holds_its_documented_number_of_datagrams() {
     skip_if!(missing_bpf_rights());
@@ -257,7 +258,7 @@ fn fragment_table_holds_its_documented_number_of_datagrams() {
         set.set(cpu).unwrap();
         sched_setaffinity(Pid::from_raw(0), &set).unwrap();
     };
-    // One on each CPU, the others on the first one.
+    // Each CPU processes one datagram, and the first CPU all the others.
     for (n, datagram) in datagrams.iter().enumerate() {
         run_on(cpus.get(n).copied().unwrap_or(cpus[0]));
         assert_eq!(balancer.run(&datagram[0]).0, XDP_TX);
@@ -275,7 +276,7 @@ fn fragments_of_a_removed_service_are_dropped() {
     let frames = fragments(&Udp { identification: 7, ..Udp::new(client(&mut rng), VIP) }, 3);
     balancer.counted(&frames[0], Some(0), "new_connection");
     balancer.counted(&frames[1], Some(0), "fragment");
-    // Another service of that VIP gets its place, and another server its id.
+    // Another service of the VIP gets the removed service's index, and another server the removed server's id.
     let other = ServiceAddress { protocol: Protocol::Udp, ..service((VIP.0, 5353)) };
     balancer.services = balancer.lb.set_services(&[(other, ServiceMode::default_for(Protocol::Udp))]).unwrap();
     for id in 0..coreward_intf::SERVER_ID_COUNT {

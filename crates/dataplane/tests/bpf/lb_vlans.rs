@@ -1,4 +1,4 @@
-//! `bpf/lb/vlan.h` (`BPF_PROG_TEST_RUN`): tags of clients' and servers' VLANs.
+//! Tests of `bpf/lb/vlan.h` (`BPF_PROG_TEST_RUN`): tags of clients' and servers' VLANs.
 
 use std::collections::BTreeSet;
 
@@ -18,14 +18,15 @@ use crate::support::{ACK, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_
 
 const TAG_AT: usize = 12;
 const PRIORITY: u16 = 0xa000;
-/// With it a long packet does not fit.
+/// MTU in bytes, which the test's long packet exceeds.
 const MTU: usize = 600;
 
 fn vlan(id: u16) -> Vlan {
     Vlan::from_word(id.into()).unwrap()
 }
 
-/// A load balancer with one service, the same for the same arguments but VLANs. `servers`: VLAN of all servers.
+/// Returns a load balancer with one service. `vips` and `servers` are the VLANs of the VIP and of all servers; they do
+/// not change the placement.
 fn balancer(family: Family, mode: ServiceMode, vips: u16, servers: u16) -> Balancer {
     let mut rng = seeded_rng(32, 1);
     let options = Options { vlan: vlan(vips), ..Options::default() };
@@ -48,7 +49,7 @@ fn tagged(frame: &[u8], tag: u16) -> Vec<u8> {
     [&frame[..TAG_AT], &[0x81, 0], &tag.to_be_bytes(), &frame[TAG_AT..]].concat()
 }
 
-/// A frame in a VLAN, as it comes.
+/// Returns a frame as it arrives from a VLAN; 0: untagged.
 fn in_vlan(frame: &[u8], vlan: u16) -> Vec<u8> {
     if vlan == 0 { frame.to_vec() } else { tagged(frame, PRIORITY | vlan) }
 }
@@ -62,7 +63,7 @@ fn reset(family: Family) -> Vec<u8> {
     Tcp { flags: RST, ..Tcp::between(client(family), vip(family)) }.frame()
 }
 
-/// Modes whose packets take different ways through the program.
+/// Returns modes whose packets take different paths through the program.
 fn modes() -> Vec<ServiceMode> {
     let stateless = ServiceMode::default();
     let flows = ServiceMode { timestamps: Timestamps::Off, consistency: Consistency::HashTable, ..stateless };
@@ -82,7 +83,7 @@ fn frames_leave_in_their_servers_vlan_and_are_otherwise_the_same() {
                 let (expected_verdict, expected) = without.run(&frame);
                 let (verdict, found) = with.run(&in_vlan(&frame, vips));
                 assert_eq!(verdict, expected_verdict);
-                // A priority stays.
+                // The program keeps the priority of the tag.
                 let priority = if vips == 0 { 0 } else { PRIORITY };
                 let is_tagged = verdict == XDP_TX && servers != 0;
                 let expected = if is_tagged { tagged(&expected, priority | servers) } else { expected };
@@ -101,7 +102,7 @@ fn frames_of_other_vlans_pass_unchanged() {
             let balancer = balancer(family, ServiceMode::default(), vips, 20);
             balancer.expect_passed(&in_vlan(&frame, other));
         }
-        // A priority alone is no VLAN; two tags are none that is known.
+        // A tag with VLAN 0 (a priority alone) counts as untagged; a frame with two tags passes to the kernel.
         let balancer = balancer(family, ServiceMode::default(), 0, 20);
         assert_eq!(balancer.run(&tagged(&frame, PRIORITY)).0, XDP_TX);
         balancer.expect_passed(&tagged(&tagged(&frame, 20), PRIORITY));

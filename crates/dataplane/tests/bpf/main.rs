@@ -1,4 +1,4 @@
-//! Tests that load BPF programs as root, in one executable.
+//! All tests that load BPF programs, which needs root, in one executable.
 
 mod cpu_load;
 mod decap;

@@ -1,5 +1,5 @@
-//! Pin directories: one process changes what is pinned there, who looks on leaves nothing, and what is at a device is
-//! known wherever it is pinned.
+//! Tests of pin directories: one process at a time may change pins, readers create no pins, and programs of another pin
+//! directory at the same device are noticed.
 
 use coreward_dataplane::lb::connections::Pinned;
 use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
@@ -42,8 +42,8 @@ fn read_only_commands_create_no_pins() {
     assert_eq!(std::fs::read_dir(pins.path()).unwrap().count(), 0);
 }
 
-/// An agent whose `pin_directory` has changed finds the programs of before at its device: both would stamp every
-/// packet, and no connection would come about.
+/// An agent whose `pin_directory` has changed finds the programs of the former directory at its device. If both stamped
+/// every packet, no connection could open.
 #[test]
 fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());
@@ -59,7 +59,7 @@ fn programs_pinned_elsewhere_are_not_replaced() {
     assert!(refused.starts_with(&named), "{refused}");
     assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 
-    // In its own directory the next process takes over, and once they are off, any other one will do.
+    // A process with the same directory takes over. After the programs were removed, another directory works, too.
     drop(attach(&env.pair, &env.pins));
     env.pair.server.run_inside(|| env.programs.remove()).unwrap();
     let moved = env.pair.server.run_inside(|| ServerPrograms::attach(options.clone())).unwrap();
@@ -74,7 +74,7 @@ fn load_balancer_pinned_elsewhere_is_named() {
         pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
         anyhow::Ok(lb)
     };
-    // The devices of the two network namespaces have the same index.
+    // The devices of the two network namespaces have the same interface index.
     let machines = [(Pair::new(), PinDirectory::new()), (Pair::new(), PinDirectory::new())];
     assert_eq!(machines[0].0.server_interface(), machines[1].0.server_interface());
     let balancers = [0, 1].map(|number| attach(&machines[number].0, &machines[number].1).unwrap());
