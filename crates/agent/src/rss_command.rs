@@ -21,10 +21,10 @@ use crate::rss::{RssDevice as _, RssSettings};
 /// Options of `coreward agent rss`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RssArgs {
-    /// Network device
+    /// Network device whose RSS settings are shown
     #[arg(long)]
     pub interface: String,
-    /// Seconds to watch SYNs; 0: only show key and table
+    /// Seconds for which SYNs are watched; 0: only show key and table
     #[arg(long, default_value_t = 10)]
     pub seconds: u64,
     /// Stop after this many SYNs
@@ -36,7 +36,7 @@ pub struct RssArgs {
     /// Set this RSS key first (hexadecimal bytes, as `ethtool -x` prints them); it stays in force
     #[arg(long, value_name = "KEY")]
     pub set_key: Option<RssKey>,
-    /// Set a balanced indirection table first, drawn from this server id, as with `manage_rss`; it stays in force
+    /// Set a balanced indirection table first, drawn from this server id as with `manage_rss`; it stays in force
     #[arg(long, value_name = "SERVER ID")]
     pub balanced_seed: Option<u16>,
 }

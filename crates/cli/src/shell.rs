@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-/// Sub-commands that describe their command.
+/// Sub-commands that print or write documentation of the command line.
 #[derive(Debug, clap::Subcommand)]
 pub enum ShellCommand {
     /// Print the completion script of a shell
     Completions {
-        /// The shell
+        /// Name of the shell
         shell: clap_complete::Shell,
     },
     /// Write man pages of every sub-command

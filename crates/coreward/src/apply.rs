@@ -13,7 +13,7 @@ use crate::{Format, QueryArgs, print};
 
 #[derive(clap::Args)]
 pub struct ApplyArgs {
-    /// The fleet document (docs/config.md)
+    /// Fleet document to apply (docs/config.md)
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
@@ -24,11 +24,11 @@ pub struct ApplyArgs {
     /// Only show the changes
     #[arg(long, conflicts_with = "yes")]
     dry_run: bool,
-    /// Wait until all load balancers and all connected agents have it in force. Fails when a daemon rejects it, or when
-    /// only disconnected load balancers remain, and names these
+    /// Wait until the document is in force at all load balancers and all connected agents. Fails when a daemon rejects
+    /// it, or when only disconnected load balancers remain, and names these
     #[arg(long, conflicts_with = "dry_run")]
     wait: bool,
-    /// Longest time to wait
+    /// Maximum time to wait
     #[arg(long, value_name = "TIME", default_value = "30s", requires = "wait")]
     timeout: humantime::Duration,
 }

@@ -9,7 +9,7 @@ use crate::{Format, QueryArgs, print};
 pub struct AuditArgs {
     #[command(flatten)]
     query: QueryArgs,
-    /// Largest number of entries, the newest first (1 to 1,000)
+    /// Maximum number of entries, the newest first (1 to 1,000)
     #[arg(long, value_name = "COUNT", default_value_t = 50)]
     limit: u16,
 }

@@ -22,16 +22,16 @@ pub struct DrainArgs {
     server: String,
     #[command(flatten)]
     query: QueryArgs,
-    /// Drain it in this service only; may be repeated [default: all services, also future ones]
+    /// Drain the server in this service only; may be repeated [default: all services, also future ones]
     #[arg(long, value_name = "NAME", num_args = 1..)]
     service: Vec<String>,
-    /// Drain it even if no other server of a service takes new connections: the service then gets none
+    /// Drain the server even if no other server of a service takes new connections: the service then gets none
     #[arg(long)]
     force: bool,
-    /// Wait until no connection remains, and print their number whenever it changes
+    /// Wait until the server has no connections, and print their number whenever it changes
     #[arg(long)]
     wait: bool,
-    /// Longest time to wait; then the command fails, and the server stays drained
+    /// Maximum time to wait; after it the command fails, and the server stays drained
     #[arg(long, value_name = "TIME", default_value = "10m", requires = "wait")]
     timeout: humantime::Duration,
 }

@@ -46,7 +46,7 @@ enum Command {
     Lb(LbArgs),
     /// Run a server's agent: attach the programs, or take over the pinned ones, and report core loads
     Agent(AgentArgs),
-    /// Run a rack controller: it sends the controller summaries of its agents' reports
+    /// Run a rack controller: it sends summaries of its agents' reports to the controller
     Rack(ConfigArgs),
     /// Select the worker of each request to a UDP service, for unmodified servers
     Dispatch(DispatchArgs),
@@ -54,7 +54,7 @@ enum Command {
     Orchestrate(OrchestrateArgs),
     /// Show services, servers, core loads, tables and load balancers, from the controller
     Status(StatusArgs),
-    /// Show which server gets a packet, and why
+    /// Explain which server gets a packet, and why
     Explain(ExplainArgs),
     /// Show or rotate the cookie keys
     Keys(KeysArgs),
@@ -72,7 +72,7 @@ enum Command {
     Undrain(drain::UndrainArgs),
     /// Show services, servers, cores and load balancers live in the terminal
     Top(top::TopArgs),
-    /// Copy the controller's store to another one
+    /// Copy the records of a controller's store to another store
     Store(StoreArgs),
     /// Manage the fleet's certificate authority and the daemons' certificates
     Certs(CertsArgs),
@@ -80,7 +80,7 @@ enum Command {
     Capture(CaptureArgs),
     /// List the busiest connections of a stateful service, from the load balancer's connection table
     Connections(ConnectionsArgs),
-    /// Check that this machine is fit for its role, and show remedies; exit status 1: it is not
+    /// Check that this machine fits its role, and show remedies; exit status 1: a check found a fault
     Doctor(DoctorArgs),
     /// Check that this kernel loads every BPF program
     CheckKernel,
@@ -90,7 +90,7 @@ enum Command {
 
 #[derive(clap::Args)]
 struct ConfigArgs {
-    /// The daemon's file (docs/config.md)
+    /// Configuration file of the daemon (docs/config.md)
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
 }
@@ -100,7 +100,7 @@ struct ConfigArgs {
 struct LbArgs {
     #[command(subcommand)]
     command: Option<LbCommand>,
-    /// The daemon's file (docs/config.md)
+    /// Configuration file of the daemon (docs/config.md)
     #[arg(long, value_name = "FILE", required = true)]
     config: Option<PathBuf>,
     /// Detach the XDP program and remove its pins: forwarding ends
@@ -110,7 +110,7 @@ struct LbArgs {
 
 #[derive(clap::Subcommand)]
 enum LbCommand {
-    /// Forget a load balancer that is gone for good: the controller may give its number to another one
+    /// Forget a load balancer that is gone for good: the controller may give its number in cookies to another one
     Forget {
         /// Name of the load balancer
         name: String,
@@ -124,7 +124,7 @@ enum LbCommand {
 struct AgentArgs {
     #[command(subcommand)]
     command: Option<AgentCommand>,
-    /// The daemon's file (docs/config.md)
+    /// Configuration file of the daemon (docs/config.md)
     #[arg(long, value_name = "FILE", required = true)]
     config: Option<PathBuf>,
     /// Detach the programs, remove their pins, and restore RSS and sysctls: stamped connections break
@@ -151,7 +151,7 @@ struct QueryArgs {
 struct StatusArgs {
     #[command(flatten)]
     query: QueryArgs,
-    /// Show whole RSS keys in the JSON output: a secret, because they allow aiming at a core
+    /// Show complete RSS keys in the JSON output. Keys are secret, because they allow clients to aim at a core
     #[arg(long)]
     rss_keys: bool,
 }
@@ -164,7 +164,7 @@ struct FleetArgs {
 
 #[derive(clap::Subcommand)]
 enum FleetCommand {
-    /// Print the document as it was written
+    /// Print the document in its original text
     Show(QueryArgs),
 }
 
@@ -176,7 +176,7 @@ struct StoreArgs {
 
 #[derive(clap::Subcommand)]
 enum StoreCommand {
-    /// Copy all records from one controller's store to another's: from a file to etcd, or back
+    /// Copy all records from one controller's store to another controller's: from a file to etcd, or back
     Copy {
         /// Controller file of the store to copy from
         #[arg(long, value_name = "FILE")]
@@ -198,13 +198,14 @@ struct KeysArgs {
 
 #[derive(clap::Subcommand)]
 enum KeysCommand {
-    /// Show the stamping key, its age, and the state of a rotation
+    /// Show the stamping key, the time since it came into force, and the state of a rotation
     Show(QueryArgs),
     /// Rotate the keys: distribute the next key, which stamps when all daemons have confirmed it
     Rotate {
         #[command(flatten)]
         query: QueryArgs,
-        /// Rotate although the present key is young, and without daemons that are not connected: connections may break
+        /// Rotate although the current key is young, and without waiting for disconnected daemons: connections may
+        /// break
         #[arg(long)]
         force: bool,
     },

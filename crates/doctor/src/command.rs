@@ -13,19 +13,19 @@ use crate::finding::Severity;
 use crate::gather::{CliOptions, gather};
 use crate::{checks, fix, report};
 
-/// Options.
+/// Options of `coreward doctor`.
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
-    /// The daemon's file, which sets role, interface and controller (docs/config.md)
+    /// Configuration file of the daemon, which sets role, interface and controller (docs/config.md)
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Network device of the services' packets
+    /// Network device that receives the services' packets
     #[arg(long, value_name = "NAME")]
     interface: Option<String>,
-    /// The machine's role
+    /// Role of the machine
     #[arg(long, value_enum)]
     role: Option<Role>,
-    /// Address of the controller: its `listen`
+    /// Address of the controller: `listen` in its configuration file
     #[arg(long, value_name = "ADDRESS:PORT")]
     controller: Option<SocketAddr>,
     /// Service of this machine that the controller does not list; may be repeated
@@ -34,7 +34,7 @@ pub struct DoctorArgs {
     /// Apply the safe remedies, then check again
     #[arg(long)]
     fix: bool,
-    /// List every check with its roles and expectation, and check nothing
+    /// List every check with its roles and expectation, without checking anything
     #[arg(long, conflicts_with_all = ["config", "fix"])]
     list: bool,
     /// Format of the output

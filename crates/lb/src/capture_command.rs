@@ -22,19 +22,19 @@ use crate::config::Config;
 /// Options of `coreward capture`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CaptureArgs {
-    /// The load balancer's file, which names the pin directory (docs/config.md)
+    /// Configuration file of the load balancer, which names the pin directory (docs/config.md)
     #[arg(long, value_name = "FILE")]
     pub config: PathBuf,
-    /// Service: its name, or VIP and port (UDP: with `/udp`)
+    /// Name of the service, or its VIP and port (UDP: with `/udp`)
     #[arg(long, value_name = "SERVICE")]
     pub service: String,
-    /// Write the packets as they arrived to this pcapng file [default: print each decision]
+    /// Write the captured packets, unmodified, to this pcapng file [default: print each decision]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
     /// With --out: add the decision to each packet as a comment
     #[arg(long, requires = "out")]
     pub annotate: bool,
-    /// Captured bytes per packet
+    /// Number of bytes captured of each packet
     #[arg(long, value_name = "BYTES", default_value_t = 65_535,
         value_parser = clap::value_parser!(u32).range(34..=65_535))]
     pub length: u32,

@@ -14,13 +14,13 @@ use crate::capture_command::find_service;
 /// Options of `coreward connections`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ConnectionsArgs {
-    /// Service: its name, or VIP and port
+    /// Name of the service, or its VIP and port
     #[arg(long, value_name = "SERVICE")]
     pub service: String,
-    /// Number of connections
+    /// Number of connections to list
     #[arg(long, value_name = "COUNT", default_value_t = 20)]
     pub top: usize,
-    /// Order of the connections
+    /// Count by which connections are sorted
     #[arg(long, value_enum, default_value_t = SortBy::Packets)]
     pub by: SortBy,
     /// Pin directory of the load balancer [default: the only one below /sys/fs/bpf/coreward]

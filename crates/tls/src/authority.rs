@@ -62,14 +62,14 @@ pub struct IssuedCertificate {
     pub key: String,
 }
 
-/// A step from one authority to the next.
+/// Step of the replacement of an authority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RollOver {
-    /// Create the next authority: ca.crt holds both, the old one signs
+    /// Create the next authority: ca.crt has both, and the old one still signs
     Begin,
-    /// Let the next authority sign, when every daemon has the ca.crt of `begin`: ca.crt still holds both
+    /// Let the next authority sign, after every daemon has the ca.crt of `begin`: ca.crt still has both
     Switch,
-    /// Remove the old authority from ca.crt, when every daemon has a certificate of the new one
+    /// Remove the old authority from ca.crt, after every daemon has a certificate of the new one
     Finish,
 }
 

@@ -12,7 +12,7 @@ use crate::certificate::{Certificate, unix_now};
 use crate::credentials::read_certificates;
 use crate::identity::{Identity, Name, Role};
 
-/// `coreward certs`
+/// Options of `coreward certs`.
 #[derive(clap::Args)]
 pub struct CertsArgs {
     #[command(subcommand)]
@@ -21,7 +21,7 @@ pub struct CertsArgs {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Create the fleet's authority: a key that stays here, and ca.crt for every daemon
+    /// Create the fleet's certificate authority: a key that stays on this machine, and ca.crt for every daemon
     Init {
         /// Name of the fleet; certificates of other fleets are rejected
         #[arg(long, value_name = "NAME")]
@@ -32,33 +32,33 @@ enum Command {
         #[command(flatten)]
         folder: AuthorityArgs,
     },
-    /// Issue a certificate: writes it with its key and ca.crt into a directory to copy to the machine
+    /// Issue a certificate: write certificate, key and ca.crt into a directory to copy to the machine
     Issue {
-        /// Role: controller, agent, lb, rack, operator or viewer
+        /// Role of the certificate's owner: controller, agent, lb, rack, operator or viewer
         #[arg(long)]
         role: Role,
-        /// Name: of an agent the server in the fleet document, of a load balancer its `name`; of others any name, for
-        /// logs
+        /// Name of the owner: the server in the fleet document (agent), `name` of the load balancer (lb), any name
+        /// (other roles, for logs)
         #[arg(long)]
         name: Name,
         /// Host name or address of the controller's API for browsers and curl; may be repeated
         #[arg(long, value_name = "NAME|ADDRESS", value_parser = host)]
         address: Vec<String>,
-        /// Validity (days)
+        /// Validity of the certificate (days)
         #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: u32,
-        /// Directory of the three files [default: ROLE-NAME in the authority's directory]
+        /// Directory for the three files [default: ROLE-NAME in the authority's directory]
         #[arg(long, value_name = "DIRECTORY")]
         out: Option<PathBuf>,
         #[command(flatten)]
         folder: AuthorityArgs,
     },
-    /// Renew certificates and keys, with the validity of the old ones
+    /// Renew certificates and keys
     Renew {
         /// Directories that `coreward certs issue` wrote
         #[arg(required = true, value_name = "DIRECTORY")]
         bundles: Vec<PathBuf>,
-        /// Validity (days) [default: that of the old certificate]
+        /// Validity of the new certificates (days) [default: the validity of the old certificate]
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: Option<u32>,
         #[command(flatten)]
@@ -70,7 +70,7 @@ enum Command {
         #[arg(required = true, value_name = "FILE")]
         files: Vec<PathBuf>,
     },
-    /// Replace the authority in three steps, in which all daemons accept each other
+    /// Replace the authority in three steps, during which all daemons accept each other's certificates
     RollOver {
         /// Step of the replacement
         step: RollOver,

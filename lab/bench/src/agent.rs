@@ -21,7 +21,7 @@ use crate::report::{Goal, Report, Table, goal_cells, summarize};
 /// Options of `coreward-lab bench agent`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Cores (receive queues) of the server
+    /// Number of cores (receive queues) of the server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=512))]
     cores: u16,
     /// Interval of reports (ms)

@@ -43,7 +43,7 @@ enum Command {
     CpuLoad(cpu_load::Args),
     /// Measure the cost of the agent (needs root)
     Agent(agent::Args),
-    /// Measure the cost of idle connections for the others at a server (needs root)
+    /// Measure the cost of idle connections for other connections at a server (needs root)
     Idle(idle::Args),
     /// Measure the cost of the agent's count of connections (needs root)
     Counting(conn_count::Args),
@@ -57,13 +57,13 @@ enum Command {
     Scale(scale::Args),
     #[command(hide = true)]
     LoadBalancerProcess(test_env::ProcessArgs),
-    /// Measure how soon a load balancer with many services forwards and follows a change (needs root)
+    /// Measure how soon a load balancer with many services forwards packets and applies a change (needs root)
     Start(startup::Args),
     /// Measure the speed of the simulator
     Sim(sim::Args),
     /// Run all benches of docs/cost.md (needs root)
     All {
-        /// Also write the reports into the generated parts of this Markdown file
+        /// Also write the reports into the generated sections of this Markdown file
         #[arg(long, value_name = "FILE")]
         write: Option<PathBuf>,
     },

@@ -15,7 +15,7 @@ use crate::report::{Report, Table};
 /// Options of `coreward-lab bench counting`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Connections at the server
+    /// Numbers of connections at the server
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000")]
     connections: Vec<u32>,
     /// Number of counts

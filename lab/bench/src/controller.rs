@@ -30,19 +30,19 @@ use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 /// Options of `coreward-lab bench controller`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Agents, each with a connection of its own
+    /// Number of agents, each with its own connection
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     pub(crate) agents: u32,
-    /// Cores of each server
+    /// Number of cores of each server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
     pub(crate) cores: u16,
     /// Interval of an agent's reports (ms)
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(10..=1000))]
     pub(crate) report_interval_ms: u64,
-    /// Load balancers that get every table
+    /// Number of load balancers that get every table
     #[arg(long, default_value_t = 2)]
     pub(crate) load_balancers: u32,
-    /// Services, each with an equal share of the servers
+    /// Number of services, each with an equal share of the servers
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) services: u32,
     /// Policy of every service

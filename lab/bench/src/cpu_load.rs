@@ -27,10 +27,10 @@ mod skeleton {
 /// Options of `coreward-lab bench cpu-load`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Windows per case
+    /// Number of windows per case
     #[arg(long, default_value_t = Self::default().windows, value_parser = clap::value_parser!(u32).range(1..))]
     windows: u32,
-    /// Length of a window, ms. The kernel samples 100 to 1,000 times a second
+    /// Length of a window (ms); the kernel samples 100 to 1,000 times a second
     #[arg(long, default_value_t = Self::default().window_ms, value_parser = clap::value_parser!(u64).range(100..))]
     window_ms: u64,
 }

@@ -31,10 +31,10 @@ mod skeleton {
 /// Options of `coreward-lab bench dispatch`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Rounds; in each, all programs run one after the other
+    /// Number of rounds; in each, all programs run one after the other
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Requests per program and round
+    /// Number of requests per program and round
     #[arg(long, default_value_t = Self::default().requests, value_parser = clap::value_parser!(u32).range(64..))]
     requests: u32,
 }

@@ -26,11 +26,11 @@ use nix::sys::resource::{Resource, getrlimit};
 /// Options of `coreward-lab bench idle`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Connections
+    /// Number of connections
     #[arg(long, default_value_t = Self::default().connections,
         value_parser = clap::value_parser!(u32).range(100..=20_000))]
     connections: u32,
-    /// Rounds per case; in each, every connection that is not idle has one request
+    /// Number of rounds per case; in each, every connection that is not idle has one request
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
 }

@@ -30,10 +30,10 @@ use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 /// Options of `coreward-lab bench orchestrate`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Rounds; each measures every case once
+    /// Number of rounds; each measures every case once
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Decisions, round trips or messages per case
+    /// Number of decisions, round trips or messages per case
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(1000..))]
     operations: u64,
 }

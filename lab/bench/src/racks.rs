@@ -32,13 +32,13 @@ const DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 /// Options of `coreward-lab bench racks`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Agents behind racks
+    /// Number of agents behind racks
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     agents: u32,
-    /// Racks, each with an equal number of agents (+-1)
+    /// Number of racks, each with an equal number of agents (+-1)
     #[arg(long, default_value_t = 250, value_parser = clap::value_parser!(u32).range(1..))]
     racks: u32,
-    /// Largest number of candidates that a rack sends per bucket
+    /// Maximum number of candidates that a rack sends per bucket
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=8))]
     rack_candidates: u8,
     #[command(flatten)]

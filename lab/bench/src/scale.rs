@@ -17,7 +17,7 @@ use crate::test_env::{self, ScaleArgs};
 /// Options of `coreward-lab bench scale`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Agents, each with a connection of its own
+    /// Number of agents, each with its own connection
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     agents: u32,
     #[command(flatten)]

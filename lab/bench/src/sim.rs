@@ -16,10 +16,10 @@ use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 /// Options of `coreward-lab bench sim`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Rounds; each measures every case once
+    /// Number of rounds; each measures every case once
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Requests per case
+    /// Number of requests per case
     #[arg(long, default_value_t = 4_000_000, value_parser = clap::value_parser!(u64).range(1000..))]
     requests: u64,
     /// Length of the campus traffic in the capture (s)

@@ -25,10 +25,10 @@ use crate::test_env::{Balancer, make_network};
 /// Options of `coreward-lab bench start`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Services
+    /// Number of services
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1024))]
     services: u32,
-    /// Servers, each of one service
+    /// Number of servers, each of one service
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     servers: u32,
     /// Number of starts of the load balancer

@@ -18,10 +18,10 @@ use crate::report::Report;
 /// Options of measurements of a controller at its limit.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ScaleArgs {
-    /// Cores of each server
+    /// Number of cores of each server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
     pub cores: u16,
-    /// Services, each with an equal share of the servers
+    /// Number of services, each with an equal share of the servers
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub services: u32,
     /// Number of measured windows

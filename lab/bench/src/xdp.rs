@@ -27,10 +27,10 @@ use workload::Case;
 /// Length of a measurement.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Length {
-    /// Rounds; in each, all programs of a case run one after the other
+    /// Number of rounds; in each, all programs of a case run one after the other
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Packets per program and round
+    /// Number of packets per program and round
     #[arg(long, default_value_t = Self::default().packets, value_parser = clap::value_parser!(u32).range(1..))]
     packets: u32,
 }
@@ -46,7 +46,7 @@ impl Default for Length {
 pub struct Args {
     #[command(flatten)]
     length: Length,
-    /// Only cases whose name contains this; those of open connections are left out
+    /// Measure only cases whose name contains this text, without the cases of established connections
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
 }

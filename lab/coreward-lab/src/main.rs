@@ -30,9 +30,9 @@ enum Command {
     Demo(DemoOptions),
     /// Simulate policies on a trace or on random arrivals
     Sim(SimArgs),
-    /// Reproduce the papers' figures next to the published numbers, and check each statement
+    /// Reproduce the papers' figures next to the published numbers, and check the papers' statements
     Figure(FigureArgs),
-    /// Load a service (open loop) and report the distribution of response times
+    /// Send requests to a service (open loop) and report the distribution of response times
     Load(LoadArgs),
     /// Run parts of the testbed: servers, clients, experiments
     Testbed(TestbedArgs),

@@ -20,7 +20,7 @@ pub struct FuzzArgs {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Send generated packets while the state changes: compare every verdict, byte, counter and map entry
+    /// Send generated packets while the state changes, and compare every verdict, byte, counter and map entry
     Packets(Packets),
     /// Check that connections stay with their server while servers, load balancers and keys change
     Consistency(Consistency),
@@ -37,10 +37,10 @@ struct Packets {
     /// Seed of all packets and changes [default: from the clock; printed]
     #[arg(long)]
     seed: Option<u64>,
-    /// Number of the first epoch; with the number that a difference was found in, the run finds it at once
+    /// Number of the first epoch; a run that starts with the epoch of a reported difference finds it at once
     #[arg(long, default_value_t = 0)]
     epoch: u64,
-    /// Threads, each with its own load balancer [default: number of CPUs]
+    /// Number of threads, each with its own load balancer [default: number of CPUs]
     #[arg(long)]
     threads: Option<usize>,
 }
@@ -50,13 +50,13 @@ struct Consistency {
     /// Number of connections
     #[arg(long, default_value_t = consistency::Config::default().connections)]
     connections: u32,
-    /// Virtual time in which they are opened (minutes)
+    /// Virtual time in which the connections are opened (minutes)
     #[arg(long, default_value_t = consistency::Config::default().minutes)]
     minutes: u32,
     /// Changes per minute of virtual time
     #[arg(long, default_value_t = consistency::Config::default().changes_per_minute)]
     changes: u32,
-    /// Load balancers
+    /// Number of load balancers
     #[arg(long, default_value_t = consistency::Config::default().load_balancers)]
     load_balancers: usize,
     /// Consistency mode: stateless or stateful
@@ -68,7 +68,7 @@ struct Consistency {
     /// Forwarding to the servers: l2, ipip or gue
     #[arg(long, default_value = "l2")]
     forwarding: Forwarding,
-    /// Seed of everything
+    /// Seed of all connections and changes
     #[arg(long, default_value_t = consistency::Config::default().seed)]
     seed: u64,
     /// Run the reference model only; needs no root

@@ -8,9 +8,9 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 /// Distribution of the gaps between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Arrivals {
-    /// Poisson process: independent, exponential gaps
+    /// Poisson process: gaps are independent and exponential
     Poisson,
-    /// Equal gaps
+    /// All gaps are equal
     Fixed,
 }
 

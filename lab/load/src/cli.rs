@@ -47,7 +47,7 @@ pub struct LoadArgs {
     /// Duration of the measurement (s)
     #[arg(long, value_parser = positive, default_value_t = 10.0)]
     pub seconds: f64,
-    /// Duration of the warm-up before it (s)
+    /// Duration of the warm-up before the measurement (s)
     #[arg(long, value_parser = not_negative, default_value_t = 1.0)]
     pub warm_up: f64,
     /// Time after which an unanswered request is lost, counted from its due time (s)
@@ -56,10 +56,11 @@ pub struct LoadArgs {
     /// Number of source ports (sockets or connections); each request uses a random one
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=16_384))]
     pub flows: u16,
-    /// Source addresses of the target's family, which the flows use in turn [default: the kernel's choice]
+    /// Source addresses of the target's family, which flows use in rotation [default: the kernel's choice]
     #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',')]
     pub sources: Vec<IpAddr>,
-    /// Source port of the first flow; the others follow, so every run has the same flows [default: the kernel's choice]
+    /// Source port of the first flow; other flows have the next ports, so every run has the same flows [default: the
+    /// kernel's choice]
     #[arg(long, value_name = "PORT")]
     pub first_port: Option<u16>,
     /// Request types and their shares: GET=0.5,PUT=0.4,SCAN46=0.1, or a mix of Turbo's Figure 7: turbo-7a (half GET,
@@ -71,8 +72,8 @@ pub struct LoadArgs {
     /// bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
     #[arg(long, value_name = "DISTRIBUTION")]
     pub service: Option<ServiceDistribution>,
-    /// Factor of the service times of --service. With --mix: request those of Turbo's Figure 7 (GET 0.975 us ...) times
-    /// this factor, instead of leaving them to the server
+    /// Factor of the service times of --service. With --mix: request the service times of Turbo's Figure 7 (GET 0.975
+    /// us ...) times this factor, instead of leaving service times to the server
     #[arg(long, value_name = "FACTOR", value_parser = positive)]
     pub multiplier: Option<f64>,
     /// Rate of a separate, measured Poisson stream of short requests: the first type of --mix, the shortest of
@@ -88,7 +89,7 @@ pub struct LoadArgs {
     /// Seed of arrivals, types, times, keys and flows
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// With --transport dns: the query of each class of --mix, in its order: NAME/TYPE, or NAME/TYPE/dnssec for
+    /// With --transport dns: the query of each class of --mix, in the same order: NAME/TYPE, or NAME/TYPE/dnssec for
     /// signatures
     #[arg(long, value_name = "QUERY,...", value_delimiter = ',')]
     pub query: Vec<Query>,

@@ -52,13 +52,13 @@ struct Arguments {
     /// Directory of downloaded packages.
     #[arg(long)]
     cache: PathBuf,
-    /// Run only guests whose name contains this.
+    /// Run only guests whose name contains this text.
     #[arg(long, default_value = "")]
     only: String,
     /// Run only this command (one line of shell) in the guests.
     #[arg(long)]
     run: Option<String>,
-    /// Check the Debian packages in the directories `old` and `new` of this one instead, under systemd.
+    /// Check Debian packages instead, under systemd. This directory has them in `old` and `new`.
     #[arg(long)]
     units: Option<PathBuf>,
 }

@@ -13,7 +13,7 @@ enum SimCommand {
     Rpc(crate::rpc::cli::RpcArgs),
     /// Simulate load balancer and servers together: every combination of their policies
     Path(crate::path::cli::PathArgs),
-    /// Find the highest load at which a server keeps its SLO
+    /// Find the highest load at which a server meets its SLO
     Capacity(crate::rpc::cli::PeakArgs),
     /// Replay a trace through the load balancer under several policies
     Lb(crate::lb::cli::LbArgs),

@@ -14,9 +14,9 @@ pub struct TestbedArgs {
 
 #[derive(Debug, Clone, clap::Subcommand)]
 enum TestbedCommand {
-    /// Run a server with emulated cores: each worker serves one request at a time, by the clock
+    /// Run a server with emulated cores: each worker serves one request at a time and sleeps for its service time
     PacedServer(paced_server::PacedServerArgs),
-    /// Run a key-value server (GET, PUT, SCAN; UDP), as fast as it can or by the clock
+    /// Run a key-value server (GET, PUT, SCAN; UDP), at full speed or with emulated service times
     KeyValueServer(key_value::server::KeyValueServerArgs),
     /// Run a key-value server on cores of `coreward orchestrate`
     OrchestratedServer(orchestrated_server::OrchestratedServerArgs),
@@ -26,20 +26,20 @@ enum TestbedCommand {
     StreamServer(stream::server::StreamServerArgs),
     /// Open long connections and print their results per second as JSON
     StreamClient(stream::client::StreamClientArgs),
-    /// Count broken connections while servers and load balancers join and leave; one run, as JSON
+    /// Count broken connections while servers and load balancers join and leave; print one run as JSON
     Pcc(pcc::PccArgs),
     /// Run curl, wrk and nginx through the load balancer while tables and pool change; print the results as JSON
     Conformance(conformance::Options),
     /// Inject faults under load; fails when a connection breaks or an acknowledged change is lost
     Chaos(chaos::Options),
-    /// Run `coreward dispatch` under load while workers end and stop, and it is detached and attached; print the
+    /// Run `coreward dispatch` under load while workers end and stop, and while it is detached and attached; print the
     /// results as JSON
     DispatchSoak(dispatch_soak::Options),
-    /// Compare the kernel's choice of a worker with `coreward dispatch`, by Knot DNS and queries of unequal cost
+    /// Compare the kernel's choice of a worker with `coreward dispatch`, for Knot DNS and queries of unequal cost
     KnotBenchmark(knot_benchmark::KnotBenchmarkArgs),
     /// Remove network namespaces, pins and files of killed testbeds
     Clean {
-        /// Names of testbeds [default: all]; those in use stay
+        /// Names of testbeds [default: all]; testbeds in use stay
         #[arg(value_name = "NAME")]
         names: Vec<String>,
     },

@@ -24,7 +24,7 @@ use crate::namespace::Namespace;
 use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WORKER_PATH};
 use crate::topology::{Testbed, TestbedOptions};
 
-/// Durations of the parts of the test.
+/// Options of `coreward-lab testbed conformance`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]
 pub struct Options {
     /// Duration of wrk with keep-alive (s)
@@ -33,10 +33,10 @@ pub struct Options {
     /// Number of downloads of 1 MB, each by its own curl
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub downloads: u32,
-    /// Time for which one connection is idle and another is busy at 4 kB/s (s)
+    /// Time for which one connection is idle and another one transfers 4 kB/s (s)
     #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub idle_seconds: u32,
-    /// net.ipv4.tcp_syncookies on the servers (2: for every connection)
+    /// net.ipv4.tcp_syncookies on the servers (2: SYN cookies for every connection)
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=2))]
     pub syncookies: u8,
     /// Address family of the VIP, the client and the servers

@@ -35,41 +35,41 @@ pub struct OrchestratedServerArgs {
     /// File of the orchestrator's shared memory
     #[arg(long, value_name = "FILE")]
     memory: PathBuf,
-    /// Numbers of the cores, each with a thread
+    /// Numbers of the cores to run, each with a thread
     #[arg(long, value_delimiter = ',', required = true, value_name = "CORE,...")]
     cores: Vec<u16>,
     /// Number of keys at the start: user0000000000 and on
     #[arg(long, default_value_t = 10_000)]
     keys: u32,
-    /// Length of their values (bytes)
+    /// Length of the values (bytes)
     #[arg(long, default_value_t = 32)]
     value_bytes: u16,
-    /// Time after which a request yields to one of higher priority (us)
+    /// Time after which a request yields to a request of higher priority (us)
     #[arg(long, default_value_t = 5)]
     quantum_us: u64,
     /// Assignment of the cores to services 0 and 1, changed by load hints of service 0: share, dedicated or hybrid
     #[arg(long, default_value_t = Assignment::CompleteShare)]
     assignment: Assignment,
-    /// Cores that services 0 and 1 keep for themselves: one number for both, or two as in 2:0
+    /// Cores that are reserved for services 0 and 1: one number for both, or two as in 2:0
     #[arg(long, default_value_t = ReservedCores([1, 1]))]
     reserved: ReservedCores,
-    /// Interval of the load monitor's checks (us); it scales down after four calm ones
+    /// Interval of the load monitor's checks (us); it scales down after four calm checks
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     epoch_us: u64,
-    /// Emulate service times: cores sleep for them, so that many fit on few CPUs
+    /// Emulate service times: cores sleep for the service time, so that many cores fit on few CPUs
     #[arg(long)]
     paced: bool,
     /// Time that an idle core sleeps between two polls (us)
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     sleep_us: u64,
-    /// Time that a paced core needs to turn to a request of another service (us)
+    /// Time that a paced core needs to switch to a request of another service (us)
     #[arg(long, default_value_t = 0, requires = "paced")]
     switch_us: u64,
     /// Service time of a batch that keeps two requests of service 1 per core under way (us) [default: no batch]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4_000_000))]
     batch_us: Option<u32>,
-    /// File of a little-endian u64 for each of 64 services: its time on the cores (ns); created when all cores are
-    /// connected
+    /// File of a little-endian u64 for each of 64 services: the service's time on the cores (ns); created when all
+    /// cores are connected
     #[arg(long, value_name = "FILE")]
     busy_file: Option<PathBuf>,
 }

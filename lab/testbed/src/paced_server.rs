@@ -22,13 +22,13 @@ use crate::topology::Testbed;
 /// Options of `coreward-lab testbed paced-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PacedServerArgs {
-    /// Address and port
+    /// Address and port to listen on
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddr,
     /// Number of workers, each an emulated core
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: u8,
-    /// File of one little-endian u64 per worker: its busy time (ns); created when all sockets listen
+    /// File of one little-endian u64 per worker: the worker's busy time (ns); created when all sockets listen
     #[arg(long, value_name = "FILE")]
     pub busy_file: PathBuf,
     /// Number of this server, which its answers contain

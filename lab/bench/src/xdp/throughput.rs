@@ -27,10 +27,10 @@ use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
 /// Length of the measurement.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Rounds; in each, all kinds of traffic and the floor, one after the other
+    /// Number of rounds; in each, all kinds of traffic and the floor are measured one after the other
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Frames per kind of traffic and round
+    /// Number of frames per kind of traffic and round
     #[arg(long, default_value_t = Self::default().frames, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     frames: u32,
 }

@@ -25,16 +25,16 @@ pub struct FigureArgs {
     /// Names of figures, such as turbo-2b; those ending in -live are measured on this machine, as root
     #[arg(group = "what", value_name = "NAME")]
     names: Vec<String>,
-    /// All simulated figures
+    /// Run all simulated figures
     #[arg(long, group = "what", conflicts_with_all = ["names", "scenario"])]
     all: bool,
-    /// Scenario file of your own (docs/simulator.md)
+    /// Run the scenario in this file (docs/simulator.md)
     #[arg(long, group = "what", value_name = "FILE")]
     scenario: Vec<PathBuf>,
     /// List the figures and exit
     #[arg(long, group = "what", conflicts_with_all = ["names", "all", "scenario", "out"])]
     list: bool,
-    /// Write NAME.csv, NAME.svg, NAME.json and index.html (one page with all) into this directory
+    /// Write NAME.csv, NAME.svg, NAME.json and index.html (one page with all figures) into this directory
     #[arg(long, value_name = "DIR", required_if_eq("all", "true"))]
     out: Option<PathBuf>,
     /// Format of each figure on standard output, without --out

@@ -16,13 +16,13 @@ pub struct LbArgs {
     /// campus[:seed=1,flows=3000,seconds=10,history=300] or burst[:seed=1,connections=1000,seconds=5]
     #[arg(long, default_value = "campus")]
     trace: Source,
-    /// Servers
+    /// Number of servers
     #[arg(long, default_value_t = 4)]
     servers: u16,
-    /// Cores of each server
+    /// Number of cores of each server
     #[arg(long, default_value_t = 4)]
     cores: u16,
-    /// Buckets of the placement table, and entries of the servers' indirection tables
+    /// Number of buckets of the placement table, and of entries of the servers' indirection tables
     #[arg(long, default_value = "128", value_parser = parse_buckets)]
     buckets: BucketCount,
     /// Interval of reports (ms)
@@ -31,7 +31,7 @@ pub struct LbArgs {
     /// Weight of the newest report in a smoothed load
     #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
     alpha: Alpha,
-    /// Policies, separated by commas; `oracle` knows the rates of all flows
+    /// Policies, separated by commas; `oracle` has the rates of all flows
     #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
     policy: Vec<String>,
     /// Seeds: N for 1 to N, or FIRST-LAST
@@ -40,25 +40,25 @@ pub struct LbArgs {
     /// Idle time after which a flow of a capture has ended (s)
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     idle_timeout: u64,
-    /// Number of copies of the trace at once, shifted in time, each with its own addresses
+    /// Number of copies of the trace at once, shifted in time, each with different addresses
     #[arg(long, default_value_t = 1)]
     overlay: u32,
-    /// Packets/s that a core serves; 128 may wait, others are dropped [default: unlimited]
+    /// Packets per second that a core serves; 128 packets may wait, others are dropped [default: unlimited]
     #[arg(long, value_name = "PPS")]
     core_capacity: Option<f64>,
-    /// Distribution of cores over the servers' indirection tables; the paper's is `independent`
+    /// Distribution of cores over the servers' indirection tables; the paper uses `independent`
     #[arg(long, value_enum, default_value_t = IndirectionTables::Balanced)]
     indirection_tables: IndirectionTables,
     /// Length of the windows in which variance is measured (ms)
     #[arg(long, default_value_t = 1_000)]
     window_ms: u32,
-    /// Speed of the replay as a multiple of the recorded one
+    /// Speed of the replay as a multiple of the recorded speed
     #[arg(long, default_value_t = 1.0)]
     replay_speed: f64,
     /// Number of rack controllers, each with an equal share of the servers [default: none]
     #[arg(long, value_name = "N")]
     racks: Option<u16>,
-    /// Largest number of candidates that a rack sends per bucket; with 8 tables are as without racks
+    /// Maximum number of candidates that a rack sends per bucket; with 8 candidates, tables are as without racks
     #[arg(long, value_name = "K", default_value_t = Config::default().rack_candidates)]
     rack_candidates: u8,
     /// Time from the reports until their table is in force (ms)
@@ -73,7 +73,7 @@ pub struct LbArgs {
 enum IndirectionTables {
     /// Every core has the same number of entries
     Balanced,
-    /// Every entry is drawn on its own
+    /// Every entry is drawn independently
     Independent,
 }
 

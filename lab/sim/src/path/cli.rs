@@ -12,10 +12,10 @@ use crate::rpc::{Policy, Service};
 /// Arguments of `coreward-lab sim path`.
 #[derive(Debug, clap::Args)]
 pub struct PathArgs {
-    /// Servers
+    /// Number of servers
     #[arg(long, default_value_t = 4)]
     servers: u16,
-    /// Cores of each server
+    /// Number of cores of each server
     #[arg(long, default_value_t = 4)]
     cores: u16,
     /// Policies of the load balancer, separated by commas
@@ -27,7 +27,8 @@ pub struct PathArgs {
     /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR
     #[arg(long, default_value = "exp")]
     service: Service,
-    /// Length of the unit of service time (us): that of the shortest class (fixed, exp, lognormal: the mean)
+    /// Length of the unit of service time (us): the service time of the shortest class (fixed, exp, lognormal: the
+    /// mean)
     #[arg(long, default_value_t = 100.0)]
     unit_us: f64,
     /// Latency between NIC and cores, one way, in units of service time
@@ -36,7 +37,7 @@ pub struct PathArgs {
     /// Offered load as a fraction of what all cores could serve
     #[arg(long, default_value_t = 0.7)]
     load: f64,
-    /// Mean number of requests per connection; 1: each has exactly one
+    /// Mean number of requests per connection; with 1, each connection has exactly one
     #[arg(long, default_value_t = 100.0)]
     requests_per_connection: f64,
     /// Mean time between two requests of a connection, in units of service time
@@ -45,7 +46,7 @@ pub struct PathArgs {
     /// Spread of the connections' rates: sigma of the lognormal distribution of their mean gaps
     #[arg(long, default_value_t = 1.0)]
     rate_sigma: f64,
-    /// Buckets of the placement table, and entries of the servers' indirection tables
+    /// Number of buckets of the placement table, and of entries of the servers' indirection tables
     #[arg(long, default_value = "128", value_parser = parse_buckets)]
     buckets: BucketCount,
     /// Interval of reports (ms)
@@ -64,7 +65,7 @@ pub struct PathArgs {
     /// Duration of arrivals (s); the warm-up is the first tenth, or two mean lifetimes of a connection
     #[arg(long, default_value_t = 20.0)]
     seconds: f64,
-    /// Seeds 1 to SEEDS
+    /// Number of seeds: 1 to SEEDS
     #[arg(long, default_value_t = 5)]
     seeds: u64,
     /// Format of the output

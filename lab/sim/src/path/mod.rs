@@ -77,7 +77,7 @@ pub struct Config {
 pub enum ReportPhase {
     /// All agents read when the table is made.
     Aligned,
-    /// Each agent reads at its own time, as live: the loads of a table are up to one report interval old.
+    /// Each agent reads at its own time, as in operation: the loads of a table are up to one report interval old.
     Random,
 }
 

@@ -13,10 +13,10 @@ pub struct PccArgs {
     /// hash-index:BITS[+TAG_BITS][:LAYOUT], cheetah:POLICY
     #[arg(long = "method", value_name = "METHOD", value_delimiter = ',', default_values_t = default_methods())]
     methods: Vec<Method>,
-    /// Servers in the pool, on average
+    /// Mean number of servers in the pool
     #[arg(long, default_value_t = 468)]
     servers: usize,
-    /// Connections that are open at a time, on average
+    /// Mean number of open connections
     #[arg(long, default_value_t = 70_000.0, allow_negative_numbers = true)]
     connections: f64,
     /// Servers added or removed per minute
@@ -31,7 +31,7 @@ pub struct PccArgs {
     /// Load balancers added or removed per minute
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     lb_updates_per_minute: f64,
-    /// Seeds 1 to SEEDS, each with one run of every method
+    /// Number of seeds: 1 to SEEDS, each with one run of every method
     #[arg(long, default_value_t = 3)]
     seeds: u64,
     /// Load information of the policies
@@ -40,13 +40,13 @@ pub struct PccArgs {
     /// Interval of the servers' reports (ms)
     #[arg(long, default_value_t = 100)]
     report_ms: u64,
-    /// Least number of buckets per server of hash, consistent-hash and beamer
+    /// Minimum number of buckets per server of hash, consistent-hash and beamer
     #[arg(long, default_value_t = 100)]
     buckets_per_server: u32,
-    /// Buckets of placement tables: a power of two, at most 2048
+    /// Number of buckets of placement tables: a power of two, at most 2048
     #[arg(long, default_value_t = 2048)]
     buckets: u64,
-    /// Cores of each server, for crossrss and crossrss-plus
+    /// Number of cores of each server, for crossrss and crossrss-plus
     #[arg(long, default_value_t = 1)]
     cores: u16,
     /// Format of the output

@@ -38,7 +38,7 @@ use crate::par_map_ordered;
 /// Age of the load information of policies under `cheetah`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LoadInfo {
-    /// pow2 and least compare present counts; awrr, crossrss and crossrss-plus get reports
+    /// pow2 and least compare current counts; awrr, crossrss and crossrss-plus get reports
     Current,
     /// All policies get reports
     Reported,

@@ -10,14 +10,14 @@ use super::{
 };
 use crate::output::{Format, Printable};
 
-/// Common arguments of `rpc` and `peak`.
+/// Common arguments of `rpc` and `capacity`.
 #[derive(Debug, clap::Args)]
 struct ServerArgs {
-    /// Policy of requests to cores: cfcfs, random, rr, jsq, jlq, jbsq:N, jbsrq[:OPTION=VALUE,...], rss,
+    /// Policy that assigns requests to cores: cfcfs, random, rr, jsq, jlq, jbsq:N, jbsrq[:OPTION=VALUE,...], rss,
     /// rss-rebalanced:T, work-stealing[:COST], ps, dfcfs:X,Y
     #[arg(long)]
     policy: Policy,
-    /// Cores of the server
+    /// Number of cores of the server
     #[arg(long, default_value_t = 16)]
     cores: u16,
     /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR;
@@ -27,10 +27,10 @@ struct ServerArgs {
     /// Latency between NIC and cores, one way, in units of service time
     #[arg(long, default_value_t = 0.0)]
     latency: f64,
-    /// Requests to simulate; the first tenth is warm-up
+    /// Number of requests to simulate; the first tenth is warm-up
     #[arg(long, default_value_t = 1_000_000)]
     requests: u64,
-    /// Number of connections of the requests [default: every request has its own]
+    /// Number of connections that carry the requests [default: every request has its own]
     #[arg(long)]
     connections: Option<NonZeroU32>,
     /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^SKEW
@@ -67,7 +67,7 @@ pub struct RpcArgs {
     /// Seed: equal seeds give equal results
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Largest number of requests inside the server; others are dropped [default: unlimited]
+    /// Maximum number of requests inside the server; further requests are dropped [default: unlimited]
     #[arg(long)]
     queue: Option<u64>,
     /// Also print latencies over time, in windows of this length (units of service time)
@@ -83,16 +83,16 @@ pub struct PeakArgs {
     /// Limit of the 99th percentile, as a multiple of the service time
     #[arg(long, default_value_t = 30.0)]
     slo: f64,
-    /// Requests whose 99th percentile counts
+    /// Requests whose 99th percentile is limited
     #[arg(long, value_enum, default_value_t)]
     measure: SloMetric,
     /// Service time of which the SLO is a multiple
     #[arg(long, value_enum, default_value_t)]
     slo_unit: SloUnit,
-    /// Seeds 1 to SEEDS, each with one search
+    /// Number of seeds: 1 to SEEDS, each with one search
     #[arg(long, default_value_t = 5)]
     seeds: u64,
-    /// Bisection steps: the load is exact to 2^-STEPS
+    /// Number of bisection steps: the load is exact to 2^-STEPS
     #[arg(long, default_value_t = 10)]
     steps: u32,
 }

@@ -37,7 +37,7 @@ pub enum SloMetric {
     All,
 }
 
-/// Unit of an SLO.
+/// Service time that is the unit of an SLO.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum SloUnit {
     /// The service time of the shortest class

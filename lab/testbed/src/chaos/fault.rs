@@ -12,7 +12,7 @@ pub enum FaultKind {
     Kill,
     /// Stop a daemon for a while (SIGSTOP, SIGCONT)
     Stop,
-    /// End a daemon (SIGTERM) and start another one, of `--upgrade-binary` every second time
+    /// End a daemon (SIGTERM) and start another process, every second time from `--upgrade-binary`
     Upgrade,
     /// Drop packets from one machine to another, in one or both directions
     Partition,
@@ -22,7 +22,7 @@ pub enum FaultKind {
     Disk,
     /// Kill or stop an etcd member, every second time the leader (several controllers only)
     Etcd,
-    /// Set the wall clock of a daemon, and set it back
+    /// Set the wall clock of a daemon to a wrong time, and back
     Clock,
     /// Replace a server's agent by an impostor with false reports, and flood the controller with connections
     ByzantineAgent,

@@ -57,19 +57,19 @@ use traffic::{Traffic, stream_service};
 /// Options of `coreward-lab testbed chaos`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Options {
-    /// Seconds in which faults begin
+    /// Duration in which faults begin (s)
     #[arg(long, default_value_t = 225, value_parser = clap::value_parser!(u32).range(5..=3_000))]
     pub seconds: u32,
     /// Seed of the faults
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Kinds of fault [default: all]
+    /// Kinds of fault to inject [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub faults: Vec<FaultKind>,
     /// Number of configuration changes that the controller must acknowledge
     #[arg(long, default_value_t = 500)]
     pub config_changes: u64,
-    /// Number of controllers; several keep their records in an etcd of three members
+    /// Number of controllers; several controllers store their records in an etcd cluster of three members
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=5))]
     pub controllers: u16,
     /// Number of rack controllers between agents and controllers
@@ -78,7 +78,7 @@ pub struct Options {
     /// Address family of the VIP, the client and the servers
     #[arg(long, value_enum, default_value_t = Family::Ipv4)]
     pub family: Family,
-    /// Another version of `coreward`, with which upgrades alternate
+    /// Another version of the `coreward` binary, with which upgrades alternate
     #[arg(long, value_name = "FILE")]
     pub upgrade_binary: Option<PathBuf>,
     /// Print the results as JSON, and nothing else

@@ -16,16 +16,16 @@ const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrs
 /// Options of `coreward-lab demo`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DemoOptions {
-    /// Length of each seed's run
+    /// Length of each seed's run (s)
     #[arg(long, default_value_t = 38, value_parser = clap::value_parser!(u64).range(SECONDS_MIN..=3600))]
     pub seconds: u64,
-    /// Servers in the pool at the start; another one joins later
+    /// Number of servers in the pool at the start; another server joins later
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=32))]
     pub servers: u16,
-    /// Emulated cores of each server
+    /// Number of emulated cores of each server
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=32))]
     pub cores: u16,
-    /// Policies to run side by side, separated by commas
+    /// Policies to compare in the same run, separated by commas
     #[arg(long = "policy", value_name = "NAME", value_delimiter = ',',
         value_parser = PossibleValuesParser::new(policy::names()),
         default_values_t = COMPARED_POLICIES.map(String::from))]
@@ -33,10 +33,10 @@ pub struct DemoOptions {
     /// Seeds of the arrival logs, run one after the other, separated by commas
     #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
     pub seeds: Vec<u64>,
-    /// When tables are made: once per report interval, as in the simulator, or when their inputs change
+    /// Trigger of new tables: once per report interval, as in the simulator, or when their inputs change
     #[arg(long, value_enum, default_value_t = Tables::Interval)]
     pub tables: Tables,
-    /// Forwarding to the servers; with ipip and gue they are behind a router
+    /// Forwarding to the servers; with ipip and gue the servers are behind a router
     #[arg(long, value_name = "KIND", default_value = "l2", value_parser = kinds())]
     pub forwarding: Forwarding,
     /// Address family of the VIP, the client and the servers
@@ -48,7 +48,7 @@ pub struct DemoOptions {
     /// Only replay the arrival logs in the simulator: no testbed, no root
     #[arg(long, conflicts_with = "format")]
     pub simulated: bool,
-    /// Directory of the picture, the JSON and the arrival logs
+    /// Directory for the picture, the JSON and the arrival logs
     #[arg(long, value_name = "DIR", default_value = "out")]
     pub out: PathBuf,
 }

@@ -27,7 +27,7 @@ const WORKER_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Options of `coreward-lab testbed key-value-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct KeyValueServerArgs {
-    /// UDP address and port
+    /// UDP address and port to listen on
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddr,
     /// Number of workers, each with its own socket
@@ -42,10 +42,10 @@ pub struct KeyValueServerArgs {
     /// Use threads with one store, instead of processes with one store each
     #[arg(long)]
     pub threads: bool,
-    /// Emulate service times: a request takes the time that it carries, or else that of its type
+    /// Emulate service times: a request takes the time that it carries, or else the time of its type
     #[arg(long)]
     pub paced: bool,
-    /// Service times of request types (us) [default: those of Turbo's Figure 7]
+    /// Service times of request types (us) [default: the times of Turbo's Figure 7]
     #[arg(long, value_name = "TYPE=US,...", requires = "paced")]
     pub service_us: Option<ServiceTimes>,
     /// Factor of the service times of Turbo's Figure 7 (GET 0.975 us, PUT 1.35, SCAN18 4.7, SCAN46 9.18, SCAN105 17.7)
@@ -57,7 +57,8 @@ pub struct KeyValueServerArgs {
     /// Restart a worker when it ends
     #[arg(long, conflicts_with = "threads")]
     pub restart: bool,
-    /// Hold the workers' sockets in the master, too, as nginx does: requests for a dead worker wait for its successor
+    /// Keep the workers' sockets open in the master, too, as nginx does: requests for a dead worker wait for its
+    /// successor
     #[arg(long, conflicts_with = "threads")]
     pub keep_sockets: bool,
     /// File of four little-endian u64 per worker (received, answered, refused, busy ns), created when all sockets are

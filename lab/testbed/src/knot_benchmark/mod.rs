@@ -21,7 +21,7 @@ const KERNEL: &str = "kernel";
 /// Options of `coreward-lab testbed knot-benchmark`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct KnotBenchmarkArgs {
-    /// Selection of the worker: kernel (no dispatch), random, rr, jsq
+    /// Policies that select the worker: kernel (no dispatch), random, rr, jsq
     #[arg(long, value_name = "POLICY,...", value_delimiter = ',', default_value = "kernel,rr,jsq",
         value_parser = [KERNEL, "random", "rr", "jsq"])]
     pub policies: Vec<String>,
@@ -37,7 +37,7 @@ pub struct KnotBenchmarkArgs {
     /// Duration of each run (s)
     #[arg(long, default_value_t = 8.0, value_parser = seconds)]
     pub seconds: f64,
-    /// Runs of each policy, interleaved; seeds 1 to RUNS
+    /// Number of runs of each policy, interleaved; the seeds are 1 to RUNS
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub runs: u64,
     /// Format of the output

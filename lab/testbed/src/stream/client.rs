@@ -69,10 +69,10 @@ pub struct StreamClientArgs {
 /// Connections and their times.
 #[derive(Debug, Clone, PartialEq, clap::Args)]
 pub struct Streams {
-    /// Number of clients; each has the whole mix (908 requests) in progress at most once
+    /// Number of clients; each has the complete mix (908 requests) in progress at most once
     #[arg(long, default_value_t = Self::default().clients, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub clients: u32,
-    /// Requests per second before, at the start and at the end of the wave
+    /// Requests per second before the wave, at its start and at its end
     #[arg(long, default_value_t = Self::default().low)]
     pub low: f64,
     /// Requests per second in the middle of the wave
@@ -81,7 +81,7 @@ pub struct Streams {
     /// Length of the wave, half a sine (s)
     #[arg(long, default_value_t = Self::default().wave_seconds)]
     pub wave_seconds: u32,
-    /// Time before the wave in which connections begin (s)
+    /// Duration of the warm-up before the wave, in which connections begin (s)
     #[arg(long, default_value_t = Self::default().warm_up_seconds,
         value_parser = clap::value_parser!(u32).range(..=3600))]
     pub warm_up_seconds: u32,

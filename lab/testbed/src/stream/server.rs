@@ -24,10 +24,11 @@ const WORK_NS: u64 = 1_000_000;
 /// Options of `coreward-lab testbed stream-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct StreamServerArgs {
-    /// Address and port in each namespace
+    /// Address and port to listen on in each namespace
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddr,
-    /// Network namespaces (as in `ip netns`), each with the file of its busy time, created when all listen
+    /// Network namespaces (as in `ip netns`), each with a file for the server's busy time, created when all sockets
+    /// listen
     #[arg(long = "server", value_name = "NAMESPACE=FILE", required = true, value_parser = parse_server)]
     pub servers: Vec<(String, PathBuf)>,
 }

@@ -11,17 +11,17 @@ use crate::names::UnknownName;
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Live figures, smaller")]
 pub struct Overrides {
-    /// Number of runs
+    /// Number of runs of each point
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100),
         conflicts_with_all = ["all", "list", "scenario"])]
     runs: Option<u64>,
     /// Seconds per point, for scenarios with a duration
     #[arg(long, value_parser = seconds, conflicts_with_all = ["all", "list", "scenario"])]
     seconds: Option<f64>,
-    /// Only these series, by policy
+    /// Measure only these series, by policy
     #[arg(long, value_name = "LABEL,...", value_delimiter = ',', conflicts_with_all = ["all", "list", "scenario"])]
     series: Vec<String>,
-    /// Only these values of the x axes, such as loads
+    /// Measure only these values of the x axes, such as loads
     #[arg(long, value_name = "X,...", value_delimiter = ',', conflicts_with_all = ["all", "list", "scenario"])]
     points: Vec<f64>,
 }
