@@ -10,11 +10,11 @@ use utoipa::ToSchema;
 pub struct Acknowledgements {
     /// Generation of the newest configuration.
     pub configuration_generation: u64,
-    /// Number of peers that have that generation in force, except for rejected parts.
+    /// Number of peers that have the newest configuration in force, except for rejected parts.
     pub acknowledged_count: u64,
-    /// Number of peers that have not confirmed that generation.
+    /// Number of peers that have not confirmed the newest configuration.
     pub waiting_count: u64,
-    /// The first 100 peers that have not confirmed it.
+    /// The first 100 peers that have not confirmed the newest configuration.
     pub waiting: Vec<Waiting>,
     /// Number of rejected parts; peers keep the previous parts in force.
     pub refused_count: u64,
@@ -28,7 +28,7 @@ pub struct Acknowledgements {
 /// A peer that has not confirmed the newest configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Waiting {
-    /// "lb" or "agent".
+    /// Kind of the peer: "lb" or "agent".
     pub part: String,
     /// Name of the load balancer or server.
     pub name: String,
@@ -39,21 +39,21 @@ pub struct Waiting {
 /// A rejected part of an update.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RefusedUpdate {
-    /// "lb" or "agent".
+    /// Kind of the peer: "lb" or "agent".
     pub part: String,
     /// Name of the load balancer or server.
     pub name: String,
-    /// "configuration" or "table".
+    /// Kind of the rejected part: "configuration" or "table".
     pub kind: String,
-    /// Name of the service; null: all of the update.
+    /// Name of the service; null: the whole update is rejected.
     pub service: Option<String>,
     /// Generation of the configuration or the table; 0: unknown.
     pub generation: u64,
-    /// Reason.
+    /// Reason of the rejection.
     pub reason: String,
 }
 
-/// Limit of services that a line names; further services are counted.
+/// Maximum number of services that a line names; further services are counted.
 const NAMED_SERVICES: usize = 3;
 
 impl RefusedUpdate {

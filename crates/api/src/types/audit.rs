@@ -6,19 +6,19 @@ use utoipa::{IntoParams, ToSchema};
 /// A change and its author.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditEntry {
-    /// Grows by one with every entry, whichever controller leads.
+    /// Id, which grows by one with every entry, whichever controller leads.
     pub id: u64,
-    /// Time since 1970, by the wall clock of the controller that made the change.
+    /// Time by the wall clock of the controller that made the change (ms since 1970).
     pub at_unix_ms: u64,
-    /// The name in a certificate, the role and id of a token ("operator token 1a2b3c4d"), "SIGHUP", or "controller" for
-    /// its own changes.
+    /// Author of the change: the name in a certificate, the role and id of a token ("operator token 1a2b3c4d"),
+    /// "SIGHUP", or "controller" for its own changes.
     pub actor: String,
-    /// Address of the request; empty: the controller's own host.
+    /// Address from which the request came; empty: the controller's own host.
     #[serde(rename = "from")]
     pub from_address: String,
-    /// "apply", "reload", "drain", "undrain", "rotate-keys" or "forget".
+    /// Kind of the change: "apply", "reload", "drain", "undrain", "rotate-keys" or "forget".
     pub action: String,
-    /// Name of the server or load balancer; empty: the fleet.
+    /// Name of the changed server or load balancer; empty: the fleet.
     pub target: String,
     /// State before the change.
     pub before: String,
@@ -29,7 +29,7 @@ pub struct AuditEntry {
 /// Changes, the oldest first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Audit {
-    /// At most the newest 1,000.
+    /// The newest changes, at most 1,000.
     pub entries: Vec<AuditEntry>,
 }
 
@@ -38,11 +38,11 @@ pub struct Audit {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct AuditQuery {
-    /// Changes after the one with this id.
+    /// Return only changes with a greater id.
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// Largest number of changes; the newest are returned.
+    /// Maximum number of changes; the newest are returned.
     #[serde(default)]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,

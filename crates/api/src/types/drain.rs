@@ -26,9 +26,9 @@ pub struct DrainServer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DrainedBy {
-    /// `coreward drain`, until `coreward undrain`.
+    /// By `coreward drain`, until `coreward undrain`.
     Command,
-    /// `state` or `weight` in the fleet's document.
+    /// By `state` or `weight` in the fleet document.
     Document,
 }
 
@@ -53,7 +53,8 @@ impl fmt::Display for DrainedBy {
 pub struct Drained {
     /// Origin of the drain.
     pub by: DrainedBy,
-    /// Start (ms since 1970, by the controller's wall clock); null: unknown, by the document.
+    /// Start of the drain (ms since 1970, by the controller's wall clock); null: unknown, because the document drains
+    /// the server.
     pub since_unix_ms: Option<u64>,
     /// Names of the drained services; empty: all services.
     pub services: Vec<String>,
@@ -62,9 +63,9 @@ pub struct Drained {
 /// TCP connections with a socket at a server: from half-open to the last FIN; neither listening nor in TIME-WAIT.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CountedConnections {
-    /// Time since the start of the count.
+    /// Time since the start of the count (ms).
     pub age_ms: u64,
-    /// By service name: the server's present and former TCP services.
+    /// Number of connections by service name, for the server's present and former TCP services.
     pub services: BTreeMap<String, u32>,
 }
 
@@ -73,21 +74,21 @@ pub struct CountedConnections {
 pub struct DrainStatus {
     /// Name of the server.
     pub server: String,
-    /// State: the best of its states in its services.
+    /// State of the server: the best of its states in its services.
     pub state: ServerState,
     /// Reason of the state; empty: none.
     pub state_reason: String,
-    /// State of its agent's reports.
+    /// State of the reports of the server's agent.
     pub reports: ReportState,
     /// Drain of the server; null: not drained.
     pub drained: Option<Drained>,
-    /// Remaining connections of the drained services, by a count that began after the last new one; null: unknown
-    /// (`waits_for`), or not drained.
+    /// Connections that remain of the drained services, counted after the last new connection. Null: not drained, or
+    /// unknown (`waits_for`).
     pub remaining: Option<u64>,
     /// Reasons for which `remaining` is unknown.
     pub waits_for: Vec<String>,
-    /// The newest count, even if it is too old for `remaining`; null: unknown.
+    /// The newest count of connections, even if it is too old for `remaining`; null: unknown.
     pub connections: Option<CountedConnections>,
-    /// Drained services whose flows are not counted: UDP flows have no visible end.
+    /// Names of drained services whose flows are not counted: UDP flows have no visible end.
     pub not_counted: Vec<String>,
 }

@@ -10,11 +10,11 @@ use utoipa::{IntoParams, ToSchema};
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct EventsQuery {
-    /// Events with a greater id.
+    /// Return only events with a greater id.
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// Limit of the number of events; the newest are returned.
+    /// Maximum number of events; the newest are returned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,
@@ -23,7 +23,7 @@ pub struct EventsQuery {
 /// The newest events.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Events {
-    /// Identifier of the controller's process, whose start restarts the ids.
+    /// Identifier of the controller's process. Ids of events start again with each process.
     pub run: String,
     /// Events, the oldest first. The controller keeps 1,000.
     pub events: Vec<Event>,
@@ -42,9 +42,9 @@ pub struct Event {
     pub event: EventId,
     /// Kind of the subject.
     pub kind: EventKind,
-    /// Name of the subject; empty: all of this kind.
+    /// Name of the subject; empty: all subjects of this kind.
     pub name: String,
-    /// Description.
+    /// Description of the event, for people.
     pub message: String,
 }
 
@@ -52,7 +52,7 @@ pub struct Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// Information.
+    /// Information that needs no action.
     Info,
     /// A condition that an operator should check.
     Warning,
@@ -66,35 +66,35 @@ pub enum EventId {
     ControllerStarted,
     /// An operator has applied another document.
     FleetApplied,
-    /// A document of another generation is in force, whatever the cause.
+    /// A document of another generation has come into force, whatever the cause.
     FleetInForce,
     /// A service is new in the document.
     ServiceNew,
-    /// A service has another policy.
+    /// The policy of a service has changed.
     ServicePolicy,
     /// A service has left the document.
     ServiceGone,
     /// A server is new in the document.
     ServerNew,
-    /// A server is in another state: up, down, draining, gone.
+    /// The state of a server has changed: up, down, draining, gone.
     ServerState,
-    /// A server has another weight.
+    /// The weight of a server has changed.
     ServerWeight,
     /// A server that left was forgotten, and its id is free.
     ServerForgotten,
     /// A server was drained or undrained by command.
     ServerDrain,
-    /// A load balancer has connected, disconnected, fallen silent or is lost.
+    /// A load balancer has connected, disconnected, fallen silent, or is lost.
     LoadBalancerState,
     /// A load balancer was forgotten, by time or by command.
     LoadBalancerForgotten,
     /// The next cookie key is being distributed.
     KeysAnnounced,
-    /// Another cookie key stamps from now on.
+    /// The next cookie key has become the stamping key.
     KeysSwitched,
     /// A rotation of the cookie keys was begun or continued by command.
     KeysRotated,
-    /// A new warning of `coreward status`.
+    /// A warning of `coreward status` has begun.
     WarningBegins,
     /// A warning has ended.
     WarningEnds,
@@ -154,7 +154,7 @@ impl EventId {
 pub enum EventKind {
     /// The controller itself.
     Controller,
-    /// The fleet's document.
+    /// The fleet document.
     Fleet,
     /// A service.
     Service,

@@ -12,12 +12,12 @@ use utoipa::{IntoParams, PartialSchema, ToSchema};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum PacketKind {
-    /// Opens the connection.
+    /// The packet opens the connection.
     #[default]
     NewConnection,
-    /// Belongs to an established connection.
+    /// The packet belongs to an established connection.
     Established,
-    /// Reset of an established connection.
+    /// The packet is a reset of an established connection.
     Reset,
 }
 
@@ -36,7 +36,7 @@ pub struct Explain {
     /// Address and port of the client.
     #[param(value_type = SocketAddressSchema, inline, example = "192.0.2.7:40312")]
     pub client: SocketAddr,
-    /// Relation to the connection.
+    /// Relation of the packet to its connection.
     #[serde(default)]
     #[param(value_type = Option<PacketKind>, inline)]
     pub packet: PacketKind,
@@ -100,26 +100,26 @@ pub struct Explanation {
     pub service: String,
     /// Policy of the service.
     pub policy: String,
-    /// Generation of the newest table.
+    /// Generation of the service's newest table.
     pub table_generation: u64,
     /// Inputs of the policy for each server of the pool.
     pub servers: Vec<ExplainedServer>,
     /// Name of the chosen server. Null: no server is eligible, or a load balancer decides by its own state (see
     /// `reason`).
     pub chosen_server: Option<String>,
-    /// Reason, in one sentence.
+    /// Reason of the choice, in one sentence.
     pub reason: String,
     /// Forwarding to the servers: `l2`, `ipip` or `gue`.
     pub forwarding: String,
-    /// Source port of the outer header of `gue`; null: there is none.
+    /// Source port of the outer header of `gue`; null: no such header.
     pub outer_source_port: Option<u16>,
-    /// Share of the service's packets of open connections that load balancers decide by the cookie, with
+    /// Share of the service's packets of established connections that load balancers decide by the cookie, with
     /// `timestamps = "lb"`. Null: other timestamps, or no packet yet.
     #[serde(default)]
     pub cookie_share: Option<f64>,
 }
 
-/// Input of one server.
+/// Input of the policy for one server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ExplainedServer {
     /// Name of the server.
@@ -129,13 +129,13 @@ pub struct ExplainedServer {
     /// VLAN of frames to the server; null: untagged.
     #[serde(default)]
     pub vlan: Option<u16>,
-    /// Toeplitz hash under this server's RSS key; null when its RSS is not known.
+    /// Toeplitz hash under the server's RSS key; null: its RSS is unknown.
     pub hash: Option<u32>,
-    /// Bucket of the hash.
+    /// Bucket of the hash; null: no hash.
     pub bucket: Option<u32>,
-    /// The core that the server's NIC selects.
+    /// Receive queue of the core that the server's NIC selects; null: unknown.
     pub core: Option<u32>,
-    /// The core's current load, in fractions of its capacity.
+    /// Current load of the core, in fractions of the core's capacity; null: unknown.
     pub core_load: Option<f64>,
     /// Whether the server takes new connections.
     pub eligible: bool,

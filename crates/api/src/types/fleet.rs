@@ -1,4 +1,4 @@
-//! The fleet's document: servers and services, as the operator wrote them.
+//! The fleet document: servers and services, as the operator wrote them.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -6,14 +6,14 @@ use utoipa::ToSchema;
 use super::{MAX_INTEGER, serde_whole};
 use coreward_config::Diagnostic;
 
-/// The document in force.
+/// The fleet document in force.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Fleet {
-    /// Grows with every change of the text; 0: no document was ever applied.
+    /// Generation, which grows with every change of the text; 0: no document was ever applied.
     pub generation: u64,
     /// Path of the fleet's file; null: a command applied the document.
     pub file: Option<String>,
-    /// TOML, with comments.
+    /// Text of the document in TOML, with comments.
     pub text: String,
 }
 
@@ -21,10 +21,10 @@ pub struct Fleet {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NewFleet {
-    /// Name of the document, shown in its mistakes.
+    /// Name of the document, shown in error messages.
     #[serde(default = "unnamed")]
     pub name: String,
-    /// TOML (docs/config.md).
+    /// Text of the document in TOML (docs/config.md).
     pub text: String,
     /// Generation of the document to replace; if another generation is in force, the request is a conflict.
     #[serde(deserialize_with = "serde_whole::whole_number")]
@@ -46,7 +46,7 @@ fn unnamed() -> String {
 pub struct FleetApplied {
     /// Generation of the document in force now.
     pub generation: u64,
-    /// Generation of the document with which it was compared.
+    /// Generation of the document that the new one was compared with.
     pub replaced_generation: u64,
     /// Whether the new text is in force: true after a dry run only if the text was in force before.
     pub in_force: bool,
@@ -54,16 +54,16 @@ pub struct FleetApplied {
     pub changes: Vec<FleetChange>,
 }
 
-/// One difference.
+/// One difference between two documents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FleetChange {
-    /// "server s1", "service web"; empty: the whole fleet.
+    /// Subject of the change: "server s1", "service web"; empty: the whole fleet.
     pub subject: String,
     /// Changed configuration key; null: the whole server or service was added or removed.
     pub key: Option<String>,
     /// Old value; null: not set.
     pub old: Option<String>,
-    /// New value; null: not set any more.
+    /// New value; null: no longer set.
     pub new: Option<String>,
     /// The change in one line.
     pub message: String,
@@ -76,10 +76,10 @@ pub struct FleetChange {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Check {
-    /// Name of the document, shown in its mistakes.
+    /// Name of the document, shown in error messages.
     #[serde(default = "unnamed")]
     pub name: String,
-    /// TOML (docs/config.md).
+    /// Text of the document in TOML (docs/config.md).
     pub text: String,
 }
 
@@ -103,11 +103,11 @@ pub struct DocumentMistake {
     pub column: Option<u32>,
     /// Full name of the key, such as `service.vip`; null for a syntax error.
     pub key: Option<String>,
-    /// Value that was found, or another description of the mistake.
+    /// Invalid value, or another description of the mistake.
     pub problem: String,
     /// Expected value, if it can be named.
     pub expected: Option<String>,
-    /// The valid name closest to the found one.
+    /// The valid name closest to the invalid one; null: no name is close.
     pub nearest: Option<String>,
     /// The mistake in one line.
     pub message: String,

@@ -8,18 +8,18 @@ use utoipa::ToSchema;
 /// The stamping key, and the progress of a rotation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Keys {
-    /// The stamping key: 0 or 1.
+    /// Index of the stamping key: 0 or 1.
     #[schema(maximum = 1)]
     pub current: u32,
-    /// Time since which this key stamps (seconds since 1970).
+    /// Time since which the stamping key is in force (seconds since 1970).
     pub current_since_unix_s: u64,
     /// Phase of the rotation.
     pub phase: KeyPhase,
     /// Generation of the configuration with the present keys.
     pub generation: u64,
-    /// Peers that have not confirmed that generation: "load balancer lb2", "the agent of s3".
+    /// Peers that have not confirmed this generation: "load balancer lb2", "the agent of s3".
     pub waiting_for: Vec<String>,
-    /// Age of the present key (s) from which a rotation needs no force.
+    /// Minimum age of the present key (s) for a rotation without `force`.
     pub shortest_life_s: u64,
     /// Interval of scheduled rotations (s); 0: no schedule.
     pub rotation_interval_s: u64,
@@ -29,9 +29,9 @@ pub struct Keys {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum KeyPhase {
-    /// No rotation.
+    /// No rotation is in progress.
     Steady,
-    /// The next key is being announced, and stamps nothing yet.
+    /// The next key is being distributed, and stamps nothing yet.
     Announced,
 }
 

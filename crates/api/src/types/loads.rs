@@ -9,12 +9,12 @@ use utoipa::ToSchema;
 
 use super::{Drained, Keys, ReportState, ServerState, serde_text};
 
-/// Load of every core, and counters.
+/// Loads of all cores, and counters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Loads {
     /// Time by the controller's wall clock (ms since 1970).
     pub at_unix_ms: u64,
-    /// Time since the controller's start (ms): never goes back.
+    /// Time since the controller's start (ms), which never goes back.
     pub uptime_ms: u64,
     /// Loads of servers, by id as in `status`.
     pub servers: Vec<ServerLoads>,
@@ -27,7 +27,7 @@ pub struct Loads {
 pub struct ServerLoads {
     /// Name of the server.
     pub name: String,
-    /// Load of each core in fractions of its capacity, to three decimals; empty: not known.
+    /// Load of each core in fractions of its capacity, to three decimals; empty: unknown.
     pub cores: Vec<f64>,
     /// TCP connections of the server's services, by the agent's last count.
     pub open_connections: u32,
@@ -44,18 +44,18 @@ pub struct ServerLoads {
 pub struct LoadBalancerCounts {
     /// Name of the load balancer.
     pub name: String,
-    /// Outcomes of packets (enum lb_counter; absolute).
+    /// Packets by outcome (enum lb_counter; absolute).
     pub counters: BTreeMap<String, u64>,
 }
 
 /// Values that change rarely: `status` without values that change with every report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Overview {
-    /// Grows with every change of a configuration.
+    /// Generation, which grows with every change of a configuration.
     pub configuration_generation: u64,
     /// Generation of the fleet's document.
     pub fleet_generation: u64,
-    /// Time between two reports of an agent, and between two tables.
+    /// Time between two reports of an agent, and between two tables (ms).
     pub report_interval_ms: u32,
     /// Services in the order of the fleet's document.
     pub services: Vec<OverviewService>,
@@ -91,16 +91,16 @@ pub struct OverviewService {
 pub struct OverviewServer {
     /// Name of the server.
     pub name: String,
-    /// Id in cookies.
+    /// Id of the server in cookies.
     pub id: u32,
-    /// Address for load balancers.
+    /// Address to which load balancers send packets.
     #[schema(value_type = String)]
     pub address: IpAddr,
-    /// State.
+    /// State of the server.
     pub state: ServerState,
     /// Reason of the state; empty: none.
     pub state_reason: String,
-    /// State of its agent's reports.
+    /// State of the reports of the server's agent.
     pub reports: ReportState,
     /// Weight of the server.
     pub weight: u32,
@@ -116,11 +116,11 @@ pub struct OverviewServer {
 pub struct OverviewLoadBalancer {
     /// Name of the load balancer.
     pub name: String,
-    /// Whether its stream is open.
+    /// Whether the load balancer's stream to the controller is open.
     pub connected: bool,
-    /// Whether it sent a message in the last two seconds.
+    /// Whether the load balancer sent a message in the last two seconds.
     pub alive: bool,
-    /// "native" or "generic"; null: not reported.
+    /// XDP mode: "native" or "generic"; null: not reported.
     pub xdp_mode: Option<String>,
     /// Faults of the load balancer's machine.
     pub warnings: Vec<String>,

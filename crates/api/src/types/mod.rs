@@ -34,10 +34,10 @@ pub use tables::{Candidate, Member, Table, TableSummary, Tables};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Largest whole number in requests: programs agree on JSON numbers up to this limit (RFC 8259, Sect. 6).
+/// Largest whole number in requests: JSON implementations agree on integers up to this limit (RFC 8259, Sect. 6).
 pub const MAX_INTEGER: u64 = (1 << 53) - 1;
 
-/// Version of the controller.
+/// Versions of the controller's program and API.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Version {
     /// Version of the program.
@@ -51,9 +51,10 @@ pub struct Version {
 pub struct Health {
     /// State of the controller.
     pub state: HealthState,
-    /// Address of another leading controller for daemons; null: this controller leads, or none.
+    /// Address at which daemons reach the leading controller, if it is another one; null: this controller leads, or
+    /// none does.
     pub leader: Option<String>,
-    /// `https://HOST:PORT` of the leader's API; null: the API listens on its own host only.
+    /// `https://HOST:PORT` of the leader's API; null: the leader's API listens on its own host only.
     #[serde(default)]
     #[schema(format = "uri")]
     pub leader_api: Option<String>,

@@ -10,7 +10,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::{CountedConnections, Drained, Keys, serde_text};
 
-/// Extent of the status.
+/// Options of the status.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -25,15 +25,15 @@ pub struct StatusQuery {
 /// Full status.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Status {
-    /// Grows with every change of a configuration.
+    /// Generation, which grows with every change of a configuration.
     pub configuration_generation: u64,
-    /// Time between two reports of an agent, and between two tables.
+    /// Time between two reports of an agent, and between two tables (ms).
     pub report_interval_ms: u32,
-    /// Accepted reports.
+    /// Number of accepted reports.
     pub accepted_reports: u64,
-    /// Rejected reports, by reason.
+    /// Number of rejected reports, by reason.
     pub refused_reports: BTreeMap<String, u64>,
-    /// In the order of the fleet's document.
+    /// Services in the order of the fleet document.
     pub services: Vec<Service>,
     /// Servers in the fleet's document, and former servers that may still have connections.
     pub servers: Vec<Server>,
@@ -41,7 +41,7 @@ pub struct Status {
     pub load_balancers: Vec<LoadBalancer>,
     /// The cookie keys, without the secrets.
     pub keys: Keys,
-    /// Rack controllers that are connected.
+    /// Connected rack controllers.
     #[serde(default)]
     pub racks: Vec<Rack>,
     /// Faults of the controller itself: of its store and its files.
@@ -56,11 +56,11 @@ pub struct Rack {
     pub name: String,
     /// Version of the rack controller.
     pub version: String,
-    /// Time since its last message (ms).
+    /// Time since the rack controller's last message (ms).
     pub age_ms: u32,
-    /// Servers whose agents are connected through the rack.
+    /// Names of servers whose agents are connected through the rack.
     pub servers: Vec<String>,
-    /// Number of servers that may use the rack by the fleet's document.
+    /// Number of servers that may use the rack by the fleet document.
     #[serde(default)]
     pub permitted_servers: u32,
 }
@@ -68,7 +68,7 @@ pub struct Rack {
 /// All services.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Services {
-    /// In the order of the fleet's document.
+    /// Services in the order of the fleet document.
     pub services: Vec<Service>,
 }
 
@@ -140,7 +140,7 @@ pub struct ServiceMember {
     pub state: ServerState,
     /// Reason of the state; empty: none.
     pub reason: String,
-    /// Duration of the state; null: since before this controller's start.
+    /// Duration of the state (ms); null: the state is older than this controller's start.
     pub state_for_ms: Option<u64>,
     /// Results of each load balancer's checks.
     pub checks: Vec<CheckedBy>,
@@ -153,13 +153,13 @@ pub struct CheckedBy {
     pub load_balancer: String,
     /// Whether the load balancer finds the server up; null: not enough checks so far.
     pub up: Option<bool>,
-    /// Duration of the result.
+    /// Time since the load balancer's result changed (ms).
     pub since_ms: u64,
-    /// Error of the newest check; null: it passed.
+    /// Error of the newest check; null: the check passed.
     pub error: Option<String>,
-    /// Latency of the newest answer (us); 0: no answer.
+    /// Latency of the newest check (us); 0: no answer.
     pub latency_us: u32,
-    /// Number of checks of this server.
+    /// Number of checks of the server.
     pub checks: u64,
     /// Number of failed checks.
     pub failures: u64,
@@ -181,21 +181,21 @@ pub struct RssGroup {
 pub struct Server {
     /// Name of the server.
     pub name: String,
-    /// Id in cookies.
+    /// Id of the server in cookies.
     pub id: u32,
-    /// Address for load balancers.
+    /// Address to which load balancers send packets.
     #[schema(value_type = String)]
     pub address: IpAddr,
     /// VLAN of frames to the server; null: untagged.
     #[serde(default)]
     pub vlan: Option<u16>,
-    /// State: the best of its states in its services.
+    /// State of the server: the best of its states in its services.
     pub state: ServerState,
     /// Reason of the state; empty: none.
     pub state_reason: String,
-    /// Duration of the state; null: since before this controller's start.
+    /// Duration of the state (ms); null: the state is older than this controller's start.
     pub state_for_ms: Option<u64>,
-    /// State of its agent's reports.
+    /// State of the reports of the server's agent.
     pub reports: ReportState,
     /// Smoothed load of each core, in fractions of its capacity; empty: unknown.
     pub core_load: Vec<f64>,
@@ -203,7 +203,7 @@ pub struct Server {
     pub report_age_ms: u32,
     /// TCP connections of the server's services, by the agent's last count.
     pub open_connections: u32,
-    /// RSS of its NIC; null: unknown.
+    /// RSS of the server's NIC; null: unknown.
     pub rss: Option<ServerRss>,
     /// SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
@@ -215,7 +215,7 @@ pub struct Server {
     pub weight: u32,
     /// Configured capacity, or number of cores; 0: unknown.
     pub capacity: f64,
-    /// Generation of the newest configuration that its agent has confirmed; 0: none.
+    /// Generation of the newest configuration that the server's agent has confirmed; 0: none.
     pub configuration_generation: u64,
     /// Counters of the server's programs, by name.
     pub counters: BTreeMap<String, u64>,
@@ -230,7 +230,7 @@ pub struct Server {
     /// Rack of the server's agent; null: connected directly, or no agent.
     #[serde(default)]
     pub rack: Option<String>,
-    /// Racks that its agent may use; null: any.
+    /// Names of the racks that the server's agent may use; null: any.
     #[serde(default)]
     pub racks: Option<Vec<String>>,
 }
@@ -239,16 +239,16 @@ pub struct Server {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ServerState {
-    /// It takes new connections.
+    /// The server takes new connections.
     Active,
-    /// It takes a growing share of new connections (slow start).
+    /// The server takes a growing share of new connections (slow start).
     Joining,
-    /// It is not eligible for new connections; established ones still reach it.
+    /// The server is not eligible for new connections; established connections still reach it.
     Down,
-    /// It is drained: no new connections; established ones still reach it.
+    /// The server is drained and takes no new connections; established connections still reach it.
     Draining,
-    /// It has left the service or the fleet's document; established connections still reach it, and its id stays
-    /// reserved, for `max_connection_lifetime`.
+    /// The server has left the service or the fleet document; established connections still reach it. Its id stays
+    /// reserved for `max_connection_lifetime`.
     Gone,
 }
 
@@ -256,7 +256,7 @@ pub enum ServerState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ReportState {
-    /// Valid reports.
+    /// Reports are valid.
     Fresh,
     /// The newest report has expired: the server's load counts as average.
     Stale,
@@ -300,23 +300,23 @@ impl fmt::Display for ServerState {
 /// A server's receive-side scaling.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ServerRss {
-    /// "ethtool" or "testbed emulation".
+    /// Source of the RSS configuration: "ethtool" or "testbed emulation".
     pub source: String,
     /// RSS key in the form of `ethtool -x`; null: unknown, or not requested.
     pub key: Option<String>,
     /// Fingerprint that identifies the key without revealing it; empty: unknown.
     pub key_fingerprint: String,
-    /// Transformation of addresses and ports before the NIC hashes them: "none", "symmetric-xor" or "symmetric-or-xor".
+    /// Transform of addresses and ports before the NIC hashes them: "none", "symmetric-xor" or "symmetric-or-xor".
     #[serde(default)]
     pub input_transform: String,
-    /// Receive queue per entry.
+    /// Receive queue of each entry of the indirection table.
     pub indirection_table: Vec<u32>,
 }
 
 /// A service in `coreward dispatch --status`; counts are absolute.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DispatchedService {
-    /// Address and port.
+    /// Address and port of the service's sockets.
     pub listen: String,
     /// Policy of the service.
     pub policy: String,
@@ -360,11 +360,11 @@ pub struct LoadBalancer {
     pub state: Option<LoadBalancerState>,
     /// Age of the last reported state (ms).
     pub state_age_ms: u32,
-    /// Whether its stream is open.
+    /// Whether the load balancer's stream to the controller is open.
     pub connected: bool,
-    /// Whether it sent a message in the last two seconds.
+    /// Whether the load balancer sent a message in the last two seconds.
     pub alive: bool,
-    /// Number of its connection table in cookies; null: it has none.
+    /// Number of the load balancer's connection table in cookies; null: it has none.
     pub owner: Option<u32>,
     /// Address for other load balancers; null: unknown.
     #[schema(value_type = Option<String>)]
@@ -374,13 +374,13 @@ pub struct LoadBalancer {
 /// State that a load balancer reports.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancerState {
-    /// Generation of the table in force, per service.
+    /// Generation of the table in force, by service name.
     pub table_generations: BTreeMap<String, u64>,
-    /// Servers with an unknown MAC address.
+    /// Names of servers whose MAC address is unknown.
     pub unresolved_servers: Vec<String>,
-    /// Outcomes of packets (enum lb_counter).
+    /// Packets by outcome (enum lb_counter).
     pub counters: BTreeMap<String, u64>,
-    /// "native" or "generic".
+    /// XDP mode: "native" or "generic".
     pub xdp_mode: String,
     /// VLAN of the VIPs; null: untagged.
     #[serde(default)]
@@ -391,18 +391,18 @@ pub struct LoadBalancerState {
     pub events: BTreeMap<String, u64>,
     /// Connections in the load balancer's connection table.
     pub connections: u64,
-    /// Load balancers with an unknown MAC address.
+    /// Names of load balancers whose MAC address is unknown.
     pub unresolved_load_balancers: Vec<String>,
     /// Clocks of servers with LB-side stamping.
     pub server_clocks: Vec<ServerClock>,
-    /// Services with LB-side stamping.
+    /// Packets of services with LB-side stamping.
     #[serde(default)]
     pub stamped_services: Vec<StampedService>,
-    /// Faults of its machine.
+    /// Faults of the load balancer's machine.
     pub warnings: Vec<String>,
 }
 
-/// Packets of open connections to a service with LB-side stamping, at a load balancer.
+/// Packets of established connections to a service with LB-side stamping, at a load balancer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct StampedService {
     /// Name of the service.
@@ -428,15 +428,15 @@ pub struct ServerClock {
     pub service: String,
     /// Name of the server.
     pub server: String,
-    /// "known", "per-connection", "learning", "unseen", "no-timestamps" or "differs".
+    /// State of the clock: "known", "per-connection", "learning", "unseen", "no-timestamps" or "differs".
     pub state: String,
-    /// SYN-ACKs of the server.
+    /// Number of SYN-ACKs of the server.
     pub syn_acks: u64,
-    /// SYN-ACKs with timestamps.
+    /// Number of SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// SYN-ACKs whose clock differed from that of another connection.
+    /// Number of SYN-ACKs whose clock differed from that of another connection.
     pub disagreed: u64,
-    /// Reason for which the server's connections are not stamped, with the expectation; null: they are stamped, or it
-    /// is not decided yet.
+    /// Reason why the server's connections are not stamped, and what was expected. Null: they are stamped, or the clock
+    /// is still being measured.
     pub problem: Option<String>,
 }

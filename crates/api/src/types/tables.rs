@@ -10,14 +10,14 @@ pub struct Tables {
     pub tables: Vec<TableSummary>,
 }
 
-/// A table without contents.
+/// Summary of a table, without contents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TableSummary {
     /// Name of the service.
     pub service: String,
     /// Generation, which grows with every table of the service; 0: none yet.
     pub generation: u64,
-    /// Age (ms).
+    /// Age of the table (ms).
     pub age_ms: u32,
     /// Placement rule (enum placement_rule); null: no table yet.
     pub rule: Option<String>,
@@ -25,14 +25,14 @@ pub struct TableSummary {
     pub bucket_count: u32,
 }
 
-/// A table.
+/// Contents of a placement table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Table {
     /// Name of the service.
     pub service: String,
     /// Generation, which grows with every table of the service.
     pub generation: u64,
-    /// Age (ms).
+    /// Age of the table (ms).
     pub age_ms: u32,
     /// Placement rule (enum placement_rule).
     pub rule: String,
@@ -53,7 +53,7 @@ pub struct Candidate {
     pub server: String,
     /// Receive queue of the core; null: the bucket reaches several cores.
     pub core: Option<u32>,
-    /// Load when the table was made, in fractions of capacity.
+    /// Load of the core when the table was made, in fractions of capacity.
     pub load: f64,
 }
 

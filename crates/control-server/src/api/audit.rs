@@ -16,7 +16,7 @@ use coreward_fleet::audit::ENTRIES;
 #[utoipa::path(
     get, path = "/v1/audit",
     params(AuditQuery),
-    responses((status = 200, description = "Changes", body = Audit))
+    responses((status = 200, description = "Changes and their authors", body = Audit))
 )]
 pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<Answer, Problem> {
     let shared = api.shared()?;

@@ -12,7 +12,7 @@ use crate::server::controller_state::ControllerState;
 use crate::server::state_manager::Change;
 use coreward_fleet::drains::{DrainError, DrainRequest};
 
-/// Whether a server is drained, and its remaining connections
+/// Drain of a server, and the server's remaining connections
 #[utoipa::path(
     get, path = "/v1/servers/{server}/drain",
     params(("server" = String, Path, description = "Name of the server")),
@@ -31,13 +31,13 @@ fn status(shared: &ControllerState, server: &str) -> Result<DrainStatus, Problem
     shared.controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
 }
 
-/// Drain a server: no new connections until this is deleted; restarts and other documents do not end it
+/// Drain a server: it gets no new connections until the drain is deleted, whatever the fleet document states
 #[utoipa::path(
     post, path = "/v1/servers/{server}/drain", request_body = DrainServer,
     params(("server" = String, Path, description = "Name of the server")),
     responses(
         (status = 200, description = "The drain is stored and in force; remaining connections", body = DrainStatus),
-        (status = 404, description = "No server with this name, or it is not in a named service", body = Problem,
+        (status = 404, description = "No server with this name, or a named service does not have it", body = Problem,
          content_type = "application/problem+json"),
         (status = 409, description = "No other server of a service takes new connections, and `force` is not set",
          body = Problem, content_type = "application/problem+json"),
@@ -62,7 +62,7 @@ pub async fn drain(
     change(&api, &shared, &server, Change::Drain(request), (&caller, &format!("drained{place}"))).await
 }
 
-/// End a server's drain: new connections again, if the fleet's document allows them
+/// End a server's drain: the server gets new connections again, if the fleet document allows it
 #[utoipa::path(
     delete, path = "/v1/servers/{server}/drain",
     params(("server" = String, Path, description = "Name of the server")),
@@ -81,7 +81,7 @@ pub async fn undrain(
     change(&api, &shared, &server, Change::Undrain(server.clone()), (&caller, "undrained")).await
 }
 
-/// Makes the change, and records an event if it changes anything.
+/// Makes the change, and records an event if anything changed.
 async fn change(
     api: &Api,
     shared: &ControllerState,

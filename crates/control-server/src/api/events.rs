@@ -9,7 +9,7 @@ use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use tokio::sync::watch;
 
-/// Limit of kept events.
+/// Maximum number of stored events.
 pub const MAX_EVENTS: usize = 1000;
 
 pub struct EventLog {
@@ -54,7 +54,7 @@ impl EventLog {
         self.push([NewEvent { severity: Severity::Info, event, kind, name: name.to_owned(), message }], wall);
     }
 
-    /// Records the changes of the fleet since the last call. `wall`: time since 1970.
+    /// Records the changes of the fleet since the last call as events. `wall`: time since 1970.
     pub fn record_changes(&self, overview: &Overview, wall: Duration) {
         let mut seen = self.last_overview.lock();
         let happened = match &*seen {

@@ -15,7 +15,8 @@ use coreward_controller::explain::{ExplainError, ExplainedPacket};
     get, path = "/v1/explain", params(Explain),
     responses(
         (status = 200, description = "Destination and reason", body = Explanation),
-        (status = 404, description = "No such service", body = Problem, content_type = "application/problem+json"),
+        (status = 404, description = "No service with this address", body = Problem,
+            content_type = "application/problem+json"),
     )
 )]
 pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) -> Result<Answer, Problem> {

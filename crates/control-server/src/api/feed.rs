@@ -9,9 +9,9 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-/// Shortest interval of loads.
+/// Minimum time between two documents of loads.
 pub const MIN_INTERVAL: Duration = Duration::from_millis(250);
-/// Limit of concurrent watchers.
+/// Maximum number of concurrent watchers.
 const WATCHERS: usize = 64;
 
 /// A document as JSON; empty: none yet.

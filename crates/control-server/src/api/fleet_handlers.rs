@@ -1,4 +1,4 @@
-//! The fleet's document.
+//! The fleet document.
 
 use std::path::PathBuf;
 
@@ -19,8 +19,8 @@ use crate::server::state_manager::{ApplyError, Change, DocumentRequest};
 use coreward_fleet::config::{self, FleetConfig, difference};
 use coreward_fleet::records::Document;
 
-/// The fleet's document in force, as the operator wrote it
-#[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "The document", body = Fleet)))]
+/// Fleet document in force, as the operator wrote it
+#[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
 pub async fn fleet(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
     answer(Size::Small, move || {
@@ -36,7 +36,7 @@ fn in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
     (controller.fleet().document.clone(), controller.fleet().file.clone())
 }
 
-/// Limit of a document's name, which every mistake contains.
+/// Maximum length of a document's name, which every mistake contains.
 const MAX_NAME: usize = 4096;
 
 fn check_name(name: &str) -> Result<(), Problem> {
@@ -47,7 +47,7 @@ fn check_name(name: &str) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Acknowledgements of the newest configuration, and rejections
+/// Acknowledgements and rejections of the newest configuration
 #[utoipa::path(
     get, path = "/v1/fleet/acknowledgements",
     responses((status = 200, description = "Acknowledgements and rejections", body = Acknowledgements))
@@ -57,11 +57,11 @@ pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem>
     answer(Size::Small, move || Ok(shared.controller().acknowledgements(shared.now()))).await
 }
 
-/// Apply another document, whole or not at all, or (`dry_run`) return its changes
+/// Apply another fleet document, as a whole or not at all, or (`dry_run`) return its changes
 #[utoipa::path(
     put, path = "/v1/fleet", request_body = NewFleet,
     responses(
-        (status = 200, description = "The changes", body = FleetApplied),
+        (status = 200, description = "Changes by the document", body = FleetApplied),
         (status = 409, description = "Another generation is in force, or a file manages the fleet", body = Problem,
          content_type = "application/problem+json"),
         (status = 422, description = "The document has mistakes, listed in `mistakes`", body = Problem,
@@ -94,7 +94,7 @@ pub async fn put_fleet(
         tracing::info!(event = "document-applied", generation = now_in_force, %caller, "document applied");
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
-    // Answers regardless of other requests: a rejected caller would assume that the document was not applied.
+    // Answers whatever other requests do: a rejected caller would assume that the document was not applied.
     answer(Size::Small, move || {
         Ok(FleetApplied {
             generation: now_in_force,
@@ -138,11 +138,11 @@ fn change_document(change: &config::Change) -> FleetChange {
     FleetChange { message, ..document }
 }
 
-/// Check a document: all mistakes
+/// Check a fleet document and return all mistakes
 #[utoipa::path(
     post, path = "/v1/check",
     request_body = Check,
-    responses((status = 200, description = "The mistakes", body = Checked))
+    responses((status = 200, description = "Mistakes of the document", body = Checked))
 )]
 pub async fn check(Json(request): Json<Check>) -> Result<Answer, Problem> {
     check_name(&request.name)?;
@@ -195,7 +195,8 @@ mod tests {
         (Api { election: Arc::new(election), guard, events, feed, document }, manager, changes)
     }
 
-    /// With two operators, each gets the generation of its own document, even if the second one's is in force by then.
+    /// With two operators, each gets the generation of its own document, even if the second document is already in
+    /// force.
     #[tokio::test]
     async fn acknowledgement_names_the_generation_of_the_document() {
         let directory = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! Isolation of requests: no request delays another one or a table. The worst permitted request of each kind, at the
-//! largest documented size, runs against the largest fleet. Measured are the longest CPU time of the API's thread
-//! without a yield, and the longest wait for the controller's lock: this test needs the machine for itself.
+//! largest documented size, runs against the largest fleet. The test measures the longest CPU time of the API's thread
+//! without a yield, and the longest wait for the controller's lock. It needs the machine for itself.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -29,12 +29,12 @@ use coreward_listener::security::Security;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 
-/// Limit of the delay of others.
+/// Maximum delay of other requests and tables.
 const MAX_DELAY: Duration = Duration::from_millis(20);
-/// Services that have every server; the others have a few.
+/// Number of services that have every server; other services have a few servers.
 const LARGE_SERVICES: usize = 8;
 
-/// Returns the largest fleet. `more`: a line that makes it a different one.
+/// Returns the largest fleet document. `more`: a line that makes the document different.
 fn fleet(more: &str) -> String {
     let mut text = more.to_owned();
     for n in 0..ServerId::COUNT {
@@ -58,12 +58,12 @@ struct TestEnv {
     client: Client,
     tokens: [String; 2],
     api_thread: Arc<ApiThread>,
-    /// Nanoseconds.
+    /// Longest wait, in nanoseconds.
     longest_wait: Arc<AtomicU64>,
 }
 
 /// Calls `lock` several times in each millisecond, until it returns nothing. The wait is the smaller of wall-clock and
-/// CPU time of this process: the first includes a hypervisor's pauses, the second other threads.
+/// CPU time of this process: wall-clock time includes a hypervisor's pauses, CPU time includes other threads.
 fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
     loop {
@@ -85,7 +85,7 @@ struct ApiThread {
 }
 
 impl ApiThread {
-    /// Returns the longest time since the last call, with the one that ends now.
+    /// Returns the longest CPU time without a yield since the last call, including the one that ends now.
     async fn longest(&self) -> Duration {
         let looks = self.lock_count.load(Ordering::Relaxed);
         while self.lock_count.load(Ordering::Relaxed) < looks + 2 {
@@ -95,7 +95,7 @@ impl ApiThread {
     }
 }
 
-/// Runs on the API's thread: a due request there waits as long as this future does.
+/// Measures on the API's thread: a due request waits as long as this future does.
 async fn watch_thread(api_thread: Arc<ApiThread>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
     let mut before = cpu_time();
@@ -246,7 +246,7 @@ fn largest_requests() -> Vec<Request> {
     requests
 }
 
-/// A hypervisor's pause counts as CPU time, but not in every attempt.
+/// Number of attempts. A hypervisor's pause counts as CPU time, but not in every attempt.
 const ATTEMPTS: u64 = 5;
 
 async fn assert_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
@@ -274,7 +274,7 @@ fn largest_request_delays_no_table() {
             (Method::PUT, "/v1/fleet".to_owned(), Role::Operator, put.to_string())
         })
         .await;
-        // Policies are no requests.
+        // Policies run before the measurement, because they belong to no request.
         env.shared.make_due_tables(Duration::from_secs(3600));
         for request in largest_requests() {
             assert_no_delay(env, |_| request.clone()).await;

@@ -10,7 +10,7 @@ use coreward_http::{Problem, ProblemKind};
 use super::Api;
 use crate::server::state_manager::Change;
 
-/// State of the cookie keys and their rotation
+/// State of the cookie keys and of their rotation
 #[utoipa::path(
     get, path = "/v1/keys",
     responses((status = 200, description = "The keys, without the secrets", body = Keys))
@@ -19,7 +19,7 @@ pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
     Ok(Json(api.shared()?.keys()))
 }
 
-/// Begin a rotation of the cookie keys, or continue the one in progress
+/// Begin a rotation of the cookie keys, or continue the rotation in progress
 #[utoipa::path(
     post, path = "/v1/keys/rotate", request_body = RotateKeys,
     responses(

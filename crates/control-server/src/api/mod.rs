@@ -1,5 +1,5 @@
-//! Handlers of the HTTP API: each endpoint is a function with its description above it, and a line in [`endpoints`]
-//! with its role. `coreward_http::endpoints` has the common parts.
+//! Handlers of the HTTP API. Each endpoint is a function whose doc comment is its description, and a line in
+//! [`endpoints`] with its role. `coreward_http::endpoints` has the common parts.
 //!
 //! * [`events`]: events, found by polling the status
 //! * [`feed`]: updates for watchers
@@ -65,7 +65,7 @@ impl Api {
 }
 
 impl Api {
-    /// Returns the reason for which a change was not made.
+    /// Returns the problem that describes why a change was not made.
     fn not_changed(&self, error: &anyhow::Error) -> Problem {
         if is_deposed(error) || self.election.shared().is_err() {
             self.not_leading(Some(error))
@@ -121,7 +121,7 @@ fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
         .add(viewer, routes!(openapi))
 }
 
-/// OpenAPI document of this API
+/// OpenAPI document of the API
 #[utoipa::path(
     get, path = "/v1/openapi.json",
     responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value))

@@ -78,7 +78,7 @@ pub async fn services(
     answer(Size::Small, move || Ok(Services { services: shared.services(query.rss_keys, shared.now()) })).await
 }
 
-/// One service
+/// State of one service
 #[utoipa::path(
     get, path = "/v1/services/{service}",
     params(("service" = String, Path, description = "Name of the service"), StatusQuery),
@@ -102,7 +102,7 @@ pub async fn service(
     .await
 }
 
-/// All servers, with the load of every core
+/// States of all servers, with the load of every core
 #[utoipa::path(
     get, path = "/v1/servers",
     params(StatusQuery),
@@ -117,7 +117,7 @@ pub async fn servers(
     answer(Size::Small, move || Ok(Servers { servers: shared.servers(query.rss_keys, shared.now()) })).await
 }
 
-/// One server
+/// State of one server
 #[utoipa::path(
     get, path = "/v1/servers/{server}",
     params(("server" = String, Path, description = "Name of the server"), StatusQuery),
@@ -150,7 +150,7 @@ pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
     answer(Size::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
 }
 
-/// One load balancer
+/// State of one load balancer
 #[utoipa::path(
     get, path = "/v1/load-balancers/{load_balancer}",
     params(("load_balancer" = String, Path, description = "Name of the load balancer")),
@@ -186,7 +186,7 @@ pub async fn tables(State(api): State<Api>) -> Result<Answer, Problem> {
     answer(Size::Small, move || Ok(shared.controller().table_summaries(shared.now()))).await
 }
 
-/// Newest table of one service: placement of new connections by bucket
+/// Newest table of one service, by which new connections are placed
 #[utoipa::path(
     get, path = "/v1/tables/{service}",
     params(("service" = String, Path, description = "Name of the service")),

@@ -23,10 +23,10 @@ use crate::server::controller_state::ControllerState;
 
 /// Interval of keep-alive messages, by which both sides detect a broken connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// Delay before browsers reconnect (ms).
+/// Delay before browsers reconnect.
 const RECONNECT_DELAY: Duration = Duration::from_secs(1);
 
-/// Kept events of the fleet
+/// Stored events of the fleet
 #[utoipa::path(
     get, path = "/v1/events",
     params(EventsQuery),
@@ -46,7 +46,7 @@ pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) ->
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct WatchQuery {
-    /// Time between two `loads` (ms).
+    /// Time between two `loads` messages (ms).
     #[serde(default = "second")]
     #[param(value_type = Option<u32>, minimum = 250, maximum = 60000, default = 1000)]
     interval_ms: u32,
@@ -56,12 +56,12 @@ fn second() -> u32 {
     1000
 }
 
-/// Stream of all changes (server-sent events)
+/// Stream of all changes of the fleet (server-sent events)
 ///
-/// `status` (an `Overview`) at once and whenever it changes; `loads` (`Loads`) at the interval; `event` (an `Event`)
-/// for each new one. Events have ids: a client that reconnects with `Last-Event-ID` gets the missed ones; without it,
-/// the newest 100. The stream ends when another controller leads, and when tokens and certificates are checked again
-/// (SIGHUP): reconnect then.
+/// `status` (an `Overview`) comes at once and after every change, `loads` (`Loads`) at the interval, `event` (an
+/// `Event`) for each new event. Events have ids: a client that reconnects with `Last-Event-ID` gets the missed events,
+/// other clients get the newest 100. The stream ends when another controller leads, and when the controller checks
+/// tokens and certificates again (SIGHUP): reconnect then.
 #[utoipa::path(
     get, path = "/v1/watch",
     params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Id of the last received event")),
@@ -106,7 +106,7 @@ pub async fn watch(
 struct Changes {
     api: Api,
     shared: Arc<ControllerState>,
-    /// Receiver of changes after which permissions must be checked again.
+    /// Receiver of changes of permissions, after which a watcher must authenticate again.
     permission_changes: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
     newest: tokio::sync::watch::Receiver<u64>,
