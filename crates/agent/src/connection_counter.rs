@@ -75,7 +75,7 @@ impl ConnectionCounter {
         }
         let problem = outcome.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
         if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(*problem)) {
-            tracing::warn!(event = "connections-uncounted", "{problem}");
+            tracing::warn!(event = "connections-uncounted", %problem, "open connections cannot be counted");
         }
         self.problem = problem;
         self.newest = outcome.ok();

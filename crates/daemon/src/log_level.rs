@@ -26,6 +26,6 @@ pub(crate) async fn follow_signals() -> anyhow::Result<Infallible> {
         let Some(set_debug) = SET_DEBUG.get() else { continue };
         set_debug(is_debug);
         let log_level = if is_debug { "debug" } else { "as at the start" };
-        tracing::info!(event = "log-level-set", log_level, "log level is set");
+        tracing::info!(event = "log-level-set", log_level, "a signal has set the log level");
     }
 }

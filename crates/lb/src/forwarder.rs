@@ -433,7 +433,7 @@ impl Forwarder {
         };
         let problems: BTreeSet<String> = self.routing_problems().into_iter().chain(clocks.map(server)).collect();
         for problem in problems.difference(&self.problems) {
-            tracing::warn!(event = "routing-problem", "{problem}");
+            tracing::warn!(event = "routing-problem", %problem, "a problem affects forwarding");
         }
         self.problems = problems;
     }

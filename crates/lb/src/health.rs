@@ -81,7 +81,7 @@ impl Health {
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
                 if self.problem.as_ref() != Some(&problem) {
-                    tracing::warn!(event = "checks-off", "{problem}");
+                    tracing::warn!(event = "checks-off", %problem, "health checks at the VIP are off");
                 }
                 self.problem = Some(problem);
             }

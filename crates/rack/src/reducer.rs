@@ -71,7 +71,7 @@ impl Reducer {
                         event = "policy-unknown",
                         service = service.index.get(),
                         error = %unknown,
-                        "the controller is newer: the service's policy gets no loads"
+                        "this rack controller does not know the policy and sends no loads for the service: upgrade it"
                     );
                 }
             }

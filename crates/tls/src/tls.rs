@@ -100,7 +100,9 @@ impl Tls {
                 _ = reported => true,
                 () = self.watcher.changed() => true,
                 _ = reminder.tick() => {
-                    self.warnings().iter().for_each(|warning| tracing::warn!(event = "certificate-ends", "{warning}"));
+                    for problem in self.warnings() {
+                        tracing::warn!(event = "certificate-ends", %problem, "a certificate expires soon");
+                    }
                     false
                 }
             };

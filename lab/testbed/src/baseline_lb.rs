@@ -166,8 +166,9 @@ impl Drop for BaselineBalancer {
         if let Err(error) = link.and(self.namespace.remove()) {
             tracing::warn!(
                 event = "namespace-left",
+                namespace = self.namespace.name(),
                 error = format!("{error:#}"),
-                "cannot remove the other load balancer's namespace"
+                "cannot remove the baseline load balancer's network namespace"
             );
         }
     }

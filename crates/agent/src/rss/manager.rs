@@ -114,7 +114,8 @@ impl RssManager {
     fn record_error(&mut self, error: RssUnknown) {
         let text = format!("RSS is not known: {error}");
         if self.problem.as_ref() != Some(&text) {
-            tracing::warn!(event = "rss-unknown", %error, "RSS is not known");
+            let source = self.device.source();
+            tracing::warn!(event = "rss-unknown", source, %error, "the NIC's RSS configuration cannot be used");
             self.problem = Some(text);
         }
     }

@@ -1,5 +1,5 @@
-//! `bpf/server/server.bpf.c` between two kernels' TCP: every packet of a connection carries the cookie, and neither
-//! side notices.
+//! Tests of `bpf/server/server.bpf.c` between the TCP stacks of two kernels: every packet of a connection carries the
+//! cookie, and neither kernel counts an error.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -21,7 +21,7 @@ use crate::support::{
     self, ACK, FIN, Family, RST, SYN, Tcp, missing_bpf_rights, now_ms, skip_if, timestamp_offset, word,
 };
 
-/// Handshake, data both ways in large segments, and an end by the server, then by the client.
+/// Opens connections, transfers data both ways in large segments, and closes half of them by the server first.
 fn exchange(env: &TestEnv, listener: &TcpListener) {
     let sniffer = Sniffer::new(env);
     for round in 0..4 {
@@ -82,7 +82,7 @@ fn clsact_replaces_tcx_below_kernel_6_6() {
     env.programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
     set_services(&mut env.programs, ServiceMode::default());
     for direction in [Direction::Ingress, Direction::Egress] {
-        // Twice: the second one replaces the first.
+        // The second attachment replaces the first.
         for _ in 0..2 {
             let attach = || tc::attach_to_clsact(env.programs.program(direction), interface, direction);
             env.pair.server.run_inside(attach).unwrap();
@@ -110,7 +110,7 @@ fn expect_stamped_answers_without_socket(family: Family) {
     let listener = env.listen();
     let sniffer = Sniffer::new(&env);
 
-    // An active reset: unread data is thrown away.
+    // The server resets the connection, because it closes the socket with unread data.
     let (mut client, server) = env.connection(&listener);
     client.write_all(b"unread").unwrap();
     server.peek(&mut [0]).unwrap();
@@ -121,14 +121,14 @@ fn expect_stamped_answers_without_socket(family: Family) {
     assert_eq!(resets.len(), 1);
     assert_eq!(cookie_of(&resets[0]), Cookie::Server(id()));
 
-    // TIME-WAIT at the server: a segment that it has seen before is acknowledged by no socket of its own.
+    // In TIME-WAIT the server acknowledges a repeated segment without a full socket.
     let (mut client, server) = env.connection(&listener);
     drop(server);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let port = client.local_addr().unwrap().port();
     drop(client);
     let (mut frames, end) = (sniffer.collect_from_vip(&env), Instant::now() + TIMEOUT);
-    // The FIN of the server, and its answer to that of the client.
+    // Returns whether the server has sent its FIN, and has acknowledged the client's FIN.
     let both_ended = |frames: &[Vec<u8>]| {
         let after_end = frames.iter().skip_while(|frame| flags(frame) != FIN | ACK);
         after_end.last().is_some_and(|last| flags(last) == ACK)
@@ -139,7 +139,7 @@ fn expect_stamped_answers_without_socket(family: Family) {
     }
     let last = frames.pop().unwrap();
     let tcp = support::tcp_offset(&last);
-    // The client's FIN once more, made from the server's last acknowledgement.
+    // The client's FIN is repeated, composed from the server's last acknowledgement.
     let mut again = Tcp::between(self::client(family, port), vip(family));
     again.flags = FIN | ACK;
     again.payload.clear();
@@ -194,7 +194,7 @@ fn expect_broadcast_at_connection(family: Family) {
     reset.payload.clear();
     let sequence = word(&handshake[0], tcp + 8);
 
-    // Only the listening socket has this port, and that does not count.
+    // An ACK from another port finds only the listening socket, which does not count.
     let mut other = reset.clone();
     other.source.set_port(1);
     other.flags = ACK;
@@ -218,14 +218,14 @@ fn new_process_takes_over() {
         let stamped = env.counter(intf::SERVER_COUNTER_STAMPED);
         env.programs = attach(&env.pair, &env.pins);
         assert!(env.programs.is_taken_over() && env.programs.has_services());
-        // Nothing was set again: keys and services are still there.
+        // Keys and services were taken over.
         send_and_receive(&mut client, &mut server, &pattern(round * 100_000));
         send_and_receive(&mut server, &mut client, &pattern(round * 100_000));
         assert!(env.counter(intf::SERVER_COUNTER_STAMPED) > stamped, "counters go on, and count");
     }
     env.assert_no_errors();
 
-    // The device goes and another comes: the links of the old one are of no use.
+    // The device is replaced by another: the pinned links of the former device are replaced, too.
     env.pair.server.ip("link del eth0");
     let pair = Pair::new();
     env.programs = attach(&pair, &env.pins);
@@ -240,7 +240,7 @@ fn new_process_takes_over() {
 const PACKETS_PER_KEY: usize = 500;
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The fleet's current key changes 30 times while data flows both ways.
+/// Transfers data both ways while the fleet's current key changes 30 times.
 #[test]
 fn transfer_continues_when_keys_change() {
     skip_if!(missing_bpf_rights());
@@ -287,16 +287,16 @@ fn transfer_continues_when_keys_change() {
     }
 }
 
-/// The side that sends first after the silence, and how much.
+/// Side that sends first after the silence.
 #[derive(Debug, Clone, Copy)]
 enum FirstSender {
     Server,
     Client,
-    /// With more than one segment.
+    /// The server sends first, more than one segment.
     ServerManySegments,
 }
 
-/// A connection that is silent for so long, then used.
+/// A connection that is silent for the time `silence`, and is then used again.
 struct Idle {
     client: TcpStream,
     server: TcpStream,
@@ -318,7 +318,7 @@ impl Idle {
         Self { client, server, silence, first, keep_alive }
     }
 
-    /// Waits, then goes on; what took longer than a few milliseconds should.
+    /// Waits for the silence, then transfers data. Returns a description if the transfer took 3 s or longer.
     fn resume(mut self) -> Option<String> {
         std::thread::sleep(self.silence);
         let (client, server, began) = (&mut self.client, &mut self.server, Instant::now());
@@ -336,7 +336,7 @@ impl Idle {
     }
 }
 
-/// All of these connections at once.
+/// Asserts that connections continue after each silence (s), with each first sender, with and without keep-alive.
 fn assert_resumes_after(env: &TestEnv, silences: &[u64], keep_alives: &[bool]) {
     let (listener, mut connections) = (env.listen(), vec![]);
     for silence in silences {
@@ -351,15 +351,15 @@ fn assert_resumes_after(env: &TestEnv, silences: &[u64], keep_alives: &[bool]) {
         let going_on: Vec<_> = connections.into_iter().map(|connection| scope.spawn(|| connection.resume())).collect();
         going_on.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
     });
-    // A sender repeats lost packets four times within 3 s; a busy machine only waits. (Without a fault nothing is sent
-    // again.)
+    // If packets are lost, a sender repeats them four times within 3 s. On a busy machine a transfer is slow without
+    // retransmissions.
     let again: u64 =
         [&env.pair.client, &env.pair.server].map(|host| host.kernel_counter("TcpRetransSegs")).iter().sum();
     assert!(slow.is_empty() || again < 4, "{again} segments sent again: {slow:#?}");
     env.assert_no_errors();
 }
 
-/// Longer than half the circle of the time part (32.8 s).
+/// The silences are longer than half the period of the TSval's time part (32.8 s).
 #[test]
 fn idle_connection_continues() {
     skip_if!(missing_bpf_rights());
@@ -375,13 +375,13 @@ fn idle_ipv6_connection_continues() {
 fn expect_idle_connections_continue(family: Family) {
     let env = TestEnv::of(family, ServiceMode::default());
     assert_resumes_after(&env, &[33, 36, 40], &[false]);
-    // Before the first TSecr several segments may be held.
+    // Several segments may be clamped before the client returns the first of their TSvals.
     let held = env.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
     assert!(held >= 9, "{held} packets held");
     assert_eq!(env.counter(intf::SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED), 9);
 }
 
-/// Around every half turn of the circle, up to two turns.
+/// The silences are around multiples of half the period of the TSval's time part, up to two periods.
 #[test]
 #[ignore = "takes 140 s"]
 fn connections_idle_for_any_time_continue() {

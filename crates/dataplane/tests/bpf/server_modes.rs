@@ -1,5 +1,5 @@
-//! `bpf/server/server.bpf.c` and services that are not plainly stateless: indexes, forwarded packets, broadcasts,
-//! stalls.
+//! Tests of `bpf/server/server.bpf.c` beyond stateless stamping: table indexes, daisy chaining, broadcasts, ICMP
+//! errors, stalls.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -87,7 +87,7 @@ fn server_id_is_stamped_without_an_index() {
 fn expect_id_without_index(family: Family) {
     let env = TestEnv::of(family, STATEFUL);
     let listener = env.listen();
-    // A connection that had one, whose 4-tuple is used again: what was known of it is forgotten.
+    // A former connection of the same 4-tuple had an index, which the server forgets at the new SYN.
     let mut first = HandClient::new(&env, 4002, true);
     first.open(syn_tsecr(INDEX));
     let reset = first.frame(RST | ACK, first.recent, b"");
@@ -101,7 +101,7 @@ fn expect_id_without_index(family: Family) {
     let answers = client.exchange(b"request", unchanged);
     assert!(cookies_of(&client, &answers).iter().all(|cookie| *cookie == Cookie::Server(id())), "{answers:02x?}");
     assert!(env.counter(intf::SERVER_COUNTER_INDEX_UNKNOWN) >= 2);
-    // A cookie of kind "index" that no SYN brought changes nothing: only the kernel of the client's own server sees it.
+    // A cookie with an index that came without a SYN is ignored, and the kernels count no error.
     env.assert_no_errors();
 }
 
@@ -120,7 +120,7 @@ fn expect_id_after_lost_table(family: Family) {
     let (mut server, _) = listener.accept().unwrap();
     let with_index = client.exchange(b"request", unchanged);
     assert_eq!(cookie_of(&client, &with_index[0]), Cookie::TableIndex(INDEX));
-    // One round trip by way of all servers; what the client has returned until then is still restored.
+    // After one broadcast round trip the server stamps its id. TSecr values with the index are still restored.
     let after = client.exchange(b"request", |frame| send_to_all(frame));
     assert_eq!(env.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
     assert_eq!(env.counter(intf::SERVER_COUNTER_INDEX_GIVEN_UP), 1);
@@ -148,7 +148,7 @@ fn syn_flood_evicts_indexes_and_breaks_no_connection() {
     let answer = half_open.open(syn_tsecr(INDEX + 1));
     assert_eq!(cookie_of(&half_open, &answer), Cookie::TableIndex(INDEX + 1));
 
-    // Twice as many as there is room for, from as many clients; each is answered.
+    // SYNs with an index come from twice as many clients as the map has entries, and each gets a SYN-ACK.
     for n in 0..2 * intf::MAX_HALF_OPEN_INDEXES {
         let mut syn = Tcp::new((Ipv4Addr::from(0x0b00_0000 + n), 5), (VIP, PORT));
         syn.flags = SYN;
@@ -162,12 +162,12 @@ fn syn_flood_evicts_indexes_and_breaks_no_connection() {
         test_run::run(env.programs.program(Direction::Egress), &answer.frame(), 1).unwrap();
     }
     assert_eq!(env.counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
-    // The kernel (LRU) chooses which others are still known; this one is not.
+    // The kernel's LRU map selects the entries that stay; a SYN without index removes this client's entry.
     let mut forgets = half_open.frame(SYN, 0, b"");
-    // Test runs arrive at the loopback device.
+    // Packets of test runs arrive at the loopback device, whose MAC address is 0.
     forgets[..6].fill(0);
     test_run::run(env.programs.program(Direction::Ingress), &forgets, 1).unwrap();
-    // SYN-ACKs that were sent again meanwhile.
+    // This reads SYN-ACKs that the server has retransmitted.
     half_open.receive();
     half_open.acknowledge();
     let _second = listener.accept().unwrap();
@@ -185,7 +185,7 @@ fn previous_server() -> ServerId {
     ServerId::try_from(u64::from(PREVIOUS_SERVER_ID)).unwrap()
 }
 
-/// Sends `frame` with that previous server. Returns whether it was forwarded there.
+/// Sends `frame` with the previous server `identification`. Returns whether the server forwarded it there.
 fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
@@ -202,7 +202,7 @@ fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identificati
     true
 }
 
-/// Sends `frame` with that previous server. Returns whether the client got an RST.
+/// Sends `frame` with the previous server `identification`. Returns whether the client got a reply (an RST).
 fn answered(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
@@ -233,8 +233,8 @@ fn expect_forwarded_to_previous(family: Family) {
     for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
         assert!(!forwarded_to_previous(&mut client, &stray, identification), "{identification:#x}");
     }
-    // A packet that may belong to another server's connection is not refused while that server cannot be found: it will
-    // be retransmitted.
+    // A packet that may belong to the previous server's connection is dropped without an RST while that server's MAC
+    // address is unknown: the client retransmits the packet.
     assert_eq!(env.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
     assert!(!answered(&mut client, &stray, PREVIOUS_SERVER_ID + 1));
     assert_eq!(env.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
@@ -245,7 +245,7 @@ fn expect_forwarded_to_previous(family: Family) {
     let frame = with_timestamps.frame(ACK, 5, b"stray");
     assert!(!forwarded_to_previous(&mut with_timestamps, &frame, PREVIOUS_SERVER_ID));
 
-    // Connections stay from the end of the handshake on, with a SYN cookie or without.
+    // Packets are not forwarded from the end of the handshake on, with or without a SYN cookie.
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
         env.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let mut client = HandClient::new(&env, port, false);
@@ -278,7 +278,7 @@ fn expect_chain_of_all_packets(family: Family) {
         let mut client = HandClient::new(&env, 4008, true);
         let stray = client.frame(ACK, 5, b"stray");
         assert_eq!(forwarded_to_previous(&mut client, &stray, PREVIOUS_SERVER_ID), chained, "{mode:?}");
-        // Nothing is stamped, nothing restored.
+        // Packets are neither stamped nor restored.
         let (mut at_client, mut at_server) = env.connection(&listener);
         support::server_env::send_and_receive(&mut at_client, &mut at_server, b"request");
         support::server_env::send_and_receive(&mut at_server, &mut at_client, b"answer");
@@ -289,7 +289,7 @@ fn expect_chain_of_all_packets(family: Family) {
     }
 }
 
-/// "Fragmentation needed" or "packet too big" about a packet from the VIP, as a broadcast.
+/// Returns a broadcast "fragmentation needed" or "packet too big" that quotes a packet between these addresses.
 fn icmp_error(client: &HandClient<'_>, quoted_source: SocketAddr, quoted_destination: SocketAddr) -> Vec<u8> {
     let quoted = Tcp::between(quoted_source, quoted_destination).frame();
     let mut frame = client.frame(ACK, 0, b"");
@@ -309,7 +309,7 @@ fn icmp_error(client: &HandClient<'_>, quoted_source: SocketAddr, quoted_destina
     frame
 }
 
-/// Puts "packet too big" (RFC 4443, Sect. 3.2) for 1,280 bytes in place of the frame's TCP segment.
+/// Replaces the frame's TCP segment by a "packet too big" (RFC 4443, Sect. 3.2) with an MTU of 1,280 bytes.
 fn icmpv6_error(frame: &mut Vec<u8>, quoted: &[u8]) {
     frame.truncate(14 + 40);
     frame.extend([2, 0, 0, 0, 0, 0, 5, 0]);
@@ -341,7 +341,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     let cases = [
         (vip(family), self::client(family, port), (1, 0)),
         (vip(family), self::client(family, port ^ 1), (1, 1)),
-        // None of ours: the kernel's business.
+        // A quote from another port is of no service, and passes to the kernel.
         ((vip(family).ip(), PORT + 1).into(), self::client(family, port), (1, 1)),
     ];
     for (source, destination, expected) in cases {
@@ -355,7 +355,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     client.send(&to_one);
     client.received_by_others();
     assert_eq!(counted(), (1, 1), "not broadcast");
-    // An error for which it finds no socket is one too: that of the other port.
+    // The kernel counts an ICMP error as IcmpInErrors if it finds no socket, as for the other port.
     if family == Family::Ipv4 {
         for (kernel, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
             assert_eq!(env.pair.server.kernel_counter(kernel), expected, "{kernel}");
@@ -368,7 +368,7 @@ fn stalled_handshakes_and_connections_are_counted_once() {
     skip_if!(missing_bpf_rights());
     let env = TestEnv::new();
     let listener = env.listen();
-    // The SYN-ACK is never answered: sent after 0, 1, 3, 7 s. What is sent is never acknowledged: 0.2, 0.6, 1.4, 3 s.
+    // Without an ACK the SYN-ACK is sent after 0, 1, 3, 7 s, and data is retransmitted after 0.2, 0.6, 1.4, 3 s.
     let (mut silent, mut deaf) = (HandClient::new(&env, 4012, true), HandClient::new(&env, 4013, true));
     silent.open(0);
     deaf.open(0);
@@ -380,7 +380,7 @@ fn stalled_handshakes_and_connections_are_counted_once() {
     while syn_acks < 4 {
         std::thread::sleep(Duration::from_millis(20));
         let stalled = env.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED);
-        // Only the fourth SYN-ACK was counted and sent.
+        // The fourth SYN-ACK is counted as a stall before it is sent.
         syn_acks += new_syn_acks();
         assert!(stalled == 0 || syn_acks == 4, "counted after {syn_acks} SYN-ACKs");
         assert!(Instant::now() < end, "{syn_acks} SYN-ACKs");
@@ -396,7 +396,7 @@ fn open_sockets_are_found() {
     for family in Family::BOTH {
         let env = TestEnv::of(family, ServiceMode::default());
         expect_sockets_of_connections(&env, &env.listen());
-        // A socket of both families: its IPv4 connections have IPv4-mapped addresses.
+        // IPv4 connections of a dual-stack socket have IPv4-mapped addresses.
         let env = TestEnv::of(family, ServiceMode::default());
         let of_both = env.pair.server.run_inside(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
         expect_sockets_of_connections(&env, &of_both);
@@ -413,7 +413,7 @@ fn expect_sockets_of_connections(env: &TestEnv, listener: &TcpListener) {
     for (client, _) in &open {
         let client = client.local_addr().unwrap();
         asked.push((tuple(client, service), true));
-        // The listening socket does not count.
+        // The look-up of an unused tuple finds only the listening socket, which does not count.
         asked.push((tuple((half_open.address().ip(), client.port()).into(), service), false));
         asked.push((tuple(client, (service.ip(), PORT + 1).into()), false));
     }

@@ -1,4 +1,4 @@
-//! `bpf/server/mss.h`: the MSS that a server announces, seen by the client's kernel.
+//! Tests of `bpf/server/mss.h`: the MSS in a server's SYN-ACK limits the segments of the client's kernel.
 
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -12,18 +12,18 @@ use nix::sys::socket::{getsockopt, sockopt};
 use crate::support::server_env::{TestEnv, set_services};
 use crate::support::{Family, missing_bpf_rights, skip_if};
 
-/// Returns Ethernet's MTU less the headers of IP and TCP and the timestamp option with its padding.
+/// Returns the longest segment in bytes: Ethernet's MTU less the IP and TCP headers and the padded timestamp option.
 fn longest_segment(family: Family) -> u32 {
     let ip_header = if family == Family::Ipv4 { 20 } else { 40 };
     1500 - ip_header - 20 - 12
 }
 
-/// Addresses of servers, and the length of GUE's outer header to them, the longer kind.
+/// Addresses of servers, and the length of GUE's outer headers to them in bytes (IP-in-IP needs less).
 const OUTER_HEADERS: [(IpAddr, u32); 2] =
     [(IpAddr::V4(Ipv4Addr::new(10, 9, 0, 1)), 28), (IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, 1)), 48)];
 
-/// Connects, sends a request and returns the client's segment size and the number of clamped SYN-ACKs. `server`: its
-/// address in outer headers.
+/// Connects, sends a request and returns the client's segment size and the number of clamped SYN-ACKs. `server`: the
+/// server's address in outer headers.
 fn segment_size(family: Family, mode: ServiceMode, server: IpAddr) -> (u32, u64) {
     let mut env = TestEnv::of(family, mode);
     env.programs.set_outer_family(server);

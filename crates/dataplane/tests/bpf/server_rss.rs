@@ -1,4 +1,5 @@
-//! Predicted receive queues (`bpf/server/rss_mapping.h`) against `coreward_model::rss`: samples of SYNs, and steering.
+//! Comparison of predicted receive queues (`bpf/server/rss_mapping.h`) with `coreward_model::rss`: samples of SYNs, and
+//! steering.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
@@ -23,7 +24,7 @@ fn rss(input: InputTransform) -> Rss {
     Rss { key: RssKey::microsoft().with_input(input), indirection_table }
 }
 
-/// Returns a test environment with each transform of the input in force, for either family.
+/// Returns a test environment for each address family and each input transform.
 fn start_envs() -> impl Iterator<Item = (TestEnv, Rss)> {
     let cases = Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
     cases.map(|(family, input)| {
@@ -41,7 +42,7 @@ fn syn_samples_equal_the_model() {
         let connections: Vec<_> = (0..CONNECTIONS).map(|_| env.connection(&listener)).collect();
         let clients: BTreeSet<SocketAddr> =
             connections.iter().map(|(client, _)| client.local_addr().unwrap()).collect();
-        // The client's device has several queues: a SYN by the first one has none recorded.
+        // The client's device has several queues. The kernel records no queue for SYNs from the first queue.
         let samples = env.programs.samples(0);
         assert!(samples.len() >= CONNECTIONS / 4, "{} samples", samples.len());
         for sample in &samples {
@@ -58,7 +59,7 @@ fn syn_samples_equal_the_model() {
     }
 }
 
-/// Returns sockets of one group that listen at the service's address.
+/// Returns a group of listening sockets at the service's address.
 fn listeners(env: &TestEnv) -> Vec<TcpListener> {
     let domain = if env.family == Family::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
     let listener = || {
@@ -66,7 +67,7 @@ fn listeners(env: &TestEnv) -> Vec<TcpListener> {
         socket.set_reuse_port(true).unwrap();
         socket.bind(&vip(env.family).into()).unwrap();
         socket.listen(64).unwrap();
-        // accept() waits for as long.
+        // The read timeout also limits accept().
         SockRef::from(&socket).set_read_timeout(Some(TIMEOUT)).unwrap();
         socket.into()
     };

@@ -1,4 +1,4 @@
-//! `bpf/server/server.bpf.c` against `coreward_model::cookie`, packet by packet (`BPF_PROG_TEST_RUN`).
+//! Comparison of `bpf/server/server.bpf.c` with `coreward_model::cookie`, packet by packet (`BPF_PROG_TEST_RUN`).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -19,7 +19,7 @@ use crate::support::{
     timestamp_offset, word,
 };
 
-/// linux/pkt_cls.h
+/// Actions of linux/pkt_cls.h.
 const TC_ACT_UNSPEC: i32 = -1;
 const TC_ACT_SHOT: i32 = 2;
 
@@ -39,7 +39,7 @@ fn some_client(family: Family) -> SocketAddr {
     (address, 40312).into()
 }
 
-/// The connection of a client to the service of its family.
+/// Returns the connection of a client to the service of the client's address family.
 fn tuple_of(client: SocketAddr) -> FourTuple {
     FourTuple::new(client, vip(family_of(client))).unwrap()
 }
@@ -51,7 +51,7 @@ fn family_of(address: SocketAddr) -> Family {
 struct Server {
     programs: ServerPrograms,
     keys: FleetKeys,
-    /// From when on the current one stamps.
+    /// Time from which the current key stamps.
     switch_ms: u32,
     id: ServerId,
 }
@@ -72,14 +72,14 @@ impl Server {
         server
     }
 
-    /// Sets a service of either family.
+    /// Sets an IPv4 and an IPv6 service.
     fn set_services(&mut self) {
         let service = |family| ServiceAddress { socket: vip(family), protocol: Protocol::Tcp };
         let services = Family::BOTH.map(|family| (service(family), self.id, ServiceMode::default()));
         self.programs.set_services(&services).unwrap();
     }
 
-    /// Returns the frame that leaves for the server's own TSval `milliseconds`.
+    /// Returns the TSval that is sent in place of the server's own TSval `milliseconds`.
     fn stamp(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
         let keys = self.keys.at(milliseconds, self.switch_ms);
         cookie::stamp(&keys, &self.programs.time_key(), tuple, cookie, milliseconds)
@@ -90,7 +90,7 @@ impl Server {
         (outcome.verdict, outcome.packet)
     }
 
-    /// Runs `frame` and returns the increase of each counter, by name.
+    /// Runs a program on `frame`. Returns verdict, packet, and the names of the counters that have risen.
     fn counted(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>, Vec<&'static str>) {
         let before = self.programs.counters();
         let (verdict, packet) = self.run(direction, frame);
@@ -111,7 +111,7 @@ fn client(family: Family, rng: &mut Xoshiro256PlusPlus) -> SocketAddr {
     (address, rng.next_u32() as u16).into()
 }
 
-/// Adds IP options or extension headers: as many as the programs walk over.
+/// Adds a random number of IP options or extension headers that the programs skip.
 fn add_ip_options(packet: &mut Tcp, rng: &mut Xoshiro256PlusPlus) {
     packet.ip_options = vec![1; uniform_below(rng, 41) as usize];
     let options = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
@@ -124,7 +124,7 @@ fn add_ip_options(packet: &mut Tcp, rng: &mut Xoshiro256PlusPlus) {
         .collect();
 }
 
-/// Returns the frame with `new` at `offset`, and a correct checksum.
+/// Returns the frame with the word `new` at `offset`, and a correct TCP checksum.
 fn with_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
     let mut expected = frame.to_vec();
     expected[offset..offset + 4].copy_from_slice(&new.to_be_bytes());
@@ -135,7 +135,7 @@ fn with_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
     expected
 }
 
-/// Options in front of the timestamp that bring it to any offset, odd ones included.
+/// Returns options that end with `timestamp`, at a random even or odd offset.
 fn options(rng: &mut Xoshiro256PlusPlus, timestamp: Vec<u8>) -> Vec<u8> {
     let mut options = vec![];
     while options.len() < 26 && uniform_below(rng, 4) > 0 {
@@ -170,7 +170,7 @@ fn egress_stamping_equals_the_reference_model() {
         let (verdict, stamped) = server.run(Direction::Egress, &frame);
         assert_eq!(verdict, TC_ACT_UNSPEC);
         if now_ms() - milliseconds > 950 {
-            // The machine stood still: it may have been of another clock by then.
+            // On a slow machine the program may have taken the late TSval for one of another clock.
             late += 1;
             continue;
         }
@@ -188,7 +188,7 @@ fn tsecr_is_restored() {
     for family in (0..3000).map(|round| Family::BOTH[round % 2]) {
         let client = client(family, &mut rng);
         let tuple = tuple_of(client);
-        // A TSecr may be of the key that stamped before, up to a minute old, or a little ahead of the clock.
+        // A TSecr may be stamped with the former key, up to a minute old, or a little ahead of the clock.
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..server.keys };
         let original = now_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);
@@ -218,7 +218,7 @@ fn expect_no_zero(family: Family) {
     server.keys.current = KeyIndex::First;
     server.switch_ms = now_ms() - 1000;
     server.programs.set_keys(&server.keys, server.switch_ms);
-    // A client for whose tuple a server's id is hidden as 0, and so is a time of this second.
+    // Searches a client for which the stamp of a server's id and a time of this second is 0.
     let (client, milliseconds) = loop {
         let client = client(family, &mut rng);
         let tuple = tuple_of(client);
@@ -267,7 +267,7 @@ fn expect_foreign_packets_unchanged(server: &Server, family: Family) {
     };
     passes(Direction::Egress, &egress(other_vip), &[]);
     passes(Direction::Egress, &egress(|p| p.options.clear()), &["egress_without_timestamp"]);
-    // A random offset per connection, or microseconds: not the clock by which TSecr values are restored.
+    // A TSval with a random offset per connection, or in microseconds, is of another clock, and could not be restored.
     passes(
         Direction::Egress,
         &egress(|p| p.options = aligned_timestamp(now_ms().wrapping_add(5000), 1)),
@@ -287,7 +287,7 @@ fn expect_foreign_packets_unchanged(server: &Server, family: Family) {
     passes(Direction::Ingress, &ingress(stamp(Cookie::Server(other_id)), ACK), &other_cookie);
     passes(Direction::Ingress, &ingress(stamp(Cookie::TableIndex(server.id.get())), ACK), &other_cookie);
     passes(Direction::Ingress, &ingress(0, ACK), &["ingress_without_tsecr", "ingress_established"]);
-    // Test runs record no receive queue, so nothing can be compared.
+    // Test runs record no receive queue, so the prediction cannot be compared.
     passes(Direction::Ingress, &ingress(0, SYN), &["ingress_without_tsecr", "rss_unpredicted"]);
     let mut other_host = ingress(stamp(Cookie::Server(server.id)), ACK);
     other_host.destination_mac = [2, 0, 0, 0, 0, 1];
@@ -327,7 +327,7 @@ fn ipv6_fragment_and_long_extension_headers_pass_unchanged() {
     }
 }
 
-/// Cuts and flips that keep the packet TCP for the service, so that the program looks into it.
+/// Damages `frame` so that it is still a TCP packet of the service, which the program parses.
 fn damage(rng: &mut Xoshiro256PlusPlus, frame: &mut Vec<u8>) {
     let tcp = support::tcp_offset(frame);
     for _ in 0..=uniform_below(rng, 3) {
@@ -371,7 +371,7 @@ fn malformed_packets_pass_unchanged_or_are_dropped() {
             TC_ACT_SHOT => dropped += 1,
             TC_ACT_UNSPEC if outcome.packet == frame => passed += 1,
             TC_ACT_UNSPEC => {
-                // Then a timestamp was found, and only it and the checksum have changed.
+                // The program has found a timestamp, and may have changed only the timestamp and the checksum.
                 rewritten += 1;
                 let at = timestamp_offset(&frame).unwrap() + if direction == Direction::Egress { 0 } else { 4 };
                 let checksum = support::tcp_offset(&frame) + 16;
@@ -385,7 +385,7 @@ fn malformed_packets_pass_unchanged_or_are_dropped() {
         }
     }
     assert!(dropped > 100 && rewritten > 100 && passed > 100, "{dropped} dropped, {rewritten}, {passed} passed");
-    // A frame that lost its timestamp may name another server in its IP identification, without a MAC address here.
+    // A frame without timestamp may have a previous server in its IP identification, whose MAC address is unknown.
     let reasons = [intf::SERVER_COUNTER_DROP_MALFORMED_TCP, intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED];
     let counted = reasons.map(|reason| server.programs.counter(reason));
     assert!(counted.iter().all(|packets| *packets > 100), "{counted:?}");

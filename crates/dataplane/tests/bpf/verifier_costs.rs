@@ -1,4 +1,4 @@
-//! Verifier costs of every program and variant against the committed table `bpf/verifier_costs.tsv`.
+//! Comparison of the verifier costs of every program and variant with the committed table `bpf/verifier_costs.tsv`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -7,7 +7,7 @@ use coreward_dataplane::check::{VerifierCost, verifier_costs};
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
-/// A cost may exceed the table by this factor; beyond it the table is to be written again, on purpose.
+/// Factor by which a cost may exceed the table. A larger cost needs a new table, to be written on purpose.
 const LIMIT: f64 = 1.1;
 const KERNEL: &str = "kernel ";
 
@@ -25,7 +25,7 @@ fn table(costs: &[VerifierCost]) -> String {
     text
 }
 
-/// `COREWARD_WRITE_VERIFIER_COSTS=1` writes the table. Other kernels than the table's only have to load the programs.
+/// `COREWARD_WRITE_VERIFIER_COSTS=1` writes the table. On other kernels than the table's, programs must only load.
 #[test]
 fn verifier_costs_do_not_grow() {
     skip_if!(missing_bpf_rights());

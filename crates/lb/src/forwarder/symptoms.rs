@@ -39,15 +39,20 @@ impl Forwarder {
         found.extend(self.veth_without_peer_program());
         for (what, words) in &found {
             if !self.symptoms.faults.contains_key(what) {
-                tracing::warn!(event = "symptom-found", symptom = what, "{words}");
+                tracing::warn!(
+                    event = "symptom-found",
+                    symptom = what,
+                    details = %words,
+                    "a symptom of lost packets was found"
+                );
             }
         }
         for what in self.symptoms.faults.keys().filter(|what| !found.contains_key(*what)) {
             tracing::info!(
                 event = "symptom-gone",
                 symptom = what,
-                "no such symptom in the last {} s",
-                WINDOW.as_secs()
+                window_s = WINDOW.as_secs(),
+                "a symptom of lost packets has ended"
             );
         }
         self.symptoms.faults = found;

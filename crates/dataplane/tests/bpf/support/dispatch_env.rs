@@ -1,5 +1,4 @@
-//! A UDP service in this process: a socket per worker, in a network namespace of the calling thread, and the dispatch
-//! at it.
+//! A UDP service in this process: a socket per worker, in a network namespace of the calling thread, with dispatch.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
@@ -16,15 +15,15 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
 
-/// Runs `test` in a network namespace of its own. One test at a time: the child that another one starts has this one's
-/// sockets until it execs, and a worker that is dropped meanwhile would live on.
+/// Runs `test` in a new network namespace, one test at a time: a child process of another test would keep this test's
+/// worker sockets open until its execve(2).
 pub fn in_namespace(test: impl FnOnce() + Send) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _lock = TEST_LOCK.lock();
     in_another_namespace(test);
 }
 
-/// Runs a part of a test in a thread that is in a network namespace of its own, with its loopback up.
+/// Runs a part of a test in a thread in a new network namespace, whose loopback device is up.
 pub fn in_another_namespace(part: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -49,7 +48,7 @@ pub fn options(policy: Policy) -> Options {
     }
 }
 
-/// A socket of the service, as a worker opens it.
+/// Opens a socket of the service, as a worker does.
 pub fn worker_socket(service: SocketAddr) -> UdpSocket {
     let socket = Socket::new(Domain::for_address(service), Type::DGRAM, Some(Protocol::UDP)).unwrap();
     socket.set_reuse_port(true).unwrap();
@@ -58,7 +57,7 @@ pub fn worker_socket(service: SocketAddr) -> UdpSocket {
     socket.into()
 }
 
-/// A directory for pins that goes with it.
+/// A pin directory, which is removed when this is dropped.
 pub struct Pins(pub PathBuf);
 
 impl Pins {
@@ -75,7 +74,8 @@ impl Drop for Pins {
     }
 }
 
-/// Workers that read and answer on the test's command.
+/// A service with dispatch, whose workers read and respond when the test calls [`read`](Self::read) and
+/// [`answer`](Self::answer).
 pub struct TestEnv {
     pub dispatch: Dispatch,
     pub workers: BTreeMap<u32, UdpSocket>,
@@ -83,7 +83,7 @@ pub struct TestEnv {
     clock: Duration,
 }
 
-/// A datagram that a worker read.
+/// A datagram that a worker has read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Read {
     pub slot: u32,
@@ -109,7 +109,7 @@ impl TestEnv {
         slot
     }
 
-    /// The client sends, and it is dispatched: the loopback delivers a little later when the machine is busy.
+    /// Sends a request from `client`, and waits until the request was dispatched.
     pub fn send(&self, client: &UdpSocket, payload: &[u8]) {
         let dispatched = || self.dispatch.ledger().workers().iter().map(|worker| worker.dispatched).sum::<u64>();
         let before = dispatched();
@@ -117,7 +117,7 @@ impl TestEnv {
         wait_for("a request to be dispatched", || (dispatched() > before).then_some(()));
     }
 
-    /// Returns the datagrams in the workers' queues, which must be `count`.
+    /// Reads and returns all datagrams in the workers' queues, which must be `count`.
     pub fn read(&self, count: usize) -> Vec<Read> {
         let mut read = Vec::new();
         wait_for("datagrams at the workers", || {
@@ -138,17 +138,17 @@ impl TestEnv {
         }
     }
 
-    /// The one datagram that is in the workers' queues.
+    /// Reads and returns the only datagram in the workers' queues.
     pub fn read_one(&self) -> Read {
         self.read(1).remove(0)
     }
 
-    /// The worker answers with what it was sent.
+    /// Sends a response with the payload of the request `read`, from the worker that has read it.
     pub fn answer(&self, read: &Read) {
         self.workers[&read.slot].send_to(&read.payload, read.client).unwrap();
     }
 
-    /// One look, 100 ms after the one before. Whether a worker was found dead.
+    /// Polls once, 100 ms of virtual time after the last poll. Returns whether a worker was found dead.
     pub fn poll(&mut self, timeouts: &Timeouts) -> bool {
         self.clock += dispatch::POLL_INTERVAL;
         self.dispatch.poll(self.clock, timeouts).unwrap()
@@ -169,7 +169,7 @@ impl TestEnv {
     }
 }
 
-/// A client with a port of its own.
+/// Returns a client's socket with a new port.
 pub fn client() -> UdpSocket {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     socket.connect(SERVICE).unwrap();
@@ -177,7 +177,7 @@ pub fn client() -> UdpSocket {
     socket
 }
 
-/// Panics when there is nothing after half a minute.
+/// Calls `done` until it returns a value, and returns that value. Panics after 30 s.
 pub fn wait_for<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + Duration::from_secs(30);
     loop {

@@ -1,4 +1,4 @@
-//! A TCP client whose packets the test composes; the server is the kernel's.
+//! A TCP client whose packets the test composes. The server uses the kernel's TCP.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use super::{
     ACK, Family, SYN, Tcp, aligned_timestamp, is_ipv6, ones_complement_sum, tcp_offset, timestamp_offset, word,
 };
 
-/// An unused address: the client's kernel does not answer packets to it.
+/// Address of the client, which its host's kernel does not have: the kernel sends no RST to the server.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
 const ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
@@ -24,7 +24,7 @@ pub struct HandClient<'env> {
     timestamps: bool,
     sequence: u32,
     acknowledgement: u32,
-    /// TSval that the client returns.
+    /// TSval of the server's newest packet, which the client returns as TSecr.
     pub recent: u32,
     own_time: u32,
 }
@@ -59,7 +59,7 @@ impl<'env> HandClient<'env> {
         (address, self.port).into()
     }
 
-    /// A frame as this client would send it now. `tsecr` only if it does timestamps.
+    /// Returns the frame that this client would send now. `tsecr` is ignored without timestamps.
     pub fn frame(&self, flags: u8, tsecr: u32, payload: &[u8]) -> Vec<u8> {
         let mut packet = Tcp::between(self.address(), vip(self.env.family));
         packet.destination_mac = self.server_mac.0;
@@ -76,7 +76,7 @@ impl<'env> HandClient<'env> {
         self.sniffer.send(self.env, frame);
     }
 
-    /// Returns the server's answers: all packets until it is silent for 50 ms.
+    /// Waits for a packet of the server. Returns all packets until the server is silent for 50 ms.
     fn answers(&mut self) -> Vec<Vec<u8>> {
         let end = Instant::now() + TIMEOUT;
         loop {
@@ -88,7 +88,7 @@ impl<'env> HandClient<'env> {
         }
     }
 
-    /// Returns what the server sent until it was silent for 50 ms, and takes the TSecr to return from it.
+    /// Returns the server's packets until it is silent for 50 ms, and stores the newest TSval in `recent`.
     pub fn receive(&mut self) -> Vec<Vec<u8>> {
         let (mut frames, mut last) = (vec![], Instant::now());
         while last.elapsed() < Duration::from_millis(50) {
@@ -106,14 +106,14 @@ impl<'env> HandClient<'env> {
         frames
     }
 
-    /// Returns the packets to this client since the last call, once the server has processed all that was sent.
+    /// Waits until the server has processed all sent packets. Returns the packets to this client since the last call.
     pub fn received(&self) -> Vec<Vec<u8>> {
         let mut frames = self.sniffer.collect_from_vip(self.env);
         frames.retain(|frame| self.is_for_us(frame));
         frames
     }
 
-    /// Returns packets to or from others since the last call, once the server has processed all that was sent.
+    /// Waits until the server has processed all sent packets. Returns packets of all hosts since the last call.
     pub fn received_by_others(&self) -> Vec<Vec<u8>> {
         self.sniffer.collect(self.env)
     }
@@ -125,7 +125,7 @@ impl<'env> HandClient<'env> {
         is_for_host && frame[tcp + 2..tcp + 4] == self.port.to_be_bytes()
     }
 
-    /// Sends a SYN, with this in its TSecr; the SYN-ACK, or what comes in its place.
+    /// Sends a SYN with this TSecr, and returns the SYN-ACK.
     pub fn open(&mut self, tsecr: u32) -> Vec<u8> {
         let syn = self.frame(SYN, tsecr, b"");
         self.send(&syn);
@@ -136,13 +136,13 @@ impl<'env> HandClient<'env> {
         answer
     }
 
-    /// Ends the handshake.
+    /// Sends the ACK that ends the handshake.
     pub fn acknowledge(&mut self) {
         let ack = self.frame(ACK, self.recent, b"");
         self.send(&ack);
     }
 
-    /// Sends `payload`, in a packet changed by `change`; what the server sends upon it.
+    /// Sends `payload` in a packet changed by `change`, and returns the server's packets after that.
     pub fn exchange(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
         let mut frame = self.frame(ACK, self.recent, payload);
         change(&mut frame);
@@ -167,7 +167,7 @@ pub fn set_previous_server(frame: &mut [u8], identification: u16) {
     frame[24..26].copy_from_slice(&sum.to_be_bytes());
 }
 
-/// As a load balancer sends what it cannot attribute.
+/// Makes the frame a broadcast, as a load balancer sends a packet whose server it does not know.
 pub fn send_to_all(frame: &mut [u8]) {
     frame[..6].fill(0xff);
 }

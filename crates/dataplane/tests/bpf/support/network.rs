@@ -1,4 +1,4 @@
-//! Two hosts on one wire: anonymous network namespaces, which vanish with this process however it ends.
+//! Hosts in anonymous network namespaces, which the kernel removes with this process, and their network.
 
 use std::fs::{self, File};
 use std::net::Ipv4Addr;
@@ -15,29 +15,28 @@ pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
 pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
-/// Keeps the calling thread, and those that it will start, on one CPU, and so the packets that they send over veth.
+/// Pins the calling thread and its later children to one CPU, which then also processes their packets over veth.
 ///
-/// With several CPUs a segment overtakes another one now and then. If it was sent a millisecond later, Linux forgives
-/// the older one, because TSval went back by at most one tick (TCP_PAWS_WINDOW in include/net/tcp.h); but where it is
-/// stamped a millisecond is 65,536 ticks (4,096 with timestamps = "lb"), and the older one counts in PAWSEstab, and is
-/// dropped.
+/// With several CPUs a segment overtakes an older segment now and then. If both were sent within a millisecond, Linux
+/// accepts the older one, whose TSval is one tick less (TCP_PAWS_WINDOW in include/net/tcp.h). With stamping a
+/// millisecond is 65,536 ticks (4,096 with timestamps = "lb"): the older segment counts in PAWSEstab and is dropped.
 pub fn on_one_cpu() {
     let (mut cpu_set, this) = (CpuSet::new(), Pid::from_raw(0));
     let allowed = sched_getaffinity(this).unwrap();
     let cpus: Vec<usize> = (0..CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap()).collect();
-    // Test processes that run at once spread over the CPUs.
+    // Concurrent test processes use different CPUs.
     cpu_set.set(cpus[std::process::id() as usize % cpus.len()]).unwrap();
     sched_setaffinity(this, &cpu_set).unwrap();
 }
 
-/// A device's MAC address in the calling thread's network namespace.
+/// Returns the MAC address of a device in the calling thread's network namespace.
 pub fn mac_address(interface: &str) -> MacAddress {
     let found = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == interface);
     let addresses = found.filter_map(|entry| entry.address?.as_link_addr()?.addr()).collect::<Vec<_>>();
     MacAddress(addresses[0])
 }
 
-/// One host.
+/// A host in a network namespace.
 #[derive(Debug)]
 pub struct Host {
     namespace: File,
@@ -52,7 +51,7 @@ impl Host {
         Self { namespace: namespace.join().unwrap() }
     }
 
-    /// Runs `action` there, in a thread of its own. Sockets made inside stay there.
+    /// Runs `action` in the host's network namespace, in a new thread. Sockets that it opens stay in that namespace.
     pub fn run_inside<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
@@ -72,14 +71,14 @@ impl Host {
         self.run_inside(|| fs::write(format!("/proc/sys/net/{path}"), value).unwrap());
     }
 
-    /// One of the kernel's counters, by the names that `nstat` shows (TcpExtPAWSEstab, TcpRetransSegs ...).
+    /// Returns one of the kernel's counters, by its name in `nstat` (TcpExtPAWSEstab, TcpRetransSegs ...).
     pub fn kernel_counter(&self, name: &str) -> u64 {
         let text = self.run_inside(|| {
             ["netstat", "snmp"]
                 .map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap())
                 .concat()
         });
-        // Pairs of lines: "Group: name name ...", "Group: value value ...".
+        // The files have pairs of lines: "Group: name name ...", "Group: value value ...".
         let lines: Vec<&str> = text.lines().collect();
         let found = lines.chunks(2).find_map(|pair| {
             let (group, names) = pair[0].split_once(':').unwrap();
@@ -116,13 +115,13 @@ impl Pair {
         Self { client, server }
     }
 
-    /// Index of the server's device.
+    /// Returns the index of the server's device.
     pub fn server_interface(&self) -> u32 {
         self.server.run_inside(|| nix::net::if_::if_nametoindex("eth0").unwrap())
     }
 }
 
-/// A directory on bpffs that goes when it is dropped; those of tests that were killed go with the next one.
+/// A pin directory on bpffs, removed when this is dropped. The next test removes directories of killed tests.
 #[derive(Debug)]
 pub struct PinDirectory {
     path: PathBuf,
@@ -156,8 +155,8 @@ impl Drop for PinDirectory {
     }
 }
 
-/// Hosts on one wire: the load balancer, a client and servers that hold the VIP and reach the client through the load
-/// balancer. All devices are called eth0.
+/// A network segment with the load balancer, a client, and servers. The servers hold the VIP and reach the client
+/// through the load balancer. All devices are called eth0.
 #[derive(Debug)]
 pub struct Segment {
     pub load_balancer: Host,
@@ -201,7 +200,7 @@ impl Segment {
         host.ip(&format!("address add {}/24 dev eth0", Self::address(number)));
         host.ip("link set lo up");
         host.ip("link set eth0 up");
-        // veth leaves checksums to a NIC that is not there; what XDP sends on would carry the unfinished sum.
+        // veth leaves checksums to a NIC, and packets that XDP forwards would have unfinished checksums.
         let finish_checksums = || Command::new("ethtool").args(["-K", "eth0", "tx", "off"]).output().unwrap();
         assert!(host.run_inside(finish_checksums).status.success(), "ethtool -K eth0 tx off");
         switch.ip(&format!("link set port{number} master br0"));

@@ -1,8 +1,8 @@
-//! Frames sent as they are.
+//! A socket that sends complete frames.
 
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 
-/// A packet socket (packet(7)) at one device of the calling thread's network namespace.
+/// A packet socket (packet(7)) at a device of the calling thread's network namespace.
 #[derive(Debug)]
 pub struct PacketSocket {
     socket: OwnedFd,
@@ -11,7 +11,7 @@ pub struct PacketSocket {
 
 impl PacketSocket {
     pub fn open(interface: &str) -> Self {
-        // Protocol 0: receives nothing.
+        // A socket with protocol 0 receives no packets.
         // SAFETY: socket() returns a new descriptor without another owner, or -1, which is checked.
         let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
         nix::errno::Errno::result(socket).unwrap();

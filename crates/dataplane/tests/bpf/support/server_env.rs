@@ -1,4 +1,4 @@
-//! A server with `bpf/server/server.bpf.c` at its device, and a client: two kernels' TCP.
+//! A client, and a server with `bpf/server/server.bpf.c` at its device, both with the kernel's TCP.
 
 use std::io::{Read as _, Write as _};
 use std::mem::MaybeUninit;
@@ -31,7 +31,7 @@ pub fn id() -> ServerId {
     ServerId::try_from(0x1234).unwrap()
 }
 
-/// Returns the service of that family: both are of one server.
+/// Returns the address and port of the IPv4 or IPv6 service, which are on one server.
 pub fn vip(family: Family) -> SocketAddr {
     let address = match family {
         Family::Ipv4 => IpAddr::from(VIP),
@@ -40,7 +40,7 @@ pub fn vip(family: Family) -> SocketAddr {
     (address, PORT).into()
 }
 
-/// Returns the address of the client's kernel.
+/// Returns the client's address in this family, with `port`.
 pub fn client(family: Family, port: u16) -> SocketAddr {
     let address = match family {
         Family::Ipv4 => IpAddr::from(CLIENT),
@@ -58,7 +58,7 @@ fn add_ipv6(pair: &Pair) {
     pair.client.ip(&format!("route add {VIP_IPV6}/128 via {SERVER_IPV6}"));
 }
 
-/// Sets the service of either family.
+/// Sets the IPv4 and the IPv6 service.
 pub fn set_services(programs: &mut ServerPrograms, mode: ServiceMode) {
     let service = |family| (ServiceAddress { socket: vip(family), protocol: Protocol::Tcp }, id(), mode);
     programs.set_services(&Family::BOTH.map(service)).unwrap();
@@ -67,7 +67,7 @@ pub fn set_services(programs: &mut ServerPrograms, mode: ServiceMode) {
 pub struct TestEnv {
     /// Family of the connections.
     pub family: Family,
-    // Taken off before the network goes.
+    // The programs are dropped before the network.
     pub programs: ServerPrograms,
     pub pins: PinDirectory,
     pub pair: Pair,
@@ -78,12 +78,12 @@ impl TestEnv {
         Self::with(ServiceMode::default())
     }
 
-    /// Services of this mode, connections by IPv4.
+    /// Starts a server with services of this mode. Connections use IPv4.
     pub fn with(mode: ServiceMode) -> Self {
         Self::of(Family::Ipv4, mode)
     }
 
-    /// Services of this mode.
+    /// Starts a server with services of this mode. Connections use `family`.
     pub fn of(family: Family, mode: ServiceMode) -> Self {
         on_one_cpu();
         let (pair, pins) = (Pair::new(), PinDirectory::new());
@@ -109,7 +109,7 @@ impl TestEnv {
         stream
     }
 
-    /// A connection: the client's and the server's end.
+    /// Opens a connection, and returns the client's and the server's end.
     pub fn connection(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
         let client = self.connect();
         let (server, _) = listener.accept().unwrap();
@@ -136,7 +136,7 @@ pub fn attach(pair: &Pair, pins: &PinDirectory) -> ServerPrograms {
     pair.server.run_inside(|| ServerPrograms::attach(options)).unwrap()
 }
 
-/// Sees what arrives at the client: packets of the family under test.
+/// Socket that receives the client's packets of one address family.
 pub struct Sniffer {
     socket: Socket,
     family: Family,
@@ -170,22 +170,22 @@ impl Sniffer {
         });
     }
 
-    /// The beginnings of all TCP packets that came from the VIP so far.
+    /// Returns the first 160 bytes of each TCP packet from the VIP since the last call.
     pub fn received_from_vip(&self) -> Vec<Vec<u8>> {
         self.received().into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
-    /// The same, of what came until [`settled`](Self::settled).
+    /// Returns the packets from the VIP among those of [`collect`](Self::collect).
     pub fn collect_from_vip(&self, env: &TestEnv) -> Vec<Vec<u8>> {
         self.collect(env).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
-    /// The beginnings of all packets that came so far.
+    /// Returns the first 160 bytes of each packet of the family since the last call.
     pub fn received(&self) -> Vec<Vec<u8>> {
         self.received_of_all().into_iter().filter(|frame| is_of(self.family, frame)).collect()
     }
 
-    /// The beginnings of all frames that came so far.
+    /// Returns the first 160 bytes of each frame since the last call.
     fn received_of_all(&self) -> Vec<Vec<u8>> {
         let mut frames = vec![];
         loop {
@@ -196,12 +196,12 @@ impl Sniffer {
         }
     }
 
-    /// Waits until the server has processed all that was sent before, and its answers have come; the beginnings of all
-    /// packets until then. An ARP request goes after the rest, on the one CPU, and its answer comes after the rest.
+    /// Waits until the server has processed all packets sent so far and its replies have arrived. Returns the first 160
+    /// bytes of each packet until then. On the one CPU an ARP request follows the packets, and its reply their replies.
     pub fn collect(&self, env: &TestEnv) -> Vec<Vec<u8>> {
         static ARP_REQUESTS: AtomicU32 = AtomicU32::new(0);
         let number = ARP_REQUESTS.fetch_add(1, Ordering::Relaxed).to_be_bytes();
-        // Each query has its own address, so that no other answer is taken for this one.
+        // Each ARP request has another sender, so that its reply can be identified.
         let asking = [2, 9, number[0], number[1], number[2], number[3]];
         self.send(env, &arp_request(asking, SERVER));
         let is_answer = |frame: &Vec<u8>| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[32..38] == asking;
@@ -234,7 +234,7 @@ fn is_from_vip(family: Family, frame: &[u8]) -> bool {
         }
 }
 
-/// "Who has `target`?", asked by the host with that MAC address (RFC 826), which has an address of the client's
+/// Returns an ARP request for `target` (RFC 826) from the MAC address `asking`, with an address of the client's
 /// network.
 fn arp_request(asking: [u8; 6], target: Ipv4Addr) -> Vec<u8> {
     const ARP_SENDER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);

@@ -1,4 +1,4 @@
-//! A load balancer with one stateful service, and what its packets look like.
+//! A load balancer with one stateful service, and packets of its connections.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -39,12 +39,12 @@ pub fn owner(number: u64) -> OwnerNumber {
     OwnerNumber::try_from(number).unwrap()
 }
 
-/// The number of the load balancer under test.
+/// Returns the owner number of the load balancer under test.
 pub fn own_number() -> OwnerNumber {
     owner(5)
 }
 
-/// One stateful service with nine servers and a table, on a connection table of that size.
+/// Returns a balancer with a connection table of `entries` entries, and a stateful service with nine servers.
 pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
     let options = Options { connection_table: TableSize::try_from(entries).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, rng);
@@ -55,7 +55,7 @@ pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
     (balancer, ids)
 }
 
-/// A SYN as Linux sends it, with that TSecr.
+/// Returns a SYN as Linux sends it, with this TSecr.
 pub fn syn_with_tsecr(client: Client, tsecr: u32) -> Tcp {
     let options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(77, tsecr), &[1, 3, 3, 7]].concat();
     Tcp { flags: SYN, options, payload: vec![], ..Tcp::new(client, VIP) }
@@ -65,7 +65,7 @@ pub fn syn(client: Client) -> Vec<u8> {
     syn_with_tsecr(client, 0).frame()
 }
 
-/// A later packet, whose cookie of kind 1 holds `number`.
+/// Returns an established packet whose cookie holds the connection table index `number`.
 pub fn packet(keys: &FleetKeys, client: Client, number: u16, flags: u8) -> Tcp {
     let tsecr = cookie::stamp(keys, &super::TIME_KEY, &tuple(client), Cookie::TableIndex(number), 4711);
     Tcp { flags, options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }
@@ -75,12 +75,12 @@ pub fn established(balancer: &Balancer, client: Client, number: u16) -> Vec<u8> 
     packet(&balancer.keys, client, number, ACK).frame()
 }
 
-/// Returns TSecr of a forwarded SYN.
+/// Returns the TSecr of a forwarded SYN.
 pub fn tsecr_of(frame: &[u8]) -> u32 {
     word(frame, timestamp_offset(frame).unwrap() + 4)
 }
 
-/// Returns the number that the server will put into cookies, if the SYN has one.
+/// Returns the number in a forwarded SYN that the server will put into cookies; `None`: the SYN has no number.
 pub fn number_of(frame: &[u8]) -> Option<u16> {
     let tsecr = tsecr_of(frame);
     let number = (tsecr & intf::COOKIE_ID_MASK) as u16;
@@ -91,7 +91,7 @@ pub fn number_of(frame: &[u8]) -> Option<u16> {
     })
 }
 
-/// A connection that has begun.
+/// An opened connection with an entry.
 #[derive(Debug, Clone, Copy)]
 pub struct Opened {
     pub client: Client,
@@ -105,20 +105,20 @@ impl Balancer {
         self.macs.iter().find(|(_, of)| **of == mac).expect("a server's MAC address").0.1
     }
 
-    /// Sends a SYN; `None` for the number: it got no entry.
+    /// Sends a SYN. Returns the server, and the number for cookies; `None`: the connection got no entry.
     pub fn open(&self, client: Client) -> (ServerId, Option<u16>) {
         let (verdict, packet) = self.counted(&syn(client), Some(0), "new_connection");
         assert_eq!(verdict, XDP_TX);
         (self.server_at(&packet[..6]), number_of(&packet))
     }
 
-    /// Sends a SYN that must get an entry.
+    /// Sends a SYN for which the connection must get an entry.
     pub fn opened(&self, client: Client) -> Opened {
         let (server, number) = self.open(client);
         Opened { client, server, number: number.expect("an entry") }
     }
 
-    /// Its entry, found by client.
+    /// Returns the entry of a client's connection.
     pub fn entry(&self, client: Client) -> Option<Connection> {
         let client = SocketAddr::from(client);
         let mut found = self.lb.connections(self.services[0]).filter(|connection| connection.client == client);
@@ -131,13 +131,13 @@ impl Balancer {
         ConnectionHash::new(&self.lb.connection_key(), self.services[0].get(), client.into())
     }
 
-    /// A packet of the connection reaches its server by the connection table.
+    /// Asserts that a packet of the connection reaches its server by the connection table.
     pub fn expect_by_index(&self, opened: &Opened) {
         let frame = established(self, opened.client, opened.number);
         self.expect_sent_to(0, &frame, opened.server, "connection_table");
     }
 
-    /// `frame` leaves to that MAC address and is the same otherwise.
+    /// Asserts that `frame` is sent to this MAC address, and that only MAC addresses change.
     pub fn expect_to(&self, frame: &[u8], mac: MacAddress, name: &str) {
         let (verdict, packet) = self.counted(frame, Some(0), name);
         let mut expected = frame.to_vec();
