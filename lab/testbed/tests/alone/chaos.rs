@@ -1,4 +1,4 @@
-//! The short form of `coreward-lab testbed chaos`: the same faults and clients, seconds instead of minutes.
+//! Short run of `coreward-lab testbed chaos`: the same faults and clients, for seconds instead of minutes.
 
 use coreward_testbed::addresses::Family;
 use coreward_testbed::chaos::{Options, run};

@@ -1,4 +1,4 @@
-//! The short form of `coreward-lab testbed conformance`: the same parts, seconds instead of minutes.
+//! Short run of `coreward-lab testbed conformance`: the same parts, for seconds instead of minutes.
 
 use coreward_testbed::addresses::Family;
 use coreward_testbed::conformance::{Options, run};

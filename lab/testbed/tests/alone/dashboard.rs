@@ -1,7 +1,7 @@
-//! The dashboard in a real browser (Chromium, driven by WebDriver), with a fleet at work behind it: who has no token
-//! sees nothing, who has one sees every service, server and core, and what changes is seen without a reload.
+//! The dashboard in a real browser (Chromium, driven by WebDriver), with a fleet under load behind it. Without a token
+//! the page shows nothing. With a token it shows every service, server and core, and updates without a reload.
 //!
-//! `COREWARD_SCREENSHOT=FILE` has the page's picture written there (`make screenshot`).
+//! With `COREWARD_SCREENSHOT=FILE` the test writes a picture of the page to this file (`make screenshot`).
 
 use std::fs;
 use std::path::PathBuf;
@@ -25,18 +25,18 @@ const DASHBOARD: &str = "http://127.0.0.1:7401/";
 const TIMEOUT: Duration = Duration::from_secs(30);
 const SERVERS: u16 = 6;
 const CORES: u16 = 4;
-/// Most seconds of the watched traffic.
+/// Maximum duration of the watched traffic in seconds.
 const MAX_TRAFFIC_SECONDS: u64 = 90;
-/// For the picture: until lines and heat map have something to show.
+/// Delay before the picture, until the lines and the heat map contain data.
 const PICTURE_DELAY: Duration = Duration::from_secs(45);
 
-/// The browser's driver, and with it every process of the browser: a process namespace of their own ends with the
-/// first.
+/// Starts the browser's driver in its own process namespace. When the driver ends, the namespace ends with every
+/// process of the browser.
 fn start_driver(testbed: &Testbed) -> anyhow::Result<Process> {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
     command.args([&format!("--port={DRIVER_PORT}"), "--log-level=SEVERE"]);
-    // Its files are in the testbed's directory, and removed with it.
+    // The browser's files are in the testbed's directory and removed with it.
     command.env("HOME", testbed.directory()).env("TMPDIR", testbed.directory());
     command.stdout(std::process::Stdio::null());
     testbed.spawn(testbed.controller(), command)
@@ -45,7 +45,7 @@ fn start_driver(testbed: &Testbed) -> anyhow::Result<Process> {
 async fn connect() -> anyhow::Result<Client> {
     let options = json!({
         "goog:chromeOptions": {
-            // Root has no sandbox; /dev/shm is small in containers.
+            // The sandbox does not work for root; /dev/shm is small in containers.
             "args": ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
                 "--window-size=1400,1500", "--hide-scrollbars"],
         },
@@ -118,7 +118,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     ensure!(!page(&client).await?.contains("web0"), "seen without a token: {}", page(&client).await?);
     log_in(&client, "not-the-token-not-the-token-not-the").await?;
     wait_until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
-    // The browser logs a 401: expected here, twice.
+    // The browser logs every 401; two are expected here.
     let expected = browser_errors(&client).await?;
     ensure!(expected.iter().all(|line| line.contains("401")), "{expected:?}");
 
@@ -138,7 +138,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
     let reporting = format!("document.querySelector('#tiles .tile b').textContent === '{SERVERS} of {SERVERS}'");
     wait_until(&client, "reports of every server", &reporting).await?;
-    // Loads are drawn: the newest column has a colour per core, and not all the same.
+    // Loads are drawn: the newest column has a colour per core, and not all colours are equal.
     let colours = "(() => { const map = document.getElementById('heat'); \
         const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
         const seen = new Set(); \
@@ -159,7 +159,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
         row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
     wait_until(&client, "the server that drains", draining).await?;
-    // Agents resolve that server's MAC address for a moment, and report it.
+    // Agents resolve that server's MAC address for a short time, and report the missing address.
     wait_until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')")
         .await?;
     wait_until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
@@ -169,7 +169,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
                    URL(entry.name).origin))].join();";
     let origins = client.execute(origins, Vec::new()).await?;
     ensure!(origins == DASHBOARD.trim_end_matches('/'), "{origins}");
-    // A viewer's cookie, which no script can read.
+    // The session is in a viewer's cookie, which no script can read.
     ensure!(client.execute("return document.cookie;", Vec::new()).await? == "", "a script can read the session");
 
     by_id(&client, "logout").await?.click().await?;

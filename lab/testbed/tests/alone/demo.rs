@@ -1,4 +1,4 @@
-//! The demo as a user starts it: what it prints and keeps, and that it leaves nothing behind.
+//! The demo as a user starts it: its output, its files, and that it leaves nothing else behind.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -41,7 +41,7 @@ fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
     for policy in policies {
         assert_eq!(policy["connections"]["opened"], log.arrivals.len(), "{results:#}");
         assert_eq!(policy["connections"]["broken"], 0, "{results:#}");
-        // Ten a second, on a machine that keeps up.
+        // The controller makes ten tables a second on a machine that is fast enough.
         assert!(policy["table_generations"].as_u64() > Some(100), "{results:#}");
     }
     let variance = |policy: usize| policies[policy]["core_variance_pct"].as_f64().context("core_variance_pct");

@@ -1,5 +1,5 @@
-//! The figures of `coreward dispatch` and `coreward orchestrate`, made small: every measurement is made, and every
-//! request answered.
+//! The figures of `coreward dispatch` and `coreward orchestrate` at a reduced size: every measurement is made, and
+//! every request is answered.
 
 use std::process::Command;
 
@@ -16,7 +16,7 @@ fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// Whether every curve of every panel has a value at every point, none below `least`.
+/// Asserts that every curve of every panel has a value at every point, at least `least`.
 fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], least: f64) {
     assert_eq!(result.table.panels.len(), panels);
     for panel in &result.table.panels {
@@ -34,7 +34,7 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["random", "jsq", "jsq (simulated)", "jlq"];
     let result = figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
-    // Peaks are 0 when the first point misses the bound; no request is answered before its time is over.
+    // Peaks are 0 when the first point exceeds the bound; no request is answered before its service time is over.
     assert_complete(&result, 2, &series, 0.0);
     let curves = &result.table.panels[0].curves;
     assert!(curves.iter().flat_map(|curve| &curve.cells).all(|cell| cell.spread.median >= 1.0), "{curves:?}");
@@ -58,7 +58,7 @@ fn service_class_figure_is_measured_live() -> anyhow::Result<()> {
 fn orchestrator_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["RingLeader", "RingLeader (simulated)"];
-    // 80 % load, as the bars.
+    // 80 % load, as in the bars.
     let options = ["--seconds", "0.5", "--points", "1.312824", "--series", &series.join(",")];
     let result = figure(&[&["ringleader-bimodal-live"], &options[..]].concat())?;
     assert_complete(&result, 4, &series, 1.0);

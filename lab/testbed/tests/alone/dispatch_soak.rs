@@ -1,4 +1,4 @@
-//! The short form of `coreward-lab testbed dispatch-soak`: the same troubles, seconds instead of minutes.
+//! Short run of `coreward-lab testbed dispatch-soak`: the same faults, for seconds instead of minutes.
 
 use coreward_testbed::dispatch_soak::{Options, run};
 use coreward_testbed::{missing_testbed_rights, skip_if};

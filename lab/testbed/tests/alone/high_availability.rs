@@ -1,5 +1,5 @@
-//! Several controllers on etcd: leaders are killed, stopped and wake up, etcd loses its own leader. Every change that
-//! was acknowledged is in force afterwards, and no connection breaks.
+//! Several controllers on etcd: leaders are killed, or stopped and continued, and etcd loses its own leader. Afterwards
+//! every acknowledged change is in force, and no connection has broken.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
 /// The fields are dropped in this order: the testbed last.
 struct Datacentre {
     fleet: Fleet,
-    /// Controllers 2 and 3; the first one is the fleet's.
+    /// Controllers 2 and 3; controller 1 belongs to the fleet.
     other_controllers: Vec<Option<Process>>,
     etcd: Vec<Option<Process>>,
     members: Vec<Member>,
@@ -60,7 +60,7 @@ fn start_member(testbed: &Testbed, members: &[Member], position: usize) -> Proce
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-/// `coreward ARGUMENTS`, of this controller; a stopped one times out after 10 s.
+/// Runs `coreward ARGUMENTS` with this controller; a stopped controller times out after 10 s.
 fn run_coreward(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
     let command = operator_command_for(testbed, [controller], arguments)?;
     let mut hurried = Command::new("timeout");
@@ -69,7 +69,7 @@ fn run_coreward(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyho
     testbed.run(testbed.controller(), hurried).map(drop)
 }
 
-/// `coreward ARGUMENTS`, of whichever of these controllers leads.
+/// Runs `coreward ARGUMENTS` with the leader among these controllers.
 fn coreward(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -87,7 +87,7 @@ fn fleet_document(servers: u16) -> String {
     text
 }
 
-/// Repeats a query until it has a result: at times no controller and no etcd member leads.
+/// Repeats a query until it has a result, because temporarily no controller or no etcd member leads.
 fn wait_for_some<T>(what: &str, ask: impl Fn() -> Option<T>) -> T {
     let mut answer = None;
     eventually(TAKEOVER_LIMIT, what, || {
@@ -111,7 +111,7 @@ impl Datacentre {
         let members = Member::cluster(3, CONTROLLER_ADDRESS.into(), 2379);
         let etcd = (0..3).map(|position| Some(start_member(&testbed, &members, position))).collect();
         let document = fleet_document(3);
-        // The first document is there before load balancers and agents come.
+        // The first document is applied before load balancers and agents start.
         let mut first = start_controller(&testbed, &members, 1);
         let file = testbed.directory().join("applied.toml");
         fs::write(&file, &document).unwrap();
@@ -130,7 +130,7 @@ impl Datacentre {
         Self { fleet, other_controllers, etcd, members, _servers: servers, testbed, document, changes: 1 }
     }
 
-    /// Applies another document, repeatedly until a controller has acknowledged it. Returns its number.
+    /// Applies a new document, repeatedly until a controller has acknowledged it. Returns the document's number.
     fn apply(&mut self) -> u16 {
         self.changes += 1;
         let weight = format!("weight = {}\nname = \"s1\"", self.changes);
@@ -240,7 +240,7 @@ fn acknowledged_changes_survive_leader_changes() {
     assert_eq!(env.drained(), ["s3"], "the drain is on record");
     env.restart(first);
 
-    // The leader is stopped for longer than its lease, and wakes up when another one leads.
+    // The leader is stopped for longer than its lease, and continues when another controller leads.
     env.signal(second, Signal::SIGSTOP);
     let third = env.apply();
     assert_ne!(third, second);
@@ -261,7 +261,7 @@ fn acknowledged_changes_survive_leader_changes() {
 
     eventually(TAKEOVER_LIMIT, "agents and load balancers are back", || env.all_daemons_are_connected());
     let shown = wait_for_some("a controller leads", || coreward(&env.testbed, 1..=3, &["fleet", "show"]).ok());
-    // After a line with its generation.
+    // The first line of the output is the generation; the document follows.
     assert!(shown.trim().ends_with(env.document.trim()), "{shown}");
     assert_eq!(wait_for_some("a controller leads", || env.server_ids()), ids);
     assert_eq!(env.drained(), ["s3"]);

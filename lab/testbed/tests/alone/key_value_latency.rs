@@ -1,4 +1,4 @@
-//! Latencies of the load generator, counted from the time at which each request was due.
+//! Latencies that the load generator measures, from the time at which each request was due.
 
 use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 
@@ -11,23 +11,23 @@ fn latency_starts_at_the_due_time() -> anyhow::Result<()> {
     let options = ["--workers", "1", "--paced", "--service-us", "GET=2000", "--receive-buffer", "16000000"];
     let server = testbed.start_key_value_server(1, &options)?;
     // One worker, a request every millisecond, each taking two: request i is due at i and done at 2 i (D/D/1 at twice
-    // its capacity), so latencies are spread evenly from 2 ms to 2 s. A generator that waited for answers would see 2
-    // ms.
+    // its capacity). So latencies are spread evenly from 2 ms to 2 s. A generator that waited for answers would measure
+    // 2 ms.
     let load = "--rate 1000 --arrivals fixed --seconds 2 --warm-up 0 --timeout 20 --mix GET=1";
     let report = report(start_load(&testbed, load)?)?;
     assert_eq!((report["requests"].as_u64(), report["lost"].as_u64()), (Some(1999), Some(0)), "{report}");
     for (quantile, expected_ms) in [("p50", 1_000.0), ("p90", 1_800.0), ("p99", 1_980.0), ("max", 2_000.0)] {
         let measured_ms = report["latency_us"][quantile].as_f64().unwrap() / 1e3;
-        // Up to 300 ms for a machine that is busy with something else; less than 2 us a request for rounding.
+        // Tolerances: 300 ms for a machine that is busy with other work; less than 2 us a request for rounding.
         assert!(
             (expected_ms - 5.0..expected_ms + 300.0).contains(&measured_ms),
             "{quantile}: {measured_ms} ms: {report}"
         );
     }
-    // The first second of answers is all that the measured time had: 1000 of 2000.
+    // Completed within the measured time are only the answers of its first second: 1000 of 2000.
     let completed = report["completed_rps"].as_f64().unwrap();
     assert!((450.0..=505.0).contains(&completed), "{completed}");
-    // The work is served to the nanosecond.
+    // Service times are exact to the nanosecond.
     assert_eq!(server.counters()?[0].busy_ns, 1_999 * 2_000_000);
     Ok(())
 }

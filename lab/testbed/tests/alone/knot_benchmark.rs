@@ -1,5 +1,4 @@
-//! Knot DNS, as Debian has it, with `coreward dispatch` before it: every query is answered, whatever chooses the
-//! worker.
+//! Knot DNS from Debian, with and without `coreward dispatch`: every query is answered, whatever selects the worker.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! End-to-end tests that need the machine for themselves or last long, in one executable.
+//! End-to-end tests that need the machine for themselves or take long, in one executable.
 
 mod chaos;
 mod conformance;

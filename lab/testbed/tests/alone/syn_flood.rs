@@ -1,5 +1,5 @@
-//! Flood of SYNs from addresses that do not answer, with SYN cookies at the servers: connections of real clients
-//! begin and last all the while.
+//! Flood of SYNs from addresses that do not answer, with SYN cookies at the servers. Meanwhile connections of real
+//! clients open, and established ones continue.
 
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
@@ -27,7 +27,7 @@ fn checksum(bytes: &[u8]) -> u16 {
     !((folded & 0xffff) + (folded >> 16)) as u16
 }
 
-/// A SYN to the service as Linux sends it: MSS, SACK permitted, timestamps, window scale.
+/// Returns a SYN to the service as Linux sends it: MSS, SACK permitted, timestamps, window scale.
 fn syn(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
     let mut tcp = Vec::new();
     tcp.extend(port.to_be_bytes());
@@ -55,7 +55,7 @@ fn flood(client: &Namespace, done: &AtomicBool) -> anyhow::Result<u64> {
         // SAFETY: takes integers, returns a new descriptor or -1.
         let raw = unsafe { libc::socket(libc::AF_INET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW) };
         anyhow::ensure!(raw >= 0, "a raw socket: {}", std::io::Error::last_os_error());
-        // SAFETY: new, without another owner.
+        // SAFETY: the descriptor is new and has no other owner.
         let socket = unsafe { OwnedFd::from_raw_fd(raw) };
         let to = nix::sys::socket::SockaddrIn::from(SERVICE);
         let mut rng = seeded_rng(1, 99);
@@ -82,7 +82,7 @@ fn connections_survive_flood(instance: &str, consistency: Consistency) {
         ..TestbedOptions::default()
     };
     let mut env = TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
-    // The router would ask for each of these addresses by ARP.
+    // The route keeps the router from sending an ARP request for each spoofed address.
     let mut ip = std::process::Command::new("ip");
     ip.args(["route", "add", "blackhole", SPOOFED_SOURCES.0]);
     env.testbed.run(env.testbed.router().unwrap(), ip).unwrap();

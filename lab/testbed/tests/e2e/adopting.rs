@@ -1,5 +1,5 @@
-//! A live pool behind another load balancer is taken over and given back: docs/deployment.md, step by step, with stock
-//! nginx and connections that live through all of it.
+//! A live pool behind another load balancer is migrated to coreward and back: docs/deployment.md, step by step, with
+//! stock nginx. Connections survive all steps.
 
 use std::net::SocketAddrV4;
 use std::process::{Command, Stdio};
@@ -23,7 +23,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// Servers at work, and another load balancer in front of them; no agent yet.
+    /// Starts servers under load behind another load balancer, without agents.
     fn start_behind(kind: Kind, instance: &str, family: Family) -> (baseline_lb::BaselineBalancer, Self) {
         let instance = instance.to_owned();
         let options = TestbedOptions { instance, family, servers: SERVERS, cores: 1, ..TestbedOptions::default() };
@@ -34,7 +34,7 @@ impl TestEnv {
         (other, Self { _nginx: nginx, testbed })
     }
 
-    /// Opens connections to the service with one request each; every fourth without TCP timestamps.
+    /// Opens connections to the service with one request each; every fourth connection has no TCP timestamps.
     fn connect(&self, count: usize) -> HeldConnections {
         let kept = self.testbed.client().within(|| {
             (0..count)
@@ -92,7 +92,7 @@ impl TestEnv {
         eventually_in_force(fleet, &self.testbed);
     }
 
-    /// `coreward DAEMON --config ... --detach` on a host.
+    /// Runs `coreward DAEMON --config ... --detach` on a host.
     fn detach(&self, host: &coreward_testbed::Namespace, daemon: &str, file: &str) {
         let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
         command.arg(daemon).arg("--config").arg(self.testbed.directory().join(format!("{file}.toml"))).arg("--detach");
@@ -100,7 +100,7 @@ impl TestEnv {
     }
 }
 
-/// Connections, each with the worker that answered first.
+/// Connections, each with the worker that answered its first request.
 struct HeldConnections(Vec<(Connection, Answerer)>);
 
 impl HeldConnections {
@@ -150,7 +150,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     let mut oldest = env.connect(40);
     assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize]);
 
-    // Agents first, and the load balancer, to which no packet goes yet.
+    // Agents start first, then the load balancer, which gets no packets yet.
     let mut fleet = env.fleet(&migrate_from(family));
     assert_eq!(oldest.count_broken(), 0, "when the agents came");
     let mut older = env.connect(40);
@@ -166,15 +166,15 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     assert_eq!((oldest.count_broken(), older.count_broken(), ours.count_broken()), (0, 0, 0));
     assert_eq!(wrk_errors(wrk), Vec::<String>::new());
 
-    // Connections of before the agents end; those that came through the director since then have cookies and no need of
-    // it.
+    // Connections from before the agents end here. Connections that came through the director since then have cookies
+    // and no longer need the director.
     drop(oldest);
     older.0.retain(|(connection, _)| connection.has_timestamps().unwrap());
     env.set(&mut fleet, "");
     drop(director);
     assert_eq!((older.count_broken(), ours.count_broken()), (0, 0), "when the director was gone");
 
-    // Back to a new director without any state.
+    // The service moves back to a new director without any state.
     let wrk = env.wrk(9);
     let _director = env.testbed.start_baseline_balancer(Kind::Director).unwrap();
     env.set(&mut fleet, &migrate_to(family));
@@ -206,7 +206,7 @@ fn vip_migrates_from_haproxy_and_back() {
     skip_if!(missing_testbed_rights());
     let (_haproxy, env) = TestEnv::start_behind(Kind::Proxy, "adoptproxy", Family::Ipv4);
     let mut theirs = env.connect(40);
-    // Plain DNS: clients connect to servers' own addresses.
+    // As with plain DNS, clients connect to servers' own addresses.
     let own = SocketAddrV4::new(server_address(1), SERVICE.port());
     let mut direct = HeldConnections(
         env.testbed

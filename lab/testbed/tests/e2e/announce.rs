@@ -1,5 +1,5 @@
-//! Load balancers that announce their VIPs by BGP (BIRD), and a router that spreads connections over them (ECMP): they
-//! are stopped, killed, cut off and taken down, and no connection breaks.
+//! Load balancers announce their VIPs by BGP (BIRD), and a router spreads connections over them (ECMP). They are
+//! stopped, killed, disconnected and taken out of service, and no connection breaks.
 
 use std::fs::{self, File};
 use std::process::{Command, Stdio};
@@ -10,7 +10,7 @@ use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, missing_test
 
 use crate::support::{TestEnv, assert_unbroken, eventually, run};
 
-/// A neighbour is gone after 2 s without a packet: a busy machine may stop a BIRD for longer than 500 ms.
+/// BFD declares a neighbour down after 2 s without a packet: a busy machine may stop BIRD for longer than 500 ms.
 const BFD: &str =
     "protocol bfd { interface \"*\" { min rx interval 100 ms; min tx interval 100 ms; multiplier 20; }; }\n";
 const SESSION: &str = "hold time 60; connect retry time 1; connect delay time 1; error wait time 1, 1; bfd on;";
@@ -26,7 +26,7 @@ fn router_file() -> String {
     )
 }
 
-/// Returns the file of docs/deployment.md with other times.
+/// Returns the configuration file of docs/deployment.md with other times.
 fn load_balancer_file(number: u16) -> String {
     let address = load_balancer_address(number);
     format!(
@@ -68,7 +68,7 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
-    // A multiple of what BIRD and the router take to withdraw: then their routes are checked.
+    // A multiple of the time that BIRD and the router need to withdraw a route. After it the test checks their routes.
     let more = "[announce]\ndrain = \"10s\"\n".to_owned();
     let mut env = TestEnv::start(
         options,
@@ -80,12 +80,12 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
         birds.push(start_bird(&env, namespace, &format!("lb{number}"), &load_balancer_file(number)));
     }
     eventually(*TIMEOUT, "both announce the VIP", || next_hops(&env) == [1, 2]);
-    // The testbed's own route, for all VIPs.
+    // This is the testbed's own route for all VIPs.
     run(&env.testbed, env.testbed.selecting_host(), "ip route delete 10.200.0.0/24");
     let client = env.start_streams(100.0);
     env.wait_for_connections(100);
 
-    // A regular stop: packets no longer arrive when the process ends.
+    // On a regular stop, packets no longer arrive when the process ends.
     env.fleet.daemon("lb2").unwrap().terminate(*TIMEOUT).unwrap();
     assert_eq!(next_hops(&env), [1]);
     env.fleet.restart(&env.testbed, "lb2").unwrap();
@@ -105,7 +105,7 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
     run(&env.testbed, second, &format!("ip link set {DEVICE} up"));
     eventually(*TIMEOUT, "it announces the VIP again", || next_hops(&env) == [1, 2]);
 
-    // Takes the load balancer out of service: the VIP first, then the program.
+    // Taking the load balancer out of service withdraws the VIP first, then detaches the program.
     env.fleet.kill("lb1").unwrap();
     let mut detach = Command::new(coreward_command().unwrap());
     detach.args(["lb", "--detach", "--config"]).arg(env.testbed.directory().join("lb1.toml"));

@@ -1,6 +1,6 @@
-//! Every part with a certificate: all works as without. Whose certificate does not do is refused, in words on both
-//! sides, while packets go on; with the right one it is back by itself. And no daemon keeps rights that it does not
-//! need, though all were started by root.
+//! Every component has a certificate, and everything works as without certificates. An invalid certificate is rejected
+//! with a message on both sides, while packets are still forwarded. With a valid certificate the component reconnects
+//! by itself. No daemon keeps capabilities that it does not need, although root started all of them.
 
 use std::path::Path;
 
@@ -42,7 +42,7 @@ fn peers_authenticate_each_other() {
         assert_eq!(process_status(pid, "NoNewPrivs:"), "1", "{name}");
     }
 
-    // Signer, owner and start: as the agent's own files are to be.
+    // Each case differs from the agent's valid certificate in role, name, fleet, signer or validity.
     let foreign = certificates(&testbed).join("foreign");
     let foreign = Authority::init(&foreign, &name("testbed"), 30 * DAY).unwrap();
     let now = unix_now();
@@ -105,13 +105,13 @@ fn peers_authenticate_each_other() {
         eventually(*TIMEOUT, agent_says, || daemon_log(&testbed, "agent-s1", agent).contains(agent_says));
     }
     send_requests(&testbed, 10);
-    // An agent with the right certificate reconnects, after one of its own name that has expired, without a restart.
+    // An agent with a valid certificate reconnects without a restart after one of the same name that had expired.
     fleet.kill("agent-s1").unwrap();
     let before = daemon_log(&testbed, "agent-s1", 0).len();
     ours(Role::Agent, "s1", "testbed", expired);
     fleet.restart(&testbed, "agent-s1").unwrap();
-    // A daemon that starts while its files are written finds a key that is not the certificate's, and ends (a unit
-    // restarts it).
+    // A daemon that starts while its files are written finds a key that does not match the certificate, and ends (a
+    // unit restarts it).
     let expired = "the peer refuses our certificate: by the peer's clock it has expired";
     eventually(*TIMEOUT, expired, || daemon_log(&testbed, "agent-s1", before).contains(expired));
     ours(Role::Agent, "s1", "testbed", good);
@@ -120,7 +120,7 @@ fn peers_authenticate_each_other() {
     });
     fleet.wait_until_ready(&testbed).unwrap();
 
-    // An agent's certificate opens no stream of a load balancer, which gets all keys.
+    // An agent's certificate cannot open a load balancer's stream, on which all keys are sent.
     fleet.kill("lb1").unwrap();
     let controller = daemon_log(&testbed, "controller", 0).len();
     copy_certificates(&own, &bundle(&testbed, Role::Lb, "lb1"));

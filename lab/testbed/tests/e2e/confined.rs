@@ -1,4 +1,4 @@
-//! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
+//! Daemons with only the capabilities of their systemd units work as with all capabilities.
 
 use coreward_metrics::table::Component;
 use coreward_testbed::addresses::SERVICE;
@@ -39,7 +39,8 @@ fn daemons_work_within_their_units_limits() {
         let left = capability_mask(unit_capabilities(unit).unwrap().into_iter().map(capability));
         assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");
     }
-    // Workers' sockets are found and steered to, those of the UDP service dispatched to; nothing is complained of.
+    // Workers' sockets are found; connections are steered to them, UDP requests are dispatched to them, and no daemon
+    // warns.
     let server = |fleet: &Fleet| {
         let status = fleet.status(&testbed).unwrap();
         status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
@@ -59,13 +60,13 @@ fn daemons_work_within_their_units_limits() {
         send_requests(&testbed, 2);
         server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
     });
-    // A server that drains may have to forward packets, so the load balancer resolves it by ARP.
+    // A draining server may have to forward packets, so the load balancer resolves its address by ARP.
     let mut pool = fleet.pool().clone();
     pool.insert(2, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     eventually_in_force(&fleet, &testbed);
     eventually(*TIMEOUT, "the agent has found the other server", || warnings(&fleet).is_empty());
-    // A new process takes the pins over, and detach removes them.
+    // A new process takes over the pins, and detach removes them.
     for name in ["lb1", "agent-s1"] {
         fleet.upgrade(&testbed, name).unwrap();
     }

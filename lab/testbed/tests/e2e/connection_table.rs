@@ -1,4 +1,4 @@
-//! Connections leave a load balancer's connection table when they are gone, and never when they are only silent.
+//! Connections leave a load balancer's connection table when they have ended, and never when they are only idle.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
@@ -48,11 +48,12 @@ fn silent_connection_stays_and_ended_ones_are_freed() {
     eventually(*TIMEOUT, "six connections", || connections(&env) == 6);
     drop(closed);
     eventually(*TIMEOUT, "the closed ones are freed", || connections(&env) == 1);
-    // Idle for longer than `idle`, several times: its server was asked, and has it.
+    // The connection is idle for several times `idle`; its server was queried and still has it.
     pause(5_000);
     assert_eq!(connections(&env), 1);
     let by_table = env.counter("lb1", "connection_table");
-    // More than is read: who closes first has the socket's TIME-WAIT, and a server's would keep the entry for a minute.
+    // The client reads less than the server sends: the side that closes first has the socket in TIME-WAIT. At a server
+    // TIME-WAIT would keep the entry for a minute.
     let request = Request { seed: 7.into(), packets: 4_000.into(), duration_us: 4_000_000.into() };
     silent.set_read_timeout(Some(*TIMEOUT)).unwrap();
     silent.write_all(request.as_bytes()).unwrap();
@@ -64,10 +65,10 @@ fn silent_connection_stays_and_ended_ones_are_freed() {
     eventually(*TIMEOUT, "nothing is left", || connections(&env) == 0);
 }
 
-/// A client that gets no answers: no machine has a route to it.
+/// Address of a client that gets no answers, because no machine has a route to it.
 const UNREACHABLE: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 9, 9), 0);
 
-/// Sends a SYN only.
+/// Sends a SYN and nothing else.
 fn half_open(client: &Namespace) {
     let sent = client.within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;

@@ -1,4 +1,4 @@
-//! Services whose workers are containers behind a bridge and DNAT: the servers see no socket of any connection.
+//! Services whose workers are containers behind a bridge and DNAT: the servers have no socket of any connection.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -11,7 +11,7 @@ use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if}
 
 use crate::support::{TestEnv, eventually};
 
-/// So many connections miss all buckets that a third server gets once in 10^10 runs: (2/3)^60.
+/// Number of connections, which all miss the buckets of a third server once in 10^10 runs: (2/3)^60.
 const CONNECTIONS: usize = 60;
 
 struct Containers {
@@ -38,7 +38,7 @@ impl Containers {
         self.env.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
     }
 
-    /// Opens a connection with one request.
+    /// Opens a connection and sends one request.
     fn query_worker(&self) -> anyhow::Result<()> {
         self.env.testbed.client().within(|| {
             let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE), *TIMEOUT)?;
@@ -56,7 +56,7 @@ impl Containers {
         (0..CONNECTIONS).filter_map(|_| self.query_worker().err()).collect()
     }
 
-    /// Gives a third of the buckets to server 3.
+    /// Moves a third of the buckets to server 3.
     fn move_buckets(&mut self) {
         self.env.set_admin_state(3, None);
         self.env.set_admin_state(3, Some(AdminState::Active));

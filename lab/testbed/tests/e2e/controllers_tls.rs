@@ -1,5 +1,5 @@
-//! Several controllers, everything by TLS: to etcd with client certificates, to people by https. What is on record,
-//! drains among it, outlives a leader that is killed, and goes from one store to the other and back.
+//! Several controllers with TLS everywhere: client certificates for etcd, https for users. Records, including drains,
+//! survive a killed leader, and are copied from one store to the other and back.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use crate::support::eventually;
 
 /// Time limit until another controller leads: a multiple of the lease, for slow machines.
 const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
-/// For a process to end, which may write to etcd first: only a safety net.
+/// Time limit for the end of a process, which may write to etcd first: only a safety net.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
                         [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \
@@ -94,7 +94,7 @@ impl TestEnv {
         self.write("alone", 1, &format!("store = {store:?}\n"))
     }
 
-    /// The file of one of several, which shows `own` to etcd.
+    /// Writes the file of one of several controllers, which authenticates to etcd with `own`.
     fn write_etcd_config(&self, name: &str, number: u16, own: &CredentialFiles) -> PathBuf {
         let endpoint = self.member.secure_endpoint();
         let tokens = self.testbed.directory();
@@ -120,14 +120,14 @@ impl TestEnv {
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// Output of `coreward doctor` for a machine that is not fit.
+    /// Returns the output of `coreward doctor` for a machine with a fault.
     fn doctor(&self, file: &Path) -> String {
         let mut command = Command::new("sh");
         command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_command().unwrap()).arg(file);
         String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
-    /// `coreward ARGUMENTS` of these controllers, by https, with an operator's certificate.
+    /// Runs `coreward ARGUMENTS` with these controllers, by https, with an operator's certificate.
     fn run_at(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
         let urls: Vec<String> = controllers.iter().map(|number| api_url(*number)).collect();
         let CredentialFiles { ca, certificate, key } = &self.operator;
@@ -150,12 +150,13 @@ impl TestEnv {
         let servers = status["servers"].as_array().unwrap().iter();
         let drained = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
         let mut names: Vec<String> = drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect();
-        // The output is in the order of the random ids.
+        // The output is sorted by the servers' random ids.
         names.sort();
         Some(names)
     }
 
-    /// The one of these that leads, by asking each alone; and the answers of the others. `None`: not exactly one does.
+    /// Queries each of these controllers. Returns the leader and the answers of the other controllers; `None`: not
+    /// exactly one leads.
     fn leader(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
         for number in controllers {
@@ -180,7 +181,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     });
     let [alone_text, first_text] = [&alone, &files[0]].map(|path| path.to_str().unwrap());
 
-    // One controller, and from there to several.
+    // One controller is replaced by several.
     let mut single = env.start_controller(&alone);
     eventually(TAKEOVER_LIMIT, "the document is in force", || env.apply(&[1], DOCUMENT).is_ok());
     env.run_at(&[1], &["drain", "s1", "--force"]).unwrap();
@@ -193,7 +194,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     eventually(TAKEOVER_LIMIT, "the drain came along", || env.drained(&all) == Some(vec!["s1".to_owned()]));
     eventually(TAKEOVER_LIMIT, "s2 is drained", || env.run_at(&all, &["drain", "s2", "--force"]).is_ok());
 
-    // The others name the one that leads, and where its API is.
+    // Followers name the leader and the address of its API.
     let mut leader = 0;
     eventually(TAKEOVER_LIMIT, "the others name the leader", || {
         let Some((found, refusals)) = env.leader(&all) else { return false };
@@ -223,7 +224,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     killed.wait(EXIT_TIMEOUT).unwrap();
     let weighed = DOCUMENT.replacen("name = \"s1\"", "weight = 2\nname = \"s1\"", 1);
     eventually(TAKEOVER_LIMIT, "the next one takes a change", || env.apply(&all, &weighed).is_ok());
-    // `None` without a leader; a leader's answers are compared.
+    // `None` without a leader; the test compares answers of leaders.
     let mut drained = None;
     eventually(TAKEOVER_LIMIT, "a leader answers", || {
         drained = env.drained(&all);
@@ -234,7 +235,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     let rest: Vec<u16> = all.into_iter().filter(|number| *number != leader).collect();
     eventually(TAKEOVER_LIMIT, "one of the others leads", || env.leader(&rest).is_some());
 
-    // Back to one controller.
+    // The fleet returns to one controller.
     let in_use = env.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap_err();
     assert!(in_use.contains("a controller uses this store"), "{in_use}");
     for controller in controllers.iter_mut().flatten() {
@@ -246,7 +247,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
     let shown = env.run_at(&[1], &["fleet", "show"]).unwrap();
     assert!(shown.trim().ends_with(weighed.trim()), "{shown}");
 
-    // A tunnel, or a host that the certificate does not know.
+    // --controller-name is for a tunnel, or for a host that the certificate does not name.
     let named = ["--controller-name", "c1"];
     env.run_at(&[1], &[&["fleet", "show"][..], &named].concat()).unwrap();
     let refused = env.run_at(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
@@ -280,7 +281,8 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         let doctor = env.doctor(&file);
         assert!(doctor.contains(expected), "{doctor}");
     }
-    // It was not elected meanwhile, and it does when its certificate is exchanged for one that etcd takes.
+    // The controller was not elected meanwhile. It is elected after its certificate was replaced by one that etcd
+    // accepts.
     let file = env.write_etcd_config("renewed", 1, &CredentialFiles { ca: own.ca.clone(), ..foreign.clone() });
     let _controller = env.start_controller(&file);
     let log = || fs::read_to_string(file.with_extension("log")).unwrap();

@@ -1,4 +1,5 @@
-//! `coreward dispatch` in the agent: a key-value server's requests, from the agent's file to `coreward status`.
+//! `coreward dispatch` in the agent: requests to a key-value server, from the agent's configuration file to `coreward
+//! status`.
 
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command};
@@ -9,14 +10,14 @@ use serde_json::Value;
 use crate::support::eventually;
 use crate::support::load::{report, start_load};
 
-/// Returns `[dispatch]` of the agent's file.
+/// Returns the section `[dispatch]` of the agent's configuration file.
 fn dispatch(testbed: &Testbed, policy: &str) -> String {
     let pins = testbed.pin_directory().join("dispatch");
     let service = format!("listen = \"{SERVICE}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 4, bytes = 4 }}\n");
     format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service}", pins.display())
 }
 
-/// Returns the server's dispatch in `coreward status`.
+/// Returns the dispatched service of the server in `coreward status`.
 fn dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
     fleet.status(testbed).unwrap()["servers"][0]["dispatch"].clone()
 }
@@ -85,7 +86,7 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
     eventually(*TIMEOUT, "they are counted", || sum(&dispatch_status(fleet, testbed), "completed") == expected);
     assert_eq!(dispatch_status(fleet, testbed)[0]["policy"], "rr");
 
-    // Another process of the agent takes the ledger over (its file is rewritten).
+    // Another agent process takes over the ledger (its file is rewritten).
     fleet.upgrade(testbed, "agent-s1")?;
     eventually(*TIMEOUT, "the new agent dispatches", || dispatch_status(fleet, testbed)[0]["policy"] == "jsq");
     assert_eq!(
@@ -93,7 +94,7 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
         (4, expected)
     );
 
-    // Without [dispatch] the kernel picks, and nothing stays behind.
+    // Without [dispatch] the kernel selects the worker, and no state remains.
     std::fs::write(&file, before.split("[dispatch]").next().unwrap())?;
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
     eventually(*TIMEOUT, "nothing is dispatched", || {

@@ -1,5 +1,5 @@
-//! `coreward doctor` finds what is wrong: each misconfiguration of docs/operations.md is made for real, one after the
-//! other, must be named, and nothing else with it; `--fix` mends what is marked so.
+//! `coreward doctor` finds faults. The test makes each misconfiguration of docs/operations.md, one after the other;
+//! doctor must report it and nothing else. `--fix` repairs the faults that are marked so.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,12 +19,12 @@ use serde_json::Value;
 
 use crate::support::eventually;
 
-/// Enters namespaces of its own for mounts: the /sys of the network namespace, the testbed's BPF file system, and an
-/// empty directory for sysctl's drop-in files, of which none is the host's. `$1`: a directory to mount at.
+/// Enters new mount namespaces with the /sys of the network namespace, the testbed's BPF file system, and an empty
+/// directory for sysctl's drop-in files. None of them is the host's. `$1`: directory to mount at.
 const ENTER_NAMESPACES: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
                      if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
 const BPF_FILE_SYSTEM: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
-/// The report, then a line with the exit code, then the drop-in file, if there is one.
+/// Prints the report, then a line with the exit code, then the drop-in file, if it exists.
 const RUN_DOCTOR: &str =
     "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
@@ -49,7 +49,7 @@ struct TestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
     nginx: Option<Process>,
-    /// Differences from the expectation: all are printed at the end.
+    /// Differences from the expectation, all printed at the end.
     failures: RefCell<Vec<String>>,
 }
 
@@ -123,7 +123,7 @@ impl TestEnv {
         self.testbed.run(host, command).unwrap();
     }
 
-    /// Two workers on both services' ports; `pinned` to a CPU each, `reuseport` with a socket each.
+    /// Starts two workers on both services' ports; with `pinned` each has a CPU, with `reuseport` each has a socket.
     fn serve(&mut self, pinned: bool, reuseport: bool) {
         self.stop_serving();
         let directory = self.testbed.directory().join("doctor-nginx");
@@ -161,7 +161,7 @@ impl TestEnv {
     }
 }
 
-/// Host, its configuration, and doctor's baseline report without a fault.
+/// Host, its configuration file, and doctor's baseline report without a fault.
 struct CheckedHost {
     host: Namespace,
     config: PathBuf,
@@ -186,7 +186,7 @@ impl CheckedHost {
         println!("{what}: {check}, {:?}", printed.findings.get(check));
     }
 
-    /// Returns this file with these replacements.
+    /// Returns this host with replacements in its configuration file.
     fn with_replacements(&self, replace: &[(&str, &str)], more: &str) -> Self {
         let mut text = fs::read_to_string(&self.config).unwrap();
         for (from, to) in replace {
@@ -224,7 +224,7 @@ impl CheckedHost {
     }
 }
 
-/// A testbed whose services are one that servers stamp and one that load balancers do, each served by two workers.
+/// Starts a testbed with one service that servers stamp and one that load balancers stamp, each with two workers.
 fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     let options = TestbedOptions { instance: "doctor".to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
     let mut testbed = Testbed::create(options).unwrap();
@@ -273,7 +273,7 @@ fn every_injected_misconfiguration_is_named() {
     check_load_balancer_addresses(&env, &balancer);
     check_controller_settings(&env, &controller);
 
-    // With running daemons there is no fault either.
+    // Running daemons cause no fault either.
     let at_work = env.doctor(
         env.testbed.load_balancer(1).unwrap(),
         &env.testbed.directory().join("lb1.toml"),
@@ -294,7 +294,8 @@ fn every_injected_misconfiguration_is_named() {
     fleet.daemon("controller").unwrap().signal(Signal::SIGTERM).unwrap();
 }
 
-/// The load balancer at work, whose switch takes no frames from XDP. Last: the driver's counter stays.
+/// Checks a running load balancer whose switch takes no frames from XDP. It is the last check, because the driver's
+/// counter stays.
 fn check_frames_dropped_by_veth(env: &TestEnv) {
     env.shell(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let config = env.testbed.directory().join("lb1.toml");
@@ -307,7 +308,7 @@ fn check_frames_dropped_by_veth(env: &TestEnv) {
         let report = env.doctor(env.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
         report.findings.contains_key("xdp-send")
     });
-    // GRO alone takes the frames, and delivers none.
+    // With GRO alone, veth accepts the frames and delivers none.
     env.shell(env.testbed.switch(), "ethtool -K lb1 gro on");
     let report = env.doctor(env.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
     let found = report.findings.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
@@ -424,7 +425,7 @@ fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
     balancer.assert_only_new_finding(env, "another XDP program", "xdp", Conditions::Plain, &[]);
     env.shell(&balancer.host, &format!("ip link set dev {DEVICE} xdp off"));
     balancer.assert_no_new_finding(env, "xdp");
-    // With an XDP program at either end veth takes no such MTU.
+    // With an XDP program at either end, veth rejects such an MTU.
     env.shell(env.testbed.switch(), "ip link set dev lb2 xdp off");
     env.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 9000"));
     let native = balancer.with_replacements(&[], "xdp_mode = \"native\"\n");
@@ -493,7 +494,7 @@ fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &
     controller.assert_detected(env, "store", &remount("ro"), &remount("rw"));
 }
 
-/// File system of 16 MiB; unmounted when dropped.
+/// File system of 16 MiB, unmounted when dropped.
 struct Disk(PathBuf);
 
 impl Disk {

@@ -1,5 +1,6 @@
-//! A server is drained as an operator does it, with nginx and clients that keep their connections: what remains is
-//! counted, nothing breaks, nothing new goes there, and a controller that is killed in between changes none of that.
+//! A server is drained as an operator does it, with nginx and clients that keep their connections. Remaining
+//! connections are counted, none breaks, and no new ones reach the server. A controller that is killed meanwhile
+//! changes none of that.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -128,7 +129,7 @@ fn drain_ends_when_last_connection_closes() {
     let (is_success, printed) = waiting.wait();
     assert!(is_success && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
 
-    // A certificate for one service's drain cannot drain the other.
+    // s2 is the only other server of a service, so it cannot be drained, too.
     let refused = env.coreward(&["drain", "s2"]).unwrap_err();
     assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
     assert_eq!(env.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
@@ -143,7 +144,7 @@ fn ended_wait_leaves_the_server_drained() {
     let mut env = TestEnv::start("drainend");
     let (mut of_1, _of_2) = partition_by_server(open_at_each(&env.testbed, &[1], 2), 1);
     let mut interrupted = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
-    // The agent has counted: the short timeout below has only to ask.
+    // The agent has counted, so the short timeout below covers only a query.
     interrupted.wait_for_output(&format!(" {} connections remain\n", of_1.len()));
     interrupted.process.signal(Signal::SIGINT).unwrap();
     let (is_success, printed) = interrupted.wait();

@@ -1,4 +1,4 @@
-//! Placement tables that expire while no controller runs: the load balancer places new connections by its own counts.
+//! Placement tables expire while no controller runs: the load balancer places new connections by its own counts.
 
 use std::time::SystemTime;
 
@@ -8,7 +8,8 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 
 use crate::support::{OpenConnections, assert_answered, eventually, metrics_page, open, pause, series, time_to_log};
 
-/// s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until the next table.
+/// Document in which s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until the
+/// next table.
 const DOCUMENT: &str = r#"
 table_lifetime = "1s"
 [[server]]
@@ -64,7 +65,7 @@ impl TestEnv {
     }
 }
 
-/// Opens connections over several of the load balancer's choices, one a second.
+/// Opens one connection a second, so that they span several of the load balancer's own tables.
 fn open_slowly(testbed: &Testbed, count: usize) -> OpenConnections {
     let request = |_| {
         pause(3000 / count as u64);
@@ -91,7 +92,8 @@ fn load_balancer_places_by_own_counts_after_table_expiry() {
     };
     assert!(near(connections_per_server(&connections), [20, 20, 40]), "{:?}", connections_per_server(&connections));
 
-    // A server that is down gets none, and its share when it is back: it has the fewest open connections.
+    // A server that is down gets no connections. When it is up again, it gets its share, because it has the fewest open
+    // connections.
     let died = SystemTime::now();
     env.nginx[1] = None;
     connections.retain(|(_, answerer)| answerer.server != 2);
@@ -101,7 +103,7 @@ fn load_balancer_places_by_own_counts_after_table_expiry() {
     println!("s2 down: {:?}", connections_per_server(&connections));
     assert!(near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));
 
-    // The next daemon does not find a controller either.
+    // The next daemon process does not find a controller either.
     env.fleet.kill("lb1").unwrap();
     env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.fleet.restart(&env.testbed, "lb1").unwrap();

@@ -1,5 +1,5 @@
-//! Health checks from the load balancers: who is down gets no new connections and keeps those that it has, and a load
-//! balancer that reaches no server marks none down.
+//! Health checks by the load balancers. A server that is down gets no new connections and keeps its established ones. A
+//! load balancer that reaches no server marks none down.
 
 use std::fs;
 use std::path::PathBuf;
@@ -18,8 +18,8 @@ use crate::support::{
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// By the configuration below: interval x fall + timeout, and the daemon's tick. The timeout is what a busy machine
-/// may take.
+/// Time to detect a fault with the configuration below: interval x fall + timeout, and the daemon's tick. The timeout
+/// allows for a busy machine.
 const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
 const CHECK: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\ninterval = \
@@ -135,7 +135,7 @@ fn health_file(testbed: &Testbed, number: u16) -> PathBuf {
 #[test]
 fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     skip_if!(missing_testbed_rights());
-    // `joining` for so long that a look each half second finds it.
+    // The slow start is long enough that a poll every half second finds the state `joining`.
     let mut env = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     env.wait_until_checked();
     let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
@@ -176,7 +176,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     });
     pause(500);
     assert!((1..=3).all(|number| env.state(number).0 == "active"), "{}", env.status()["servers"]);
-    // The verdict of a load balancer that reaches servers still counts.
+    // The verdicts of load balancers that reach servers still count.
     env.set_healthy(3, false);
     env.wait_for(3, "down");
     env.wait_until_only_reach(&[1, 2]);
@@ -220,7 +220,7 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     env.wait_until_only_reach(&[2]);
     assert_answered(&mut connections);
 
-    // The load balancer alone does the same.
+    // The load balancer masks servers without a controller, too.
     env.fleet.kill("controller").unwrap();
     env.set_healthy(2, false);
     eventually(LIMIT, "first packets are dropped without a controller", || is_dropped(&env));
@@ -229,7 +229,7 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     wait_until_served_by(&env, &[2]);
 }
 
-/// Returns the servers that answer new connections; `None`: one is refused or not answered.
+/// Returns the servers that answer new connections; `None`: a connection was refused or not answered.
 fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
     let request =
         || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
@@ -249,7 +249,7 @@ fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
 #[test]
 fn down_server_gets_no_new_connections_without_a_controller() {
     skip_if!(missing_testbed_rights());
-    // The load balancer's first limit; it raises it as far as it may.
+    // This is the load balancer's initial limit, which it raises to the maximum that it may have.
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
     let mut env = TestEnv::start("static", 2, CHECK);
@@ -260,7 +260,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
         limits.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
     assert_eq!(files[3], files[4], "soft and hard limit of open files: {limits}");
 
-    // One load balancer alone does not reach a server; the controller goes by the majority, which is none.
+    // Only load balancer 2 does not reach server 3. There is no majority, so the controller changes nothing.
     env.testbed.announce(&[2]).unwrap();
     env.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
     wait_until_served_by(&env, &[1, 2]);
@@ -277,7 +277,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     assert_masked_within(DETECTION_TIME, &env.testbed, "s2", died);
     connections.retain(|(_, answerer)| answerer.server != 2);
     assert_answered(&mut connections);
-    // All are down: none is masked, as the load balancer may be at fault.
+    // All servers are down, and none is masked, because the load balancer may be at fault.
     let before = env.log_offsets();
     (1..=3).for_each(|number| env.set_healthy(number, false));
     env.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
@@ -306,7 +306,7 @@ fn load_balancer_restarted_without_controller_continues_checks() {
 
     env.fleet.kill("lb1").unwrap();
     env.fleet.restart(&env.testbed, "lb1").unwrap();
-    // A server that recovers gets new connections again, one that goes down then gets none.
+    // A server that recovers gets new connections again; a server that goes down then gets none.
     env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
     wait_until_served_by(&env, &[1, 2, 3]);
     env.nginx[2] = None;

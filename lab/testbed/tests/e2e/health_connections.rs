@@ -1,4 +1,4 @@
-//! Connections of health checks, as a server sees them: each is reset at the address to which it was opened.
+//! Connections of health checks as a server sees them: each is reset at the address to which it was opened.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,7 +25,7 @@ const PROBES: [(u16, &str, bool); 5] = [
     (8004, "check = \"http\"", false),
     (8005, "check = \"https\"\nverify = false", false),
 ];
-/// Checks at the server's own address: at its port + this.
+/// Offset of ports that are checked at the server's own address.
 const SERVER_PORT_OFFSET: u16 = 100;
 const CHECKS: usize = 4;
 
@@ -38,7 +38,7 @@ struct Segment {
     resets: bool,
 }
 
-/// Connection, by the segments that the server received.
+/// State of a connection, by the segments that the server received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CheckConnection {
     opened_at: Ipv4Addr,
@@ -48,7 +48,7 @@ struct CheckConnection {
 /// Receives a copy of each TCP segment that the server gets from the load balancer.
 struct Sniffer {
     segments: Receiver<Segment>,
-    /// By server's port: connections in the order of their SYNs, with the load balancer's port.
+    /// Connections by the server's port, in the order of their SYNs, with the load balancer's port.
     by_port: BTreeMap<u16, Vec<(u16, CheckConnection)>>,
 }
 
@@ -100,7 +100,7 @@ fn parse(packet: &[u8]) -> Option<Segment> {
     from_load_balancer.then_some(Segment { to: address(16)?, ports: (port(20)?, port(22)?), opens, resets })
 }
 
-/// nginx at the ports that answer. At the others the kernel opens connections, and no process accepts them.
+/// Starts nginx at the ports that answer. At other ports the kernel opens connections, and no process accepts them.
 fn start_nginx(testbed: &Testbed) -> Process {
     let directory = testbed.directory().join("probed");
     fs::create_dir_all(&directory).unwrap();
@@ -155,7 +155,8 @@ fn services() -> String {
     PROBES.map(both).concat()
 }
 
-/// The server's connections with the load balancer that are neither listening nor in TIME-WAIT, as `ss` prints them.
+/// Returns the server's connections with the load balancer, without listening sockets and TIME-WAIT, as `ss` prints
+/// them.
 fn open_at_server(testbed: &Testbed) -> Vec<String> {
     let mut ss = Command::new("ss");
     let peer = load_balancer_address(1).to_string();
@@ -169,7 +170,7 @@ fn checked_sockets() -> impl Iterator<Item = (u16, Ipv4Addr)> {
     PROBES.into_iter().flat_map(|(port, _, _)| [(port, VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
 }
 
-/// Waits for `CHECKS` further connections at every port, successful or not.
+/// Waits for `CHECKS` more connections at every port, successful or not.
 fn wait_for_checks(sniffer: &mut Sniffer) {
     sniffer.read();
     let before: BTreeMap<u16, usize> =
@@ -180,7 +181,7 @@ fn wait_for_checks(sniffer: &mut Sniffer) {
     });
 }
 
-/// No check is made any more: all connections were reset, at the address to which they were opened.
+/// Asserts, after the checks have ended, that all connections were reset at the address to which they were opened.
 fn assert_all_ended(testbed: &Testbed, sniffer: &mut Sniffer, what: &str) {
     let end = Instant::now() + *TIMEOUT / 4;
     loop {
@@ -194,7 +195,7 @@ fn assert_all_ended(testbed: &Testbed, sniffer: &mut Sniffer, what: &str) {
     sniffer.read();
     for (port, address) in checked_sockets() {
         let connections = sniffer.connections(port);
-        // A server that has closed its end answers TLS's last record with a reset of its own.
+        // A server that has closed its end answers TLS's last record with a reset.
         let may_reset_itself = port % SERVER_PORT_OFFSET == 3;
         let is_reset = |probed: &CheckConnection| {
             probed.reset_at == Some(address) || probed.reset_at.is_none() && may_reset_itself

@@ -1,5 +1,5 @@
-//! A service with an IPv6 VIP over servers that coreward reaches by IPv4: new connections are balanced, and none breaks
-//! while the pool changes, and a load balancer and the controller restart.
+//! A service with an IPv6 VIP over servers that coreward reaches by IPv4. New connections are balanced. No connection
+//! breaks while the pool changes, or a load balancer or the controller restarts.
 
 use std::collections::BTreeSet;
 use std::net::TcpStream;
@@ -26,7 +26,7 @@ fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
     env.testbed.server_numbers().into_iter().filter(has_connections).collect()
 }
 
-/// Changes the pool and restarts daemons while connections go on; none breaks.
+/// Changes the pool and restarts daemons under load; no connection breaks.
 fn change_and_restart(env: &mut TestEnv) {
     let client = env.start_streams(150.0);
     env.wait_for_connections(225);
@@ -73,7 +73,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
     let balancer = env.testbed.load_balancer(1).unwrap();
     let vip = env.testbed.service();
     eventually(*TIMEOUT, "the VIP is announced", || {
-        // Until its first route there is no such table, which `ip` would report as an error.
+        // Before its first route the table does not exist, which `ip` would report as an error.
         run(&env.testbed, balancer, "ip -6 route show table all")
             .contains(&format!("blackhole {} dev lo table 7400 proto 174", vip.ip()))
     });
@@ -132,7 +132,7 @@ fn daemons_reach_their_controller_and_each_other_by_ipv6() {
     change_and_restart(&mut env);
 }
 
-/// Servers listen on the VIP alone.
+/// Servers listen on the VIP only.
 #[test]
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(missing_testbed_rights());
@@ -154,7 +154,7 @@ fn ipv6_servers_are_checked_at_the_vip() {
     assert!(checks_of("s1", true));
 }
 
-/// Linux answers neighbour solicitations for addresses of the receiving device alone: a VIP on `lo` needs no setting.
+/// Linux answers neighbour solicitations only for addresses of the receiving device: a VIP on `lo` needs no setting.
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     skip_if!(missing_testbed_rights());
@@ -162,7 +162,7 @@ fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     let vip = env.testbed.service();
     let client = env.testbed.client();
     let server = env.testbed.server(1).unwrap();
-    // The client asks for the VIP itself, as a neighbour would.
+    // The client sends a solicitation for the VIP, as a neighbour would.
     run(&env.testbed, client, &format!("ip -6 route add {}/128 dev {DEVICE}", vip.ip()));
     let answers = || client.within(|| Ok(TcpStream::connect_timeout(&vip, *TIMEOUT).is_ok())).unwrap();
     assert!(!answers(), "a server answers for the VIP on lo");

@@ -1,4 +1,4 @@
-//! New cookie keys while connections go on: none breaks, also of those that began two keys ago.
+//! New cookie keys under load: no connection breaks, including those that began two keys ago.
 
 use std::time::Duration;
 
@@ -20,11 +20,12 @@ fn key_rotation_breaks_no_connection() {
     assert!(stamps(&env, 0));
     env.set_admin_state(1, Some(AdminState::Draining));
     for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
-        // Sooner after the one before than is safe for connections that were idle meanwhile; these are not.
+        // The rotation follows the previous one sooner than is safe for idle connections; these connections are not
+        // idle.
         env.coreward(&["keys", "rotate", "--force"]).unwrap();
         eventually(*TIMEOUT, "the other key stamps", || stamps(&env, key));
         eventually_in_force(&env.fleet, &env.testbed);
-        // Agents stamp with it a second later.
+        // Agents stamp with a new key a second later.
         env.wait_for_connections(225);
         env.fleet.upgrade(&env.testbed, upgraded).unwrap();
     }

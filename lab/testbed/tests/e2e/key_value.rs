@@ -1,5 +1,5 @@
-//! Key-value server and load generator, without anything between them: what is asked for is answered, by the clock
-//! where it should be, and what is not answered is counted.
+//! Key-value server and load generator without a load balancer between them. The server answers every request, in its
+//! service time if it is paced, and the generator counts requests without an answer.
 
 use std::net::UdpSocket;
 use std::process::Command;
@@ -29,7 +29,7 @@ struct Client {
     next_id: u32,
 }
 
-/// Status, worker and pairs of a response.
+/// Response: status, worker, and key-value pairs.
 type Answer = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
 
 impl Client {
@@ -81,12 +81,12 @@ fn get_returns_the_stored_value() -> anyhow::Result<()> {
                 } else {
                     assert_eq!((status, pairs), (Status::NotFound as u8, vec![]), "a store per process");
                 }
-                // All stores are filled alike.
+                // All stores have equal contents.
                 let (status, _, pairs) = client.request("SCAN105", &key_name(5_000), "")?;
                 assert_eq!((status, pairs.len()), (Status::Done as u8, 105));
                 assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
             }
-            // 24 flows all at one of four workers: once in 4^23.
+            // All 24 flows reach one of four workers once in 4^23 runs.
             assert!(others > 0, "every flow at worker {writer}");
             Ok(())
         })
@@ -114,11 +114,11 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
         let request_type = "SCAN47".parse()?;
         Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write(&mut unpaced);
         client.socket.send(&unpaced)?;
-        // It is served in order: whatever was answered before would come first, with another id.
+        // The server answers in order: an answer to the earlier request would come first, with another id.
         client.request("GET", &key_name(1), "")?;
         Ok(())
     })?;
-    // The worker counts an answer when it has sent it: the client may be quicker.
+    // The worker counts an answer after sending it, so the client may be faster.
     eventually(*TIMEOUT, "the answer is counted", || {
         server.counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
     });
@@ -132,7 +132,7 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
 fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvdead")?;
-    // The master holds the socket: the kernel goes on giving the dead worker its share.
+    // The master keeps the socket open, so the kernel continues to give the dead worker its share.
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
     let load = start_load(&testbed, "--rate 500 --seconds 8 --warm-up 0 --timeout 10 --mix GET=0.5,PUT=0.5")?;
     eventually_answered(&server, 2_000);
@@ -140,10 +140,10 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
     let report = report(load)?;
     let count = |name: &str| report[name].as_u64().unwrap();
     assert_eq!(count("requests"), count("completed") + count("lost"), "{report}");
-    // Half of the flows for half of the time, give or take the flows' luck.
+    // Half of the flows lose requests for half of the time; the number of such flows is random.
     assert!(count("lost") > count("requests") / 20 && count("lost") < count("requests") / 2, "{report}");
     let answered: u64 = server.counters()?.iter().map(|counters| counters.answered).sum();
-    // It may be killed between an answer and its count, or have answered what came too late.
+    // The worker may be killed between an answer and its count, or its answer may have arrived too late.
     assert!(answered.abs_diff(count("completed")) <= 1, "{answered}: {report}");
     let by_class = |name: &str| -> u64 {
         report["classes"].as_array().unwrap().iter().map(|class| class[name].as_u64().unwrap()).sum()
@@ -157,7 +157,7 @@ fn ended_worker_is_restarted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
-    // The socket exists before the worker does.
+    // The socket exists before the worker starts.
     let other_than = |before: Option<u32>| {
         let end = std::time::Instant::now() + *TIMEOUT;
         loop {
@@ -176,7 +176,7 @@ fn ended_worker_is_restarted() -> anyhow::Result<()> {
     assert_eq!(report["lost"], 0, "{report}");
     let workers = report["workers"].as_array().unwrap();
     assert_eq!(workers.len(), 2, "{report}");
-    // Nothing is named differently from what programs were promised.
+    // Programs rely on these names.
     for name in ["offered_rps", "completed_rps", "lost", "latency_us", "classes", "measure", "lateness_us"] {
         assert!(report.get(name).is_some(), "{name}: {report}");
     }
@@ -198,7 +198,7 @@ fn interrupted_run_reports_its_measurements() -> anyhow::Result<()> {
     let seconds = report["seconds"].as_f64().unwrap();
     assert!(seconds > 0.5 && seconds < 20.0, "{report}");
     let requests = report["requests"].as_f64().unwrap();
-    // Poisson: 1,500 give or take six standard deviations.
+    // Poisson arrivals: 1,500 within six standard deviations.
     assert!((requests / seconds / 1_000.0 - 1.0).abs() < 0.16, "{report}");
     assert_eq!((report["lost"].as_u64(), &report["completed"]), (Some(0), &report["requests"]), "{report}");
     Ok(())

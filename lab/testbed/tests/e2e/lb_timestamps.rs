@@ -1,6 +1,6 @@
-//! `timestamps = "lb"`: plain Linux servers without an agent, whose way to the clients leads over the load balancer. No
-//! connection breaks while servers, keys and the load balancer itself change; a server that cannot be stamped for is
-//! named with the reason, and its connections continue, too.
+//! `timestamps = "lb"`: plain Linux servers without an agent, whose answers pass through the load balancer. No
+//! connection breaks while servers, keys and the load balancer change. The load balancer reports a server whose answers
+//! it cannot stamp, with the reason; connections of that server continue, too.
 
 use std::process::Command;
 
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::support::{TestEnv, assert_unbroken, eventually};
 
-/// Servers with these values of net.ipv4.tcp_timestamps, which are for both families.
+/// Starts servers with these values of net.ipv4.tcp_timestamps, which apply to both address families.
 fn start_env(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
@@ -58,17 +58,17 @@ fn set_forwarding(env: &TestEnv, value: &str) {
     load_balancer.set_sysctls(&[(&setting, value)]).unwrap();
 }
 
-/// Values of net.ipv4.tcp_timestamps: one clock for all connections, or one for each (Linux' default).
+/// Values of net.ipv4.tcp_timestamps: one clock for all connections, or one clock for each (Linux' default).
 const ONE_CLOCK: &str = "2";
 const OWN_CLOCKS: &str = "1";
 
-/// Connections to every server, until the state of their clocks is this one.
+/// Opens connections to every server until the servers' clocks have this state.
 fn warm_up(env: &TestEnv, state: &str) {
     let client = env.testbed.client();
-    // Below the ports of the streams that come.
+    // These ports are below the ports of later streams.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
     let vip = env.testbed.service().ip();
-    // Answers of one connection 200 ms apart show how fast its clock ticks.
+    // Answers of one connection, 200 ms apart, show the rate of its clock.
     let one = format!("exec 3<>/dev/tcp/{vip}/80; for n in {{1..5}}; do printf x >&3; sleep 0.2; done");
     let script = format!("for n in {{1..40}}; do ({one}) & done; wait");
     let servers = env.testbed.server_numbers();
@@ -98,13 +98,13 @@ fn plain_linux_servers_join_and_leave_without_broken_connections() {
     no_connection_breaks("lbtsplain", Family::Ipv4, OWN_CLOCKS, "per-connection");
 }
 
-/// Returns the packets of open connections placed by the cookie, and by the flow table.
+/// Returns the numbers of packets of established connections that the cookie and the flow table have decided.
 fn packets_by_decision(env: &TestEnv) -> [u64; 2] {
     let services = state(env)["stamped_services"].clone();
     ["by_cookie", "by_flow_table"].map(|decision| services[0][decision].as_u64().unwrap())
 }
 
-/// Fails unless the cookie has decided at least 99 % of the packets of open connections since `before`.
+/// Fails unless the cookie has decided at least 99 % of the packets of established connections since `before`.
 fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
     let after = packets_by_decision(env);
     let [by_cookie, by_flow_table] = [0, 1].map(|decision| after[decision] - before[decision]);
@@ -116,10 +116,10 @@ fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
     assert!(text.contains(" % of its established packets by the cookie."), "{text}");
 }
 
-/// Servers come and go, keys change, and the load balancer restarts.
+/// Checks that no connection breaks while servers come and go, keys change, and the load balancer restarts.
 fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, known: &str) {
     let mut env = start_env(instance, family, &[tcp_timestamps; 5]);
-    // A load balancer that loses its memory loses the connections that are not stamped: let there be none.
+    // A load balancer that loses its state breaks connections that are not stamped, so the test must not have any.
     warm_up(&env, known);
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
@@ -143,12 +143,12 @@ fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, kn
     env.set_admin_state(1, Some(AdminState::Active));
     eventually(*TIMEOUT, "replies are stamped", || env.counter("lb1", "reply_stamped") > 1_000);
     env.wait_for_connections(75);
-    // It starts with nothing in its memory; what it does not know yet must not be routed on as it is.
+    // The load balancer restarts without state. It must not route packets unchanged that it does not know yet.
     set_forwarding(&env, "0");
     env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
     env.wait_for_connections(150);
     set_forwarding(&env, "1");
-    // Its counters begin at 0 as well.
+    // Counters of the load balancer restart at 0 as well.
     for counter in ["established", "reply_stamped"] {
         eventually(*TIMEOUT, counter, || env.counters(counter) > 1_000);
     }
@@ -188,7 +188,7 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
 #[test]
 fn unstampable_server_is_named_and_its_connections_continue() {
     skip_if!(missing_testbed_rights());
-    // Without timestamps; with the others, of which one drains.
+    // One server has no timestamps, and one of the other servers drains.
     let mut env = start_env("lbtsown", Family::Ipv4, &["0", OWN_CLOCKS, ONE_CLOCK, ONE_CLOCK]);
     let client = env.start_streams(150.0);
     env.wait_for_connections(375);

@@ -1,5 +1,5 @@
-//! Several load balancers behind ECMP: added, restarted, upgraded, rebooted and killed while connections go on and the
-//! pool changes. None breaks.
+//! Several load balancers behind ECMP are added, restarted, upgraded, rebooted and killed under load while the pool
+//! changes. No connection breaks.
 
 use std::time::Duration;
 
@@ -27,8 +27,8 @@ fn start_env(instance: &str, consistency: Consistency, family: Family) -> TestEn
 fn change_load_balancers(env: &mut TestEnv) {
     let client = env.start_streams(150.0);
     env.wait_for_connections(225);
-    // From here on what goes by a rule instead of by a cookie goes astray: most connections' servers by `rr` are
-    // others.
+    // From here on, packets that are placed by a rule instead of by a cookie reach the wrong server: `rr` selects other
+    // servers for most connections.
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(75);
     assert_eq!(env.fleet.add_load_balancer(&mut env.testbed).unwrap(), 3);
@@ -65,7 +65,7 @@ fn connections_survive_lost_connection_tables() {
     lose_connection_tables("lbsfull", Family::Ipv4);
 }
 
-/// The path changes as by a client that draws a new flow label.
+/// The path changes as for a client that draws a new flow label.
 #[test]
 fn ipv6_connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());
@@ -75,8 +75,8 @@ fn ipv6_connections_survive_lost_connection_tables() {
 fn lose_connection_tables(instance: &str, family: Family) {
     let mut env = start_env(instance, Consistency::Stateful, family);
     change_load_balancers(&mut env);
-    // Packets that reached another load balancer than the one with the entry, and packets that had to go to all once
-    // that one was gone.
+    // Some packets reached a load balancer that does not own the entry. Others had to be broadcast after the owner was
+    // gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {
         eventually(*TIMEOUT, counter, || env.counters(counter) > 0);
     }

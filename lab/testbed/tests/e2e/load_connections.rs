@@ -1,4 +1,4 @@
-//! The load generator on connections: the paced server's protocol, and HTTP with stock nginx.
+//! The load generator over connections: to the paced server, and by HTTP to stock nginx.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ fn paced_requests_take_their_requested_time() -> anyhow::Result<()> {
     let report = report(start_load(&testbed, &mix)?)?;
     assert_eq!((count(&report, "requests"), count(&report, "lost")), (999, 0), "{report}");
     let of_class = |index: usize| report["classes"][index]["completed"].as_u64().unwrap();
-    // 975 ns and 1.35 us, 400 times.
+    // Service times are 975 ns and 1.35 us, multiplied by 400.
     assert_eq!(server.busy_ns()?.iter().sum::<u64>(), (of_class(0) * 390 + of_class(1) * 540) * 1_000, "{report}");
     let workers = report["workers"].as_array().unwrap();
     assert!(workers.iter().all(|worker| worker["server"] == 1), "{report}");
@@ -38,7 +38,7 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     let server = testbed.start_paced_server(1)?;
     let options = "--transport tcp --rate 400 --seconds 12 --warm-up 0 --flows 8 --timeout 1 --service exp:1000";
     let load = start_load(&testbed, options)?;
-    // 800 requests of a millisecond, 2 s of the load.
+    // 800 requests of a millisecond are 2 s of the load.
     let is_busy = || server.busy_ns().unwrap().iter().sum::<u64>() > 800_000_000;
     eventually(Duration::from_secs(40), "requests are served", is_busy);
     drop(server);
@@ -46,7 +46,7 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     let server = testbed.start_paced_server(1)?;
     let report = report(load)?;
     assert_eq!(count(&report, "requests"), count(&report, "completed") + count(&report, "lost"), "{report}");
-    // For a second there was no worker, and until the next one listened.
+    // For a second, and until the next worker listened, there was no worker.
     assert!(count(&report, "lost") > 100 && count(&report, "lost") < count(&report, "requests") / 2, "{report}");
     assert!(count(&report, "refused") > 0, "{report}");
     // The server served requests again after the pause.
@@ -69,12 +69,12 @@ fn http_is_answered_by_nginx() -> anyhow::Result<()> {
     let wrong = |report: &Value| ["lost", "failed", "broken_connections", "malformed"].map(|name| count(report, name));
     assert_eq!(wrong(&who), [0; 4], "{who}");
     assert!((850..1_150).contains(&count(&who, "requests")), "{who}");
-    // A megabyte each: many reads of one response.
+    // Responses of a megabyte need many reads each.
     let large = report(load(LARGE_FILE, 20)?)?;
     assert_eq!(wrong(&large), [0; 4], "{large}");
     let missing = report(load("/missing", 100)?)?;
     assert_eq!(wrong(&missing), [0, count(&missing, "requests"), 0, 0], "{missing}");
-    // A reload ends every old worker's connections; they are opened again, to the new ones.
+    // A reload ends every old worker's connections; the generator opens new ones to the new workers.
     let running = load(WORKER_PATH, 200)?;
     std::thread::sleep(Duration::from_millis(700));
     nginx.reload(&testbed, 1, 2)?;
@@ -89,8 +89,8 @@ fn waiting_for_a_connection_is_part_of_the_latency() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tloadwait")?;
     let _nginx = testbed.start_nginx(1)?;
-    // One connection, and answers that take minutes (1 MB at 4 kB/s): the first request is on its way, the others wait
-    // for it.
+    // With one connection and answers that take minutes (1 MB at 4 kB/s), the first request is outstanding, and the
+    // other requests wait for it.
     let options =
         "--transport http --path /slow --rate 50 --arrivals fixed --seconds 1 --warm-up 0 --flows 1 --timeout 1";
     let report = report(start_load(&testbed, options)?)?;

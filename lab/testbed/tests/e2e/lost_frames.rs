@@ -1,4 +1,4 @@
-//! Frames that the load balancer's program sends and its device drops.
+//! Frames that the load balancer's program transmits and its device drops.
 
 use std::net::TcpStream;
 use std::process::Command;
@@ -26,7 +26,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// `at_switch`: what is done at the other end of the load balancer's device before its daemon starts.
+    /// `at_switch`: command at the other end of the load balancer's device, run before the daemon starts.
     fn start(instance: &str, at_switch: &str) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
@@ -42,7 +42,7 @@ impl TestEnv {
         status["load_balancers"][0]["state"].clone()
     }
 
-    /// Returns whether a client's new connection becomes established in this time.
+    /// Returns whether a client's new connection becomes established within this time.
     fn can_connect(&self, limit: Duration) -> bool {
         let connect = || Ok(TcpStream::connect_timeout(&SERVICE.into(), limit).is_ok());
         self.testbed.client().within(connect).unwrap()
@@ -86,8 +86,8 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     });
 }
 
-/// With GRO alone at the other end of a veth, native XDP seems to work while the daemon does: its own frames wake that
-/// end's poll. The connections stall when it is killed.
+/// With GRO alone at the other end of a veth, native XDP seems to work while the daemon runs: the daemon's frames wake
+/// that end's poll. When the daemon is killed, connections stall.
 #[test]
 fn new_connections_continue_when_the_daemon_is_killed() {
     skip_if!(missing_testbed_rights());

@@ -1,4 +1,4 @@
-//! State that is lost or cannot be written: load balancers and agents go on by what they have in force.
+//! State that is lost or cannot be written: load balancers and agents continue with the state in force.
 
 use std::fs;
 use std::net::TcpStream;
@@ -18,7 +18,7 @@ const METRICS: &str = "127.0.0.1:9440";
 const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
                         [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
-/// Its load balancers must choose alike, so none makes a table itself.
+/// Service whose load balancers must choose alike, so none of them makes its own table.
 const BY_BUCKET: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n\
                          consistency = \"beamer\"\n";
 
@@ -51,7 +51,7 @@ fn lost_store_interrupts_no_service() {
         .within(|| before.iter_mut().try_for_each(|(connection, _)| connection.query_worker().map(drop)))
         .expect("connections of before go on");
 
-    // An operator decides, also that there are no services.
+    // Only an operator can decide that there are no services.
     let none = testbed.directory().join("none.toml");
     fs::write(&none, "report_interval = \"50ms\"\n").unwrap();
     let apply = operator_command(&testbed, &["apply", "--yes", &none.display().to_string()]).unwrap();
@@ -73,7 +73,7 @@ fn configuration_is_saved_when_the_disk_has_room() {
     let saved = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
 
-    // The new file is written there, and then renamed.
+    // A new file is written at this path, and then renamed.
     let obstacle = testbed.directory().join("lb1.new");
     eventually(*TIMEOUT, "no write is under way", || fs::create_dir(&obstacle).is_ok());
     let before = fs::read(&saved).unwrap();

@@ -1,4 +1,4 @@
-//! End-to-end tests that share the machine with others, in one executable.
+//! End-to-end tests that may run in parallel, in one executable.
 
 mod adopting;
 mod announce;

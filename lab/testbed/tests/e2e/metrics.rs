@@ -1,10 +1,9 @@
-//! Prometheus' endpoints of a running fleet: each serves the metrics of the table, with the values of `coreward
-//! status`.
+//! Prometheus endpoints of a running fleet: each serves its documented metrics, with the values of `coreward status`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-// The daemons that declare metrics.
+// These crates declare metrics.
 use coreward_agent as _;
 use coreward_control_server as _;
 use coreward_lb as _;
@@ -23,7 +22,7 @@ type Values = BTreeMap<(String, BTreeMap<String, String>), f64>;
 fn scrape(env: &TestEnv, host: &Namespace) -> Option<Values> {
     let text = metrics_page(&env.testbed, host, ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
-    // The parser knows Prometheus' own format, which ends without a word.
+    // The parser knows Prometheus' own format, which has no end marker.
     let lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
     let samples = Scrape::parse(lines).unwrap().samples;
     assert!(!samples.is_empty(), "{text}");
@@ -48,7 +47,7 @@ fn sum(values: &Values, name: &str, label: (&str, &str)) -> f64 {
     values.iter().filter(|((metric, labels), _)| metric == name && of(labels)).map(|(_, value)| value).sum()
 }
 
-/// Asserts that a part serves the metrics of the table, except those of events that have not happened.
+/// Asserts that a component serves its documented metrics, except those of events that have not happened.
 fn assert_complete(part: Component, values: &Values) {
     let of_table = |name: &str| {
         METRICS.iter().find(|metric| {
@@ -87,7 +86,7 @@ fn endpoints_serve_the_documented_metrics() {
     let testbed = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
     let options = FleetOptions { load_balancer_text: key.clone(), agent_text: key.clone(), ..FleetOptions::default() };
     let mut env = TestEnv::start(testbed, options);
-    // Before the tables of the file.
+    // Top-level keys must come before the tables of the file.
     let file = env.testbed.directory().join("controller.toml");
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, format!("{key}{text}")).unwrap();
@@ -123,7 +122,7 @@ fn endpoints_serve_the_documented_metrics() {
     let reported: f64 =
         known.iter().filter(|((name, _), _)| name == "coreward_reports_refused_total").map(|(_, value)| value).sum();
     assert_eq!(reported, refused as f64);
-    // The agent, the controller and `status` count the same warnings, of which this is one.
+    // The agent, the controller and `status` count the same warnings, including this one.
     server.within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
     let warnings = |host: &Namespace| sum(&whole(host), "coreward_server_warnings", ("server", "s1"));
     eventually(*TIMEOUT, "all count the agent's warning", || {

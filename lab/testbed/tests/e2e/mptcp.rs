@@ -1,8 +1,8 @@
-//! Multipath TCP of stock kernels (RFC 8684): the first subflow follows the policy, and the ones that join it
-//! reach the same server by a port that the server signals and that is a service of its own.
+//! Multipath TCP of stock kernels (RFC 8684). The policy places the first subflow. Further subflows reach the same
+//! server by a port that the server signals and that is a separate service.
 //!
-//! The token in MP_JOIN is drawn by the server's kernel, so no load balancer can find the connection by it.
-//! So servers refuse joins to the first address and port (`allow_join_initial_addr_port = 0`) and signal another one.
+//! The server's kernel draws the token in MP_JOIN, so no load balancer can find the connection by it. So servers refuse
+//! joins to the first address and port (`allow_join_initial_addr_port = 0`) and signal another port.
 
 use std::fmt::Write as _;
 use std::io::{Read as _, Write as _};
@@ -18,10 +18,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::support::{eventually, pause, run};
 
 const SERVERS: u16 = 3;
-/// One of the servers has none of them once in 10^6 runs, were each placed by lot.
+/// Number of connections: with random placement, one of the servers gets none once in 10^6 runs.
 const CONNECTIONS: u64 = 36;
 const TRANSFER_BYTES: usize = 100_000;
-/// Servers' ports for joins: this and the server's number.
+/// Base of the servers' ports for joins, to which the server's number is added.
 const JOIN_PORT: u16 = 8000;
 
 fn missing_mptcp() -> Option<String> {
@@ -54,7 +54,7 @@ fn join_services() -> String {
     })
 }
 
-/// Answers each byte with the server's number, on every connection; its threads end with their connections.
+/// Answers each byte with the server's number, on every connection. Each thread ends with its connection.
 fn serve(testbed: &Testbed, number: u16) {
     let listener: TcpListener = testbed
         .server(number)
@@ -91,7 +91,7 @@ fn connect() -> TcpStream {
     socket.into()
 }
 
-/// Sends `length` bytes and returns the server that answered them.
+/// Sends `length` bytes and returns the server that answered.
 fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
     let mut first = 0;
     let mut left = length;
@@ -156,7 +156,7 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
     fleet.kill_load_balancer(&mut testbed, 1, Duration::from_millis(150)).unwrap();
     pause(500);
     all_stay();
-    // The first subflows are aborted; what is under way goes on by the ones that joined.
+    // The test aborts the first subflows; data in flight continues on the joined subflows.
     let mut ss = Command::new("ss");
     ss.args(["--kill", "--tcp", "state", "established", "dst", &SocketAddrV4::new(VIP, SERVICE.port()).to_string()]);
     testbed.run(&client, ss).unwrap();

@@ -1,5 +1,5 @@
-//! Clients without TCP timestamps: no cookie can come back, and yet no connection breaks while servers and load
-//! balancers come and go one after the other.
+//! Clients without TCP timestamps cannot return a cookie. Still no connection breaks while servers and load balancers
+//! come and go one after the other.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ fn load_balancer_without_the_flow_finds_its_server() {
     let mut env = start_env("notslb", 2);
     let client = env.start_streams(150.0);
     env.wait_for_connections(300);
-    // The load balancer that takes over knows the server before of a bucket that changed hands once.
+    // The load balancer that takes over knows the previous server of a bucket that has moved once.
     env.set_admin_state(5, Some(AdminState::Active));
     env.wait_for_connections(300);
     env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();

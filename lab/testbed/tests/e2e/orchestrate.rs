@@ -1,4 +1,5 @@
-//! `coreward orchestrate` with a server of its runtime, on loopback: requests, workers that die and stop, a restart.
+//! `coreward orchestrate` with a server that uses the runtime library, on loopback: requests, workers that die and
+//! stop, a restart.
 
 use std::cell::Cell;
 use std::net::{SocketAddr, UdpSocket};
@@ -18,10 +19,10 @@ use serde_json::Value;
 
 use crate::support::{effective_capabilities, eventually, retained_capabilities};
 
-/// A response takes microseconds; a worker that just died takes its request with it.
+/// Time limit of a response, which takes microseconds; the request of a worker that just died gets no response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A process, killed when dropped.
+/// Process that is killed when dropped.
 pub struct Running(Child);
 
 impl Running {
@@ -63,7 +64,7 @@ struct Setup {
 }
 
 impl Setup {
-    /// Four cores; GET has priority over all other requests.
+    /// Writes a configuration with four cores, in which GET has priority over all other requests.
     fn new() -> anyhow::Result<Self> {
         let directory = tempfile::tempdir()?;
         let address = UdpSocket::bind("127.0.0.1:0")?.local_addr()?;
@@ -82,7 +83,7 @@ impl Setup {
         self.directory.path().join("cores").display().to_string()
     }
 
-    /// Starts the orchestrator. It has its port when the memory exists.
+    /// Starts the orchestrator. Its port is open when the memory exists.
     fn orchestrator(&self) -> anyhow::Result<Running> {
         let _ = std::fs::remove_file(self.memory());
         let arguments = ["orchestrate", "--config", &self.config.display().to_string()];
@@ -101,7 +102,7 @@ impl Setup {
     }
 }
 
-/// Client that sends requests without a pause.
+/// Client that sends requests without pauses.
 pub struct Client {
     pub socket: UdpSocket,
     next_id: u32,
@@ -121,7 +122,7 @@ impl Client {
         Ok(Self { socket, next_id: 0, sent: 0, received: Cell::new(0) })
     }
 
-    /// Sends a request of a type, which takes `service_us` of a core.
+    /// Sends a request of a type that needs `service_us` of core time.
     pub fn send(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
         self.send_value(request_type, service_us, b"")
     }
@@ -132,7 +133,7 @@ impl Client {
         let request = Request { request_type, id, service_ns: service_us * 1000, key: key.as_bytes(), value };
         let mut datagram = Vec::new();
         request.write(&mut datagram);
-        // Fails when no orchestrator has the port.
+        // Sending fails when no orchestrator has the port.
         if self.socket.send(&datagram).is_ok() {
             self.sent += 1;
         }
@@ -169,7 +170,7 @@ impl Client {
         });
     }
 
-    /// Sends a burst and returns the number of its responses, or of earlier ones.
+    /// Sends a burst and returns the number of responses, including responses to earlier requests.
     fn count_responses(&mut self, burst: usize) -> usize {
         (0..burst).for_each(|_| _ = self.send("GET", 50).unwrap());
         (0..burst).map_while(|_| self.receive()).count()
@@ -184,7 +185,7 @@ pub fn sum(report: &Value, count: &str) -> u64 {
     report["services"].as_array().unwrap().iter().map(|service| service[count].as_u64().unwrap()).sum()
 }
 
-/// Every request of the report has one fate.
+/// Asserts that the report counts every request under exactly one outcome.
 pub fn check_accounts(report: &Value, received: u64) {
     let fates = ["dropped", "rejected", "completed", "lost", "waiting", "outstanding"].map(|count| sum(report, count));
     assert_eq!((sum(report, "received"), fates.iter().sum::<u64>()), (received, received), "{report}");
@@ -219,7 +220,7 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Also where root started it.
+/// The orchestrator drops capabilities also if root has started it.
 #[test]
 fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
     let setup = Setup::new()?;
@@ -280,7 +281,7 @@ fn workers_connect_to_the_next_orchestrator() -> anyhow::Result<()> {
 fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
     let setup = Setup::new()?;
     let orchestrator = setup.orchestrator()?;
-    // GET has cores 0 and 1 at first, all other requests have 2 and 3 and keep one.
+    // At first GET has cores 0 and 1. All other requests have cores 2 and 3 and keep one of them.
     let options = ["--assignment", "dedicated", "--reserved", "1", "--epoch-us", "200"];
     let server = setup.server_with("0,1,2,3", &options)?;
     let mut client = Client::new(&setup)?;

@@ -1,4 +1,5 @@
-//! `coreward orchestrate` with requests by AF_XDP, at a server of the testbed (veth, one socket per receive queue).
+//! `coreward orchestrate` with requests through AF_XDP, at a server of the testbed (veth, one socket per receive
+//! queue).
 
 use std::fs::File;
 use std::net::{SocketAddr, UdpSocket};
@@ -57,7 +58,7 @@ impl TestEnv {
         metrics_page(&self.testbed, self.host(), &service.metrics).unwrap()
     }
 
-    /// Returns how requests enter, by the metrics.
+    /// Returns the paths by which requests enter, according to the metrics.
     fn mode(&self, service: &Service) -> Vec<&'static str> {
         let page = self.metrics(service);
         let series_of = |mode: &str| series(&page, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"));
@@ -74,7 +75,7 @@ struct Service {
 }
 
 impl Service {
-    /// Waits until the workers answer, then sends requests one after the other.
+    /// Waits until the workers answer, then sends requests one by one.
     fn send_requests(&mut self) {
         eventually(*TIMEOUT, "a worker answers", || {
             self.client.send("GET", 0).is_ok() && self.client.receive().is_some()
@@ -100,7 +101,7 @@ fn log_has(log: &Path, words: &[&str]) -> bool {
     text.lines().any(|line| words.iter().all(|word| line.contains(word)))
 }
 
-/// A datagram to a port of the server that is no service's arrives there.
+/// Checks that a datagram to a port without a service still reaches the server's socket.
 fn other_traffic_passes(env: &TestEnv) -> anyhow::Result<()> {
     let address = SocketAddr::from((server_address(1), 4999));
     let receiver = env.host().within(|| Ok(UdpSocket::bind(address)?))?;
@@ -121,7 +122,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     service.send_requests();
     let by_af_xdp = service.client.sent;
     assert_eq!(env.mode(&service), ["af-xdp"]);
-    // Fragments and IP options are left to the kernel, and so to the UDP socket.
+    // Fragments and packets with IP options go to the kernel, and so to the UDP socket.
     set_ip_options(&service.client.socket)?;
     service.client.send("GET", 0)?;
     assert!(service.client.receive().is_some());
@@ -142,12 +143,12 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets one option, which has no effect, for all datagrams of the socket.
+/// Sets one IP option, which has no effect, for all datagrams of the socket.
 fn set_ip_options(socket: &UdpSocket) -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
     const NO_OPERATION: [u8; 4] = [1; 4];
     let (options, length) = (NO_OPERATION.as_ptr().cast(), NO_OPERATION.len() as libc::socklen_t);
-    // SAFETY: the kernel reads so many bytes from the array.
+    // SAFETY: the kernel reads `length` bytes from the array.
     let result = unsafe { libc::setsockopt(socket.as_raw_fd(), libc::IPPROTO_IP, libc::IP_OPTIONS, options, length) };
     if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -157,7 +158,7 @@ fn fallback_to_the_socket_is_announced() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let env = TestEnv::new("tfallback")?;
     let mut first = env.start(4000)?;
-    // Only one XDP program can be at the interface.
+    // An interface can have only one XDP program.
     let mut second = env.start(4100)?;
     assert_eq!((env.mode(&first), env.mode(&second)), (vec!["af-xdp"], vec!["socket-fallback"]));
     assert!(log_has(&second.log, &["WARN", "intake-fallback", "expected no other one there"]));

@@ -1,5 +1,5 @@
-//! Load generator and paced server, without a load balancer between them: what is due is served, by the clock, and what
-//! breaks is seen.
+//! Load generator and paced server without a load balancer between them: due requests are served in their service time,
+//! and broken connections are counted.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -40,7 +40,7 @@ fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
     assert_eq!((report.opened, report.completed), (log.arrivals.len() as u64, log.arrivals.len() as u64));
     assert_eq!((report.broken.total(), report.answered), (0, requests));
     assert_eq!(report.placed.iter().map(|placed| placed.connections).sum::<u64>(), report.opened);
-    // The work is served to the nanosecond, however late the machine wakes the workers.
+    // Service times are exact to the nanosecond, however late the machine wakes the workers.
     assert_eq!(server.busy_ns()?.iter().sum::<u64>(), work_us * 1_000);
     assert!(report.latency_us.p50 >= u64::from(workload.service_us), "{:?}", report.latency_us);
     Ok(())
@@ -69,10 +69,10 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     let refused = report(start_load(&testbed, &log(1))?)?;
     assert_eq!((refused.opened, refused.completed, refused.broken.refused), (10, 0, 10), "{refused:?}");
 
-    // The server dies with the connections open: the kernel resets or ends them.
+    // The server dies with open connections, which the kernel resets or ends.
     let server = testbed.start_paced_server(1)?;
     let load = start_load(&testbed, &log(90))?;
-    // 100 requests of a millisecond, 10 on each connection.
+    // 100 requests of a millisecond are served, 10 on each connection.
     let is_busy = || server.busy_ns().unwrap().iter().sum::<u64>() >= 100_000_000;
     eventually(Duration::from_secs(30), "requests are served", is_busy);
     drop(server);

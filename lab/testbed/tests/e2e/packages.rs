@@ -24,13 +24,14 @@ fn run_successfully(program: &str, arguments: &[&str]) -> String {
 
 const UNITS: [(&str, f64); 5] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0), ("rack", 2.0), ("orchestrate", 3.0)];
 
-/// Built, unpacked, and run: the command by its own libraries, the pages by man, the units by systemd-analyze.
+/// Builds, unpacks and runs: the command with its own libraries, the manual pages with man, the units with
+/// systemd-analyze.
 #[test]
 fn packages_contain_the_needed_files() {
-    // Only root has the tools installed.
+    // The tools are installed only for root.
     skip_if!(missing_testbed_rights());
     let directory = tempfile::tempdir().unwrap();
-    // Not out/deb, which `make deb` may be writing.
+    // out/deb is not used, because `make deb` may be writing there.
     let out = directory.path().join("packages");
     let command = coreward_command().unwrap();
     let variables = [format!("OUT={}", out.display()), format!("COREWARD={}", command.display())];
@@ -59,7 +60,7 @@ fn packages_contain_the_needed_files() {
 
     for (daemon, highest) in UNITS {
         let unit = path(&format!("usr/lib/systemd/system/coreward-{daemon}.service"));
-        // A unit that names the command where the package puts it, for `verify` to find it.
+        // The unit names the command at its unpacked path, so that `verify` finds it.
         let text = std::fs::read_to_string(&unit).unwrap().replace("/usr/bin/coreward", &path("usr/bin/coreward"));
         let text = text.lines().filter(|line| !line.starts_with("Documentation=")).collect::<Vec<_>>().join("\n");
         std::fs::write(&unit, text).unwrap();

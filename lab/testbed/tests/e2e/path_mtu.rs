@@ -1,5 +1,5 @@
-//! A hop with a small MTU on the way to the client: its ICMP errors go to the VIP and must reach the server that sent
-//! the packet, or the connection hangs (RFC 1191; RFC 2923, Sect. 2.1).
+//! A hop with a small MTU on the way to the client. Its ICMP errors go to the VIP and must reach the server that sent
+//! the packet. Otherwise the connection hangs (RFC 1191; RFC 2923, Sect. 2.1).
 
 use std::process::Command;
 
@@ -38,14 +38,14 @@ fn downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     })
     .unwrap();
     testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", client_timestamps)]).unwrap();
-    // Without this a server without ICMP would find the MTU by itself, after some seconds.
+    // Without this setting, a server without ICMP errors would find the MTU by itself after some seconds.
     for number in testbed.server_numbers() {
         testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_mtu_probing", "0")]).unwrap();
     }
     let _nginx: Vec<Nginx> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let _fleet = Fleet::start(&testbed, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
-    // The hash chooses the server: 12 connections pass over one of three once in 43 runs.
+    // The hash chooses the server: 12 connections all miss one of three servers once in 43 runs.
     for _ in 0..ROUNDS {
         download(&testbed);
         if unreachables_received(&testbed).iter().all(|errors| *errors > 0) {

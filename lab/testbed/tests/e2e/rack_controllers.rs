@@ -1,7 +1,7 @@
 //! Rack controllers between agents and the controller, all with certificates. Connections go to the least loaded
-//! server, whichever way its reports come. A server behind a rack drains as any other. Killed racks and controllers
-//! break no connection. A rack with another one's certificate, or with reports for foreign servers, is rejected by
-//! name.
+//! server, whichever path its reports take. A server behind a rack drains like any other server. Killed racks and
+//! controllers break no connection. The controller rejects a rack that has another rack's certificate, or reports for
+//! foreign servers, with an error that names it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -26,10 +26,10 @@ use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, o
 const CORES: u16 = 2;
 /// Number that no server has.
 const NO_SERVER: u16 = 0;
-/// Load that ends the thread of [`Loads`].
+/// Value that ends the thread of [`Loads`].
 const END_LOAD: u16 = u16::MAX;
 
-/// All cores are busy nearly all of the time, but those of one server.
+/// Loads of the servers: all cores are busy nearly all of the time, except the cores of one server.
 struct Loads {
     idle: Arc<AtomicU16>,
     writing: Option<JoinHandle<()>>,
@@ -79,7 +79,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// `server_racks`: racks that a server's agent uses, and that its document names.
+    /// `server_racks`: the racks that a server's agent uses, and the racks that the document names for the server.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
         let testbed = TestbedOptions { instance: instance.to_owned(), cores: CORES, racks: 2, ..Default::default() };
         let servers = server_racks.len() as u16;
@@ -131,7 +131,7 @@ impl TestEnv {
         self.agent_racks().remove(server)
     }
 
-    /// Waits until every agent has reported through one of its racks in `allowed`, not all of them in the same status.
+    /// Waits until every agent has reported through one of its racks in `allowed`. Agents may do so at different times.
     fn wait_for_racks_in(&self, allowed: &[&[&str]]) {
         let mut missing: BTreeSet<String> = (1..=allowed.len()).map(|number| format!("s{number}")).collect();
         eventually(*TIMEOUT, &format!("agents are connected through {allowed:?}"), || {
@@ -140,7 +140,7 @@ impl TestEnv {
                 let server = format!("s{number}");
                 match racks.get(&server) {
                     Some(rack) if allowed.contains(&rack.as_str()) => missing.remove(&server),
-                    // Its last report came through another rack.
+                    // The agent's last report came through another rack.
                     Some(_) => missing.insert(server),
                     None => false,
                 };
@@ -161,7 +161,8 @@ impl TestEnv {
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// A rack starts with a foreign certificate until the controller logs these words; then with its own.
+    /// Starts a rack with a foreign certificate until the controller logs these words, then with the rack's own
+    /// certificate.
     fn assert_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
         let own = bundle(&self.testbed, Role::Rack, rack);
         let kept = self.testbed.directory().join("kept");
@@ -178,7 +179,7 @@ impl TestEnv {
         self.fleet.restart(&self.testbed, rack).unwrap();
         eventually(*TIMEOUT, words, || daemon_log(&self.testbed, "controller", from).contains(words));
         assert!(!self.rack_names().iter().any(|name| name == rack));
-        // A rack with another name is another process.
+        // A rack with another name is a separate process.
         self.fleet.kill(rack).unwrap();
         copy(&kept, &own);
         self.fleet.restart(&self.testbed, rack).unwrap();
@@ -186,7 +187,7 @@ impl TestEnv {
     }
 }
 
-/// Text of a server in the fleet's file.
+/// Returns the key `racks` of a server in the fleet's file.
 fn racks_key(racks: &[u16]) -> String {
     let names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
     format!("racks = {names:?}\n")
@@ -209,7 +210,7 @@ fn racks_and_controller_restart_without_broken_connections() {
         text.contains("\nrack rack1 (") && text.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),
         "{text}"
     );
-    // Every core of a server behind a rack, as its agent measures it.
+    // The agent of a server behind a rack measures that every core is busy.
     eventually(*TIMEOUT, "s1 is seen to be busy", || {
         let status = env.fleet.status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
@@ -232,7 +233,7 @@ fn racks_and_controller_restart_without_broken_connections() {
     env.assert_all_reach(2);
     env.fleet.restart(&env.testbed, "rack1").unwrap();
     eventually(*TIMEOUT, "rack1 is back", || env.rack_names() == ["rack1", "rack2"]);
-    // No agent had to move.
+    // No agent had to change its rack.
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 
     env.fleet.kill("controller").unwrap();
@@ -250,7 +251,8 @@ fn racks_and_controller_restart_without_broken_connections() {
     assert_answered(&mut kept);
 }
 
-/// `coreward drain --wait` of a server behind a rack: its connections are counted, and the last one ends it.
+/// Runs `coreward drain --wait` for a server behind a rack: its connections are counted, and the command ends with the
+/// last connection.
 fn drain(env: &TestEnv) {
     env.assert_all_reach(2);
     let mut leaving = open(&env.testbed, 3);
@@ -290,7 +292,7 @@ fn rack_reports_for_its_own_servers_only() {
         "reason=\"wrong_role\" error=the certificate is for agent s1: expected rack",
     );
 
-    // The agent of s2 comes through rack1, which the document does not name for it.
+    // The agent of s2 connects through rack1, which the document does not permit for s2.
     env.fleet.kill(&agent_name(2)).unwrap();
     let mut options = env.fleet.options().clone();
     options.server_racks.insert(2, vec![1]);
@@ -305,12 +307,12 @@ fn rack_reports_for_its_own_servers_only() {
     assert!(refused.as_u64().unwrap() >= 1, "{refused}");
     env.assert_all_reach(2);
 
-    // A new document ends forbidden connections.
+    // A new document disconnects agents that it forbids.
     eventually(*TIMEOUT, "s1 is connected through its rack", || {
         if env.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
             return true;
         }
-        // It went past its rack while that had no certificate.
+        // The agent bypassed its rack while the rack had no certificate.
         env.fleet.upgrade(&env.testbed, &agent_name(1)).unwrap();
         pause(2_000);
         false

@@ -1,5 +1,4 @@
-//! Connections that their clients abort: the server gets the RST, with and without a timestamp, and keeps
-//! nothing.
+//! Connections that their clients abort: the server gets the RST, with and without a timestamp, and keeps no socket.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -16,7 +15,7 @@ use crate::support::{TestEnv, eventually, pause};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A connection on which a packet comes every 100 ms for ten minutes, and one has come.
+/// Opens a connection on which the server sends a packet every 100 ms for ten minutes, and waits for the first packet.
 fn open() -> TcpStream {
     let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE), LIMIT).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
@@ -26,8 +25,8 @@ fn open() -> TcpStream {
     stream
 }
 
-/// Ends a connection without a packet to the peer: its next packet then finds no socket here, and the RST that answers
-/// carries no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
+/// Ends a connection without a packet to the peer. The peer's next packet then finds no socket, and the RST in answer
+/// has no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
 fn close_silently(stream: TcpStream) {
     use std::os::fd::AsRawFd as _;
     let on: libc::c_int = 1;
@@ -46,7 +45,7 @@ fn close_silently(stream: TcpStream) {
 
 /// Returns the number of non-listening TCP sockets of the service at all servers.
 fn sockets(testbed: &Testbed) -> usize {
-    // State 0A is LISTEN (include/net/tcp_states.h); the local port of the others is the service's.
+    // State 0A is LISTEN (include/net/tcp_states.h); other sockets of the service have its port as local port.
     let port = format!(":{:04X} ", SERVICE.port());
     let of_server = |number| {
         testbed.server(number).unwrap().within(|| {
@@ -67,11 +66,11 @@ fn servers_receive_resets_of_aborted_connections() {
     client
         .within(|| {
             let mut streams: Vec<TcpStream> = (0..24).map(|_| open()).collect();
-            // The server has its socket once the handshake's last packet has come.
+            // The server has its socket after the handshake's last packet has arrived.
             eventually(LIMIT, "24 connections are open", || sockets(&env.testbed) == 24);
             env.set_admin_state(1, Some(AdminState::Draining));
             pause(500);
-            // Active close: the RST has a timestamp, and with it the cookie.
+            // After an active close, the RST has a timestamp, and so the cookie.
             for stream in streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
             }

@@ -1,4 +1,4 @@
-//! The data plane outlives its daemons: SIGKILL of each of them, new MAC addresses, changes of the pool; no connection
+//! The data plane survives its daemons: SIGKILL of each daemon, new MAC addresses, changes of the pool. No connection
 //! breaks.
 
 use std::net::SocketAddrV4;
@@ -56,7 +56,7 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
         assert_answered(&mut connections);
         connections.extend(open(&env.testbed, 5));
     }
-    // All at once.
+    // All daemons are killed at once.
     for daemon in ["agent-s1", "agent-s2", "lb1", "controller"] {
         env.fleet.kill(daemon).unwrap();
     }
@@ -77,7 +77,8 @@ fn server_with_a_new_mac_address_is_found_again() {
     let mut command = Command::new("ip");
     command.args(["link", "set", "dev", DEVICE, "address", "02:00:00:00:00:77"]);
     env.testbed.run(env.testbed.server(1).unwrap(), command).unwrap();
-    // The kernel's own neighbour entries at the client need the server's new address only for what it sends: nothing.
+    // The client's own neighbour entry of the server would matter only for packets from client to server, and there are
+    // none.
     let start = Instant::now();
     assert_answered(&mut connections);
     open(&env.testbed, 3);
@@ -96,7 +97,7 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     eventually(*TIMEOUT, "server 1 drains", || open(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
     assert_answered(&mut connections);
-    // Gone from the file altogether: what it had stays.
+    // The server is removed from the file; its connections stay.
     pool.remove(&1);
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
@@ -124,7 +125,7 @@ fn explain_names_the_serving_server_and_core() {
         let steers = |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
         status["servers"].as_array().unwrap().iter().all(steers)
     });
-    // None that the kernel has drawn for those (net.ipv4.ip_local_port_range).
+    // None of these ports is one that the kernel has drawn for those connections (net.ipv4.ip_local_port_range).
     for port in 20_300..20_332 {
         let source = SocketAddrV4::new(address, port);
         let explained = env.explain(source);

@@ -22,7 +22,7 @@ fn start_env(instance: &str, forwarding: Forwarding, family: Family, servers_fam
     TestEnv::start(options, FleetOptions { forwarding, servers_family, policy, ..FleetOptions::default() })
 }
 
-/// `family`: of the service; `servers_family`: of the servers' addresses, so of the outer headers.
+/// `family`: address family of the service; `servers_family`: of the servers' addresses, and so of the outer headers.
 fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) {
     let mut env = start_env(instance, forwarding, family, servers_family);
     let client = env.start_streams(20.0);
@@ -88,7 +88,7 @@ fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, Family::Ipv4, Family::Ipv6);
 }
 
-/// As in fabrics of unnumbered links, where routers have no IPv4 address there (RFC 8950).
+/// Routers have no IPv4 address on this link, as in fabrics of unnumbered links (RFC 8950).
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
     skip_if!(missing_testbed_rights());

@@ -1,5 +1,5 @@
-//! Servers behind a router, and clients whose links have another MTU than the load balancer's: 1 MB each way by TCP and
-//! by UDP, in packets that do not fit with their outer header until the client has learned so.
+//! Servers behind a router, and clients whose links have another MTU than the load balancer's. The test transfers 1 MB
+//! each way by TCP and by UDP. Packets do not fit with their outer header until the client has learned a smaller MTU.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -17,12 +17,12 @@ use crate::support::{eventually, run};
 
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
-/// Without DF, in several fragments; and with DF, in one packet.
+/// Lengths of datagrams: without DF, in several fragments; and with DF, in one packet.
 const DATAGRAMS: [usize; 2] = [8_000, 1_400];
 /// Time without an answer after which a client sends a datagram again.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-/// On every server two threads that return what they get: 1 MB by connection, and each datagram; until this is dropped.
+/// Two threads on every server that echo 1 MB per connection and each datagram, until this value is dropped.
 struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
@@ -66,13 +66,13 @@ fn answer(socket: &UdpSocket, done: &AtomicBool) {
     let mut buffer = vec![0; 65_536];
     while !done.load(Ordering::Relaxed) {
         if let Ok((length, client)) = socket.recv_from(&mut buffer) {
-            // An ICMP error about an earlier answer is reported once: the client sends again.
+            // An ICMP error about an earlier answer is reported once; the client sends its datagram again.
             let _ = socket.send_to(&buffer[..length], client);
         }
     }
 }
 
-/// Sends 1 MB to the service and back on one connection.
+/// Sends 1 MB to the service and back over one connection.
 fn exchange_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect_timeout(&service, *TIMEOUT)?;
     stream.set_read_timeout(Some(*TIMEOUT))?;
@@ -85,12 +85,12 @@ fn exchange_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// An ICMP error has reached the socket; the kernel sends shorter fragments from now on.
+/// Returns whether an ICMP error has reached the socket; the kernel sends shorter fragments from then on.
 fn is_too_long(error: &std::io::Error) -> bool {
     error.raw_os_error() == Some(libc::EMSGSIZE)
 }
 
-/// Sends 1 MB there and back in datagrams of `length`, one after the other. Returns how many were sent again.
+/// Sends 1 MB to the service and back in datagrams of `length`, one by one. Returns how many were sent again.
 fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> {
     let socket = UdpSocket::bind(if service.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(service)?;
@@ -103,7 +103,7 @@ fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> 
         loop {
             match socket.recv(&mut buffer) {
                 Ok(received) if buffer[..received] == sent[..] => break,
-                // To a datagram that was sent again.
+                // This answers a datagram that was sent again.
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock || is_too_long(&error) => {
                     anyhow::ensure!(Instant::now() < end, "no answer to datagram {number} of {length} bytes");
@@ -154,7 +154,7 @@ fn counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
 
-/// `client_mtu`: MTU of both ends of the client's link, or with `from_router` of the router's end only.
+/// `client_mtu`: MTU of both ends of the client's link, or with `from_router` only of the router's end.
 fn transfer_megabytes(instance: &str, tunnel: Tunnel, client_mtu: u16, from_router: bool) {
     let (fleet, _echoes, testbed) = start(instance, tunnel);
     let router = testbed.router().unwrap();
@@ -180,7 +180,7 @@ fn transfer_megabytes(instance: &str, tunnel: Tunnel, client_mtu: u16, from_rout
             Ok(())
         })
         .unwrap();
-    // The kernel keeps an MTU by destination.
+    // The kernel stores an MTU for each destination.
     assert_eq!(learned_mtu(&testbed), (leaves_client > longest).then_some(longest));
     if leaves_client > longest {
         let answered = || counter(&fleet, &testbed, "drop_fragmentation_needed");

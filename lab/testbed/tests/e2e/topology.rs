@@ -1,4 +1,4 @@
-//! The testbed itself: hosts that reach each other, RSS that delivers as predicted, and nothing left behind.
+//! The testbed itself: hosts reach each other, RSS delivers as predicted, and nothing is left behind.
 
 use std::io::{BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -34,7 +34,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 
     let nginx = testbed.start_nginx(1)?;
     assert_eq!(nginx.workers().len(), 4);
-    // Else SIGHUP comes to all when a shell ends while one process of the testbed is stopped.
+    // Otherwise all processes get SIGHUP when a shell ends while one process of the testbed is stopped.
     let pid = Pid::from_raw(nginx.pid() as i32);
     assert_eq!(getpgid(Some(pid))?, pid);
     testbed.route_vip_to_server_1(testbed.client())?;
@@ -47,8 +47,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 
     let added = testbed.add_server()?;
     assert_eq!((added, testbed.server_numbers()), (3, vec![1, 2, 3]));
-    // Nothing listens there: a refusal (curl's exit code 7) comes from the host itself, silence would be a time-out
-    // (28).
+    // No process listens: the host itself refuses the connection (curl's exit code 7); silence would be a timeout (28).
     let mut added_host = Command::new("curl");
     added_host.args(["-sS", "--max-time", "5", &format!("http://{}/", server_address(added))]);
     let refused = testbed.run(testbed.client(), added_host).unwrap_err().to_string();
@@ -59,7 +58,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens one connection per source port and compares the queue it arrived on with Toeplitz and table.
+/// Opens one connection per source port and compares its receive queue with the prediction by Toeplitz and table.
 fn assert_queues_as_predicted(
     testbed: &Testbed,
     queues: &ReceiveQueues,
@@ -107,7 +106,7 @@ fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Load balancers without coreward: each one's kernel routes what is for the VIP to server 1.
+/// Configures load balancers without coreward: each kernel routes packets for the VIP to server 1.
 fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
     for number in testbed.load_balancer_numbers() {
         let load_balancer = testbed.load_balancer(number)?;
@@ -173,7 +172,7 @@ fn router_with_a_small_mtu_sends_icmp_to_the_server() -> anyhow::Result<()> {
 const OWNER_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
 const KILLED_INSTANCE: &str = "tkilled";
 
-/// Run by the next test in a process of its own: makes a testbed, reports it, and waits to be killed.
+/// Run by the next test as a separate process: makes a testbed, reports it, and waits to be killed.
 #[test]
 #[ignore = "started by the next test"]
 fn own_testbed_until_killed() -> anyhow::Result<()> {
@@ -182,13 +181,13 @@ fn own_testbed_until_killed() -> anyhow::Result<()> {
     }
     let testbed = Testbed::create(options(KILLED_INSTANCE, 1))?;
     let nginx = testbed.start_nginx(1)?;
-    // Not println!: the test runner would keep it for itself.
+    // println! is not used, because the test runner would capture it.
     std::io::Write::write_all(&mut std::io::stdout(), format!("ready {}\n", nginx.workers()[0]).as_bytes())?;
     std::thread::sleep(Duration::from_secs(60));
     Ok(())
 }
 
-/// Returns whether the process has not ended: an ended one has no namespace, even before wait(2).
+/// Returns whether the process has not ended: an ended process has no namespace, even before wait(2).
 fn is_running(pid: u32) -> bool {
     std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok()
 }
@@ -215,7 +214,7 @@ fn killed_testbed_is_removed_by_the_next() -> anyhow::Result<()> {
 
     owner.kill()?;
     owner.wait()?;
-    // nginx's master was tied to its owner; its workers are not, and their master could not signal them.
+    // nginx's master ends with its owner. The workers do not, and the master could not signal them.
     assert!(is_running(worker));
     drop(Testbed::create(options(KILLED_INSTANCE, 1))?);
     assert!(!is_running(worker));

@@ -1,4 +1,4 @@
-//! docs/tutorial.md, docs/routed.md and docs/dual-stack.md: their commands, as they are written.
+//! Runs the commands of docs/tutorial.md, docs/routed.md and docs/dual-stack.md unchanged.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -27,7 +27,7 @@ fn remove_vip(testbed: &Testbed) {
     testbed.client().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "0")]).unwrap();
 }
 
-/// Runs the blocks of `document`, each on its machines, as they are written.
+/// Runs the blocks of `document` unchanged, each on its machines.
 fn run_blocks(testbed: &Testbed, document: &str) {
     remove_vip(testbed);
     let mut hosts = vec![("client".to_owned(), testbed.client()), ("controller".to_owned(), testbed.controller())];

@@ -1,5 +1,5 @@
-//! UDP through the load balancer: by flow each socket's datagrams keep their server while servers come and go, by
-//! packet each datagram follows the policy.
+//! UDP through the load balancer. With affinity by flow, each socket's datagrams keep their server while servers come
+//! and go. With placement by packet, each datagram follows the policy.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -28,7 +28,7 @@ fn start_env(instance: &str, udp: &str, policy: &str) -> TestEnv {
     TestEnv::start(options, FleetOptions { fleet_text: service(udp, policy), ..FleetOptions::default() })
 }
 
-/// On every server a thread that answers each datagram with the server's number and the datagram, until this is
+/// A thread on every server that answers each datagram with the server's number and the datagram, until this value is
 /// dropped.
 struct EchoServers(Arc<AtomicBool>);
 
@@ -60,13 +60,13 @@ impl Drop for EchoServers {
     }
 }
 
-/// Interval at which a client repeats a question that has no answer.
+/// Interval after which a client repeats a request without an answer.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Socket of a client.
 struct Flow {
     socket: UdpSocket,
-    /// Id of the newest question.
+    /// Id of the newest request.
     newest: Cell<u32>,
     repeats: Cell<u32>,
     duplicates: Cell<u32>,
@@ -80,7 +80,7 @@ impl Flow {
         Self { socket, newest: Cell::new(0), repeats: Cell::new(0), duplicates: Cell::new(0) }
     }
 
-    /// Sends `length` bytes, at least the 4 of the question's id, until an answer comes. Returns the server.
+    /// Sends `length` bytes, at least the 4 of the request's id, until an answer comes. Returns the server.
     fn exchange(&self, length: usize) -> anyhow::Result<u16> {
         let newest = self.newest.get() + 1;
         self.newest.set(newest);
@@ -104,7 +104,7 @@ impl Flow {
         }
     }
 
-    /// Only a question that was sent again may be answered twice.
+    /// Counts a second answer. Only a request that was sent again may be answered twice.
     fn count_duplicate(&self, answer: &[u8]) -> anyhow::Result<()> {
         let id = answer.first_chunk().map(|id| u32::from_be_bytes(*id));
         anyhow::ensure!(id.is_some_and(|id| (1..self.newest.get()).contains(&id)), "question {id:?} came back");
@@ -157,7 +157,8 @@ fn datagrams_by_packet_follow_the_policy() {
         .client()
         .within(|| {
             let flow = Flow::open();
-            // Faster than tables change: the same addresses and ports take turns all the same.
+            // The requests come faster than tables change. Still, packets of the same addresses and ports alternate
+            // between servers.
             (0..80).map(|_| flow.exchange(10)).collect()
         })
         .unwrap();

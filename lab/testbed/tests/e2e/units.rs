@@ -13,14 +13,14 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// User id of `User=`, on a machine that need not have the user.
+/// User id for `User=`, because the machine may lack the user.
 const USER: &str = "65534";
 
-/// Makes a root of its own from the machine's (an overlay, which is gone with the mount namespace), puts binary and
-/// files into it, makes it read-only but for what the unit leaves writable, and runs the unit's command there.
+/// Makes a separate root from the machine's root (an overlay that ends with the mount namespace), and puts binary and
+/// files into it. Only the paths that the unit leaves writable stay writable. Then runs the unit's command there.
 ///
-/// Arguments: folder for the overlay, binary, folder of /etc/coreward's files, state directory or nothing, further
-/// writable path or nothing, limit of open files, user, bounding set, command.
+/// Arguments: directory for the overlay, binary, directory of /etc/coreward's files, state directory or nothing,
+/// further writable path or nothing, limit of open files, user, bounding set, command.
 const SCRIPT: &str = r#"
 set -e
 work=$1 binary=$2 files=$3 state=$4 writable=$5 open_files=$6 user=$7 bounding_set=$8
@@ -67,14 +67,14 @@ impl Unit {
     }
 }
 
-/// A unit's process; killed with this value, and its namespaces go with it.
+/// Process of a unit. Dropping this value kills the process, and its namespaces end with it.
 struct StartedProcess {
     child: Child,
     directory: tempfile::TempDir,
 }
 
 impl StartedProcess {
-    /// With `files` in /etc/coreward: name and content.
+    /// Starts the unit with `files` in /etc/coreward (name and content).
     fn start(unit: &str, files: &[(&str, &str)]) -> Self {
         let unit = Unit::read(unit);
         assert_eq!(unit.setting("ProtectSystem"), Some("strict"));
@@ -94,7 +94,7 @@ impl StartedProcess {
         let mut command = Command::new("unshare");
         // systemd's default: DefaultLimitNOFILE=1024:524288.
         let open_files = unit.setting("LimitNOFILE").map_or("1024:".to_owned(), |limit| {
-            // The limit of a container stays.
+            // A lower limit of a container stays.
             let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
             limit.parse::<u64>().unwrap().min(most).to_string()
         });
@@ -129,7 +129,7 @@ impl StartedProcess {
     }
 }
 
-/// Directory of a daemon's pins; removed with this value, however the test ends.
+/// Directory of a daemon's pins, removed when this value is dropped, even if the test fails.
 struct Pins(String);
 
 impl Pins {
@@ -140,15 +140,15 @@ impl Pins {
 
 impl Drop for Pins {
     fn drop(&mut self) {
-        // Without pins there is no directory.
+        // Without pins the directory does not exist.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
 impl Drop for StartedProcess {
     fn drop(&mut self) {
-        // The first process of the namespace first: a change of user has taken from it that it dies with its parent.
-        // Errors mean that it has ended already.
+        // The first process of the namespace is killed first: after its change of user it no longer dies with its
+        // parent. Errors mean that it has ended already.
         let id = self.child.id();
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
         for child in children.split_whitespace().filter_map(|child| child.parse().ok()) {
@@ -167,7 +167,7 @@ fn every_unit_starts_with_its_capabilities() {
     let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");
     StartedProcess::start("controller", &[("controller.toml", &alone)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
-    // The file of docs/deployment.md: no token_directory, and here no etcd that answers.
+    // The file of docs/deployment.md has no token_directory; no etcd answers here.
     let of_several = format!("{controller}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
     StartedProcess::start("controller", &[("controller.toml", &of_several)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");

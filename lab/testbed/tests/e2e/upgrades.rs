@@ -1,4 +1,4 @@
-//! Daemons are exchanged under load: docs/deployment.md, its table row by row.
+//! Daemons are replaced under load: the table of docs/deployment.md, row by row.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ fn agents() -> impl Iterator<Item = String> {
 /// Stores another layout version in the pins. `T`: the map's value.
 fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
-    // The first word of both (bpf/include/intf.h).
+    // The first word of both types is the version (bpf/include/intf.h).
     mapped.store(0, 99);
 }
 
@@ -43,14 +43,13 @@ impl TestEnv {
         }
     }
 
-    /// Connections from these of the client's addresses: a second run cannot bind the ports that the first one has
-    /// used.
+    /// Starts a client with this range of addresses: a second run cannot bind the ports that the first run has used.
     fn streams_from(&self, addresses: Range<u16>) -> StreamClient {
         let streams = Streams::endless(150.0);
         self.testbed.start_stream_client_at(SERVICE, addresses, &streams, None).unwrap()
     }
 
-    /// Replaces the daemon by one with another layout.
+    /// Replaces the daemon by one with another layout version.
     fn exchange_with_other_layout(&mut self, daemon: &str) {
         let pins = self.pins(daemon);
         self.fleet.kill(daemon).unwrap();
@@ -104,7 +103,7 @@ fn real_versions_are_exchanged_up_and_down() {
     let old = PathBuf::from(std::env::var_os("COREWARD_OLD").expect("COREWARD_OLD: the older version's binary"));
     let mut env = start_env("upreal", 2, Consistency::Stateless);
     let daemons: Vec<String> = ["controller", "lb1", "lb2"].map(str::to_owned).into_iter().chain(agents()).collect();
-    // Everything is of the older version: what is pinned is its own.
+    // All daemons are of the older version, and so are their pins.
     for daemon in &daemons {
         restart_without_pins(&mut env, daemon, Some(&old));
     }
@@ -129,7 +128,7 @@ fn real_versions_are_exchanged_up_and_down() {
         let is_taken_over = env.fleet.replace_binary(&env.testbed, daemon, Some(&old));
         if let (Err(refused), Some(number)) = (is_taken_over, daemon.strip_prefix("lb")) {
             println!("{daemon}: {refused:#}");
-            // As in docs/deployment.md: the others carry the traffic meanwhile.
+            // As in docs/deployment.md, the other load balancers carry the traffic meanwhile.
             let others: Vec<u16> = [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
             env.testbed.announce(&others).unwrap();
             pause(500);
@@ -148,7 +147,7 @@ fn real_versions_are_exchanged_up_and_down() {
 /// Restarts a daemon without pins.
 fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
     let pins = env.pins(daemon);
-    // It may refuse what the other version pinned.
+    // The binary may reject pins of the other version.
     let _ = env.fleet.replace_binary(&env.testbed, daemon, binary);
     let _ = env.fleet.kill(daemon);
     for part in ["lb", "server", "steer"] {

@@ -21,7 +21,7 @@ fn start(instance: &str, vlans: (u16, &[u16]), family: Family, fleet: FleetOptio
     TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
 }
 
-/// Changes the pool and restarts the load balancer's daemon while connections go on; none breaks.
+/// Changes the pool and restarts the load balancer's daemon under load; no connection breaks.
 fn change_and_restart(env: &mut TestEnv) {
     let client = env.start_streams(100.0);
     env.wait_for_connections(150);
@@ -40,7 +40,7 @@ fn change_and_restart(env: &mut TestEnv) {
 #[test]
 fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
-    // Server 1 and 3 behind a replaced tag, server 2 without one.
+    // Frames to servers 1 and 3 have a replaced tag, frames to server 2 have none.
     let mut env = start("vlan", (10, &[20, 0]), Family::Ipv4, FleetOptions::default());
     change_and_restart(&mut env);
     assert!(env.counters("established") > 500 && env.counters("flow_table") == 0);
@@ -51,7 +51,7 @@ fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     let servers = serde_json::from_str::<Value>(&explanation).unwrap()["servers"].clone();
     let server = servers.as_array().unwrap().iter().find(|server| server["name"] == "s1");
     assert_eq!(server.unwrap()["vlan"], 20, "{explanation}");
-    // One frame does not reach servers in two VLANs.
+    // A frame cannot reach servers in two VLANs, so nothing is broadcast.
     assert_eq!(env.counters("broadcast"), 0);
     env.assert_only_resets("drop_not_broadcast");
 }
@@ -65,7 +65,7 @@ fn untagged_clients_reach_ipv6_servers_in_vlans() {
     assert!(env.counters("established") > 500);
 }
 
-/// Unknown packets reach their server by its neighbour in the VLAN.
+/// Unknown packets reach their server through a neighbour entry in the VLAN.
 #[test]
 fn chained_connections_in_one_vlan_survive_pool_changes() {
     skip_if!(missing_testbed_rights());

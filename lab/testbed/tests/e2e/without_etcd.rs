@@ -1,5 +1,5 @@
 //! Two controllers lose their etcd: none leads, tables are static, and load balancers mask servers by their own checks.
-//! The same without any controller. No connection breaks.
+//! A second test has no controller at all. No connection breaks.
 
 use std::process::Command;
 use std::time::{Duration, SystemTime};
@@ -16,7 +16,8 @@ use crate::support::{
     MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_masked_within, count_broken, eventually, open, try_open,
 };
 
-/// By the document: interval x fall + timeout, and the daemon's tick. The timeout is what a busy machine may take.
+/// Time to detect a fault with the document: interval x fall + timeout, and the daemon's tick. The timeout allows for a
+/// busy machine.
 const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 const SERVERS: u16 = 3;
 const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \
@@ -99,7 +100,7 @@ impl TestEnv {
         serde_json::from_str(&status).unwrap()
     }
 
-    /// Returns the number of controllers that lead, by the API's health.
+    /// Returns the number of leading controllers, by the API's health.
     fn count_leaders(&self) -> usize {
         let ask = |number: u16| {
             let mut curl = Command::new("curl");
@@ -113,7 +114,7 @@ impl TestEnv {
         (1..=2).map(ask).filter(|health| health["state"] != "following").count()
     }
 
-    /// Ends a server; asserts that every load balancer masks it in the time that its checks take.
+    /// Stops a server and asserts that every load balancer masks it within the time of its checks.
     fn stop_server(&mut self, number: u16) {
         let died = SystemTime::now();
         self.nginx[usize::from(number) - 1] = None;

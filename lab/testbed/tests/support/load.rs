@@ -1,4 +1,4 @@
-//! `coreward-lab load` against a server without a load balancer.
+//! Runs `coreward-lab load` against a server without a load balancer.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Common parts of the end-to-end tests: a fleet whose servers stream, connections that go on while things change, and
-//! counters.
+//! Common parts of the end-to-end tests: a fleet of stream servers, connections that continue while the fleet changes,
+//! and counters.
 
 #![allow(dead_code, reason = "two executables have it, and each uses a part")]
 
@@ -32,7 +32,7 @@ pub fn try_open(testbed: &Testbed, count: usize) -> anyhow::Result<OpenConnectio
     testbed.client().within(|| (0..count).map(|_| open()).collect())
 }
 
-/// Returns the number of connections without an answer, or with one of another worker.
+/// Returns the number of connections without an answer, or with an answer from another worker.
 pub fn count_broken(connections: &mut [(Connection, Answerer)]) -> usize {
     let is_broken = |(connection, first): &mut (Connection, Answerer)| {
         connection.query_worker().map_or(true, |answerer| answerer != *first)
@@ -52,11 +52,10 @@ pub fn assert_answered(connections: &mut [(Connection, Answerer)]) {
     }
 }
 
-/// Connections in so great a number that one of three servers has none of them once in 10^7 runs, were each placed by
-/// lot: 3 * (2/3)^40.
+/// Number of connections: with random placement, one of three servers gets none once in 10^7 runs: 3 * (2/3)^40.
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has `at_least` of them: some servers are drawn more often than others.
+/// Opens connections until each of these servers has `at_least` connections: some servers are drawn more often.
 pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> OpenConnections {
     let mut opened = OpenConnections::new();
     let has =
@@ -86,7 +85,7 @@ impl TestEnv {
     }
 
     /// Fails when load balancers have counted more packets than the client's host has sent resets, which have no
-    /// cookie: it answers so when a busy server repeats a segment after the connection's end.
+    /// cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
     pub fn assert_only_resets(&self, counter: &str) {
         let count = self.counters(counter);
         let resets = counters::read(self.testbed.client()).unwrap()["TcpOutRsts"];
@@ -98,8 +97,8 @@ impl TestEnv {
         self.testbed.start_stream_client(&Streams::endless(per_second), None).unwrap()
     }
 
-    /// Changes a server in the controller's file; `None`: removes it. Returns when every part has
-    /// confirmed it: a connection need not survive two changes at once.
+    /// Changes a server in the controller's file; `None`: removes it. Returns when every component has confirmed the
+    /// change: a connection need not survive two changes at once.
     pub fn set_admin_state(&mut self, server: u16, state: Option<AdminState>) {
         let generation = |env: &Self| env.fleet.status(&env.testbed).ok()?["configuration_generation"].as_u64();
         let before = generation(self);
@@ -113,14 +112,14 @@ impl TestEnv {
         eventually_in_force(&self.fleet, &self.testbed);
     }
 
-    /// Waits until the client has opened `count` further connections, by its kernel's counter.
+    /// Waits until the client has opened `count` more connections, by its kernel's counter.
     pub fn wait_for_connections(&self, count: u64) {
         let begun = || counters::read(self.testbed.client()).unwrap()["TcpActiveOpens"];
         let expected = begun() + count;
         eventually(*TIMEOUT, "the client begins connections", || begun() >= expected);
     }
 
-    /// A counter of a load balancer, reported once a second; 0 while there is none.
+    /// Returns a counter of a load balancer, which is reported once a second; 0 while there is none.
     pub fn counter(&self, load_balancer: &str, counter: &str) -> u64 {
         let status = self.fleet.status(&self.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
@@ -134,14 +133,14 @@ impl TestEnv {
         numbers.into_iter().map(|number| self.counter(&format!("lb{number}"), counter)).sum()
     }
 
-    /// Runs `coreward ARGUMENTS` with this testbed's controller and returns what it printed.
+    /// Runs `coreward ARGUMENTS` with this testbed's controller and returns the output.
     pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let command = operator_command(&self.testbed, arguments)?;
         Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
     }
 }
 
-/// Runs a command, given in words, in a namespace. Returns what it printed.
+/// Runs a command, given as text, in a namespace, and returns the output.
 pub fn run(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
     let words: Vec<&str> = command.split_whitespace().collect();
     let mut program = Command::new(words[0]);
@@ -149,19 +148,19 @@ pub fn run(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
     String::from_utf8(testbed.run(namespace, program).unwrap().stdout).unwrap()
 }
 
-/// Returns the page that a part in this namespace serves to Prometheus at `address`. Fails when it does not answer.
+/// Returns the metrics page that a daemon in this namespace serves at `address`. Fails when it does not answer.
 pub fn metrics_page(testbed: &Testbed, host: &Namespace, address: &str) -> anyhow::Result<String> {
     let mut curl = Command::new("curl");
     curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{address}/metrics")]);
     Ok(String::from_utf8(testbed.run(host, curl)?.stdout)?)
 }
 
-/// Returns the value of a series on such a page: its name, with its labels.
+/// Returns the value of a series, given as name with labels, on a metrics page.
 pub fn series(page: &str, name: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
-/// Waits until every part has confirmed the present configuration.
+/// Waits until every component has confirmed the current configuration.
 pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
     eventually(*TIMEOUT, "every part confirms the configuration", || {
         let Ok(status) = fleet.status(testbed) else { return false };
@@ -177,7 +176,7 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
     });
 }
 
-/// Returns the time from `since` to a load balancer's next log line with these words; `None`: there is none yet.
+/// Returns the time from `since` to a load balancer's next log line with these words; `None`: no such line yet.
 pub fn time_to_log(testbed: &Testbed, load_balancer: u16, words: &str, since: SystemTime) -> Option<Duration> {
     let log = testbed.directory().join(format!("lb{load_balancer}.log"));
     let log = std::fs::read_to_string(log).unwrap();
@@ -186,7 +185,7 @@ pub fn time_to_log(testbed: &Testbed, load_balancer: u16, words: &str, since: Sy
     times.filter_map(|time| time.duration_since(since).ok()).min()
 }
 
-/// Asserts that every load balancer masks the server `name` of service `web0`, which ended at `died`, within `limit`.
+/// Asserts that every load balancer masks the server `name` of service `web0` within `limit` after `died`.
 pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, died: SystemTime) {
     let words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
@@ -209,15 +208,15 @@ pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) 
     }
 }
 
-/// Ends a client once its connections have met what happened last. Its report: many connections, of which none broke
-/// and none stalled.
+/// Ends a client after its connections have been through the last change. Asserts that there were many connections, and
+/// that none broke or stalled. Returns the report.
 pub fn assert_unbroken(client: StreamClient) -> StreamReport {
     pause(2_000);
     let report = client.end(*TIMEOUT).unwrap();
     let total = report.total();
     println!("{total:?}, open at the end: {}", report.open_at_end);
     assert_eq!(total.broken.total(), 0, "{:?}", report.seconds);
-    // Half of the requests last less than half a second, a quarter more than 20 s; in a long run most that begin are
+    // Half of the requests last less than half a second, a quarter more than 20 s. In a long run most new requests are
     // short.
     let long = total.opened.min(3_000) / 20;
     assert!(total.completed > total.opened / 3 && report.open_at_end > long, "{total:?}");
@@ -244,7 +243,7 @@ pub fn capability_mask(capabilities: impl IntoIterator<Item = caps::Capability>)
     capabilities.into_iter().fold(0, |mask, capability| mask | capability.bitmask())
 }
 
-/// Sends requests, each on a connection of its own.
+/// Sends requests, each on a separate connection.
 pub fn send_requests(testbed: &Testbed, count: usize) {
     drop(open(testbed, count));
 }
