@@ -4,34 +4,34 @@
  * HPCA'23) and RingLeader (Lin et al., NSDI'23) do this in a NIC; here the server's kernel does.
  *
  * 1. Packets. `dispatch` runs for every datagram to a group of SO_REUSEPORT sockets, one per worker, and names the
- *    receiving socket. Without it the kernel chooses by a hash of the client's address and port. `responses` sees every
- *    IP packet that a socket of this host sends (cgroup of all sockets, egress) and passes all; those from the
- *    service's port count. User space runs `queues` ten times a second over all UDP sockets, to read the lengths of the
- *    workers' queues.
+ *    receiving socket. Without it the kernel selects by a hash of the client's address and port. `responses` runs for
+ *    every IP packet that a socket of this host sends (cgroup of all sockets, egress). It passes all packets, and
+ *    counts those from the service's port. User space runs `queues` ten times a second over all UDP sockets, to read
+ *    the lengths of the workers' queues.
  *
  * 2. The decision: choose.h, one policy per loaded program. The verifier removes the others as dead code, so a decision
  *    costs only its own policy.
  *
  * 3. The ledger (Turbo, Sect. IV-B). state.h: a request in flight is one word in a table, found by client address, port
  *    and, if the protocol has one, request id. It is added at dispatch and removed when its response leaves. So a
- *    second datagram of a response, an unrequested one, or another client's answer removes nothing. skb->sk names the
- *    answering worker; if another socket of the service's port answers, the entry names the worker of the request.
+ *    second datagram of a response, an unrequested one, or another client's response removes no entry. skb->sk is the
+ *    socket of the responding worker; if another socket of the service's port responds, the entry has the worker.
  *
- * 4. Corrections. `drops` subtracts datagrams dropped at a full receive buffer at once: the kernel's tracepoint follows
- *    the choice on the same CPU. User space gives up requests without a response (ignored, or a dead worker) that are
- *    too old and cannot be queued; `queues` adds queued but uncounted ones (beyond the table) as `surplus`. So
- *    outstanding is never below the queue's length. User space disables a worker that does not read its queue; its
- *    first response enables it here.
+ * 4. Corrections. `drops` subtracts datagrams that a full receive buffer drops, at once: the kernel's tracepoint
+ *    follows the dispatch on the same CPU. User space abandons requests without a response (ignored, or a dead worker)
+ *    that are too old and cannot be queued. `queues` adds queued requests without an entry as `surplus`, so that
+ *    outstanding is never below the queue's length. User space disables a worker that does not read its queue; the
+ *    worker's first response enables it here.
  *
- * 5. Errors. If the chosen worker has died, its empty slot is marked and the next best one is taken. If no slot has a
- *    socket, the kernel chooses. No request is rejected here.
+ * 5. Errors. If the selected worker has died, its empty slot is marked and the next best worker is selected. If no slot
+ *    has a socket, the kernel selects. No request is rejected here.
  *
- * 6. User space writes sockets, bounds, order, types' weights, epoch, seed, flags, and entries that it gives up
+ * 6. User space writes sockets, bounds, order, types' weights, epoch, seed, flags, and abandoned entries
  *    (crates/dataplane/src/dispatch). A program of type sk_reuseport has no link: it lives with its group. All maps are
  *    pinned, so that the next version continues.
  *
- * 7. Cost. No map look-up: everything is in .bss. Helpers: one for the client's address, one that selects. No clock,
- *    except for learning: time is the number of user space's polls.
+ * 7. Cost. All state is in .bss, so there is no map look-up. A dispatch calls one helper for the client's address and
+ *    another that selects the socket. Time is the number of user space's polls; only learning reads a clock.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -50,7 +50,7 @@
 
 #define ETHERTYPE_IPV4 0x0800
 #define ETHERTYPE_IPV6 0x86dd
-/* Each worker that died since the last poll costs an attempt; more die at once only when a server crashes. */
+/* Limit of selections per request. Each worker that died since the last poll costs one. */
 #define ATTEMPTS 4
 
 /* Leading bytes of the kernel's struct sock, with the network namespace. */
@@ -77,7 +77,7 @@ struct {
 	__type(value, __u32);
 } sockets SEC(".maps");
 
-/* Keeps clang from removing the bound, which the verifier has lost (a spilled value). */
+/* Returns `place` below `count`, a power of two, by a mask that clang cannot remove: the verifier loses the bound. */
 static __always_inline __u32 bound_slot(__u32 place, __u32 count)
 {
 	place &= count - 1;
@@ -86,13 +86,13 @@ static __always_inline __u32 bound_slot(__u32 place, __u32 count)
 }
 
 /*
- * Since Linux 6.3 the kernel's own view of the context is readable. The verifier removes the call of such a function,
- * and makes each access a plain load: 10 ns less than the helper.
+ * Functions since Linux 6.3 that make the kernel's structs readable. The verifier removes their calls and makes each
+ * access a plain load, which costs 10 ns less than the helper.
  */
 extern void *bpf_cast_to_kern_ctx(void *ctx) __ksym __weak;
 extern void *bpf_rdonly_cast(const void *address, __u32 type) __ksym __weak;
 
-/* Reads the client's IPv4 address: the packet's IP header precedes the visible part. */
+/* Reads the client's IPv4 address from the IP header, which ctx->data does not include. */
 static __always_inline bool read_ipv4_client(struct sk_reuseport_md *ctx, __u64 *address)
 {
 	if (bpf_ksym_exists(bpf_cast_to_kern_ctx) && bpf_ksym_exists(bpf_rdonly_cast)) {
@@ -256,11 +256,11 @@ static __always_inline bool read_response(struct __sk_buff *skb, struct response
 	return true;
 }
 
-/* Returns whether a socket that is not a worker's has the service's address, in its network namespace. */
+/* Returns whether a socket of no worker has the service's address, in the service's network namespace. */
 static __always_inline bool has_service_address(struct bpf_sock *socket, const struct response *response)
 {
 	__u32 offset = bpf_core_field_offset(struct sock, __sk_common.skc_net.net), inode = 0;
-	/* The verifier allows no arithmetic on such a pointer: the struct's beginning is copied. */
+	/* The verifier allows no arithmetic on a socket pointer, so the struct's beginning is copied. */
 	__u64 beginning[SOCK_READ_BYTES / sizeof(__u64)];
 	void *net;
 
@@ -286,7 +286,7 @@ static __always_inline void learn(__u32 slot, __u32 type)
 	}
 }
 
-/* Subtracts the contribution of a removed entry; returns its slot. */
+/* Subtracts the counts of a removed entry, and returns its slot. */
 static __always_inline __u32 subtract(__u64 entry)
 {
 	__u32 slot = entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK;
@@ -306,7 +306,7 @@ static __always_inline void complete(__u64 entry)
 		learn(slot, entry >> DISPATCH_TYPE_SHIFT & DISPATCH_TYPE_MASK);
 }
 
-/* Enables a worker that answers. */
+/* Counts a response, and enables the worker if it was disabled. */
 static __always_inline void record_liveness(__u32 slot)
 {
 	__u32 flags = state.outstanding[slot] & (DISPATCH_DISABLED | DISPATCH_GONE);
@@ -363,9 +363,8 @@ int responses(struct __sk_buff *skb)
 }
 
 /*
- * A UDP socket has rejected a datagram: its receive buffer, or the protocol's memory, is full. The request's
- * contribution is subtracted again. (The second argument is the socket since the tracepoint exists; a third came in
- * Linux 6.11.)
+ * Runs when a UDP socket rejects a datagram because its receive buffer, or the protocol's memory, is full. Subtracts
+ * the request's counts. (The second argument of the tracepoint is the socket in all kernels.)
  */
 SEC("tp_btf/udp_fail_queue_rcv_skb")
 int drops(__u64 *ctx)
@@ -374,7 +373,7 @@ int drops(__u64 *ctx)
 	__u64 entry = queued->entry;
 	__u32 *slot = bpf_sk_storage_get(&sockets, (struct sock *)ctx[1], NULL, 0);
 
-	/* The datagram is of another socket, and was not dispatched. */
+	/* The rejected datagram is of another socket, and was not dispatched. */
 	if (!slot || !entry || (entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK) != *slot)
 		return 0;
 	queued->entry = 0;
@@ -384,8 +383,9 @@ int drops(__u64 *ctx)
 }
 
 /*
- * One socket of user space's network namespace. The queue is read before the count: a request is counted before it is
- * queued and until it is answered, so that a later count is not too low for the queue.
+ * Runs for each UDP socket of user space's network namespace, and records the queues of workers. The queue is read
+ * before the count, because a request is counted before it is queued and until its response: so the count is not less
+ * than the queue's length.
  */
 SEC("iter/udp")
 int queues(struct bpf_iter__udp *ctx)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* The parts of the kernel's structs that are read here; libbpf relocates them to the running kernel's. */
+/* Fields of the kernel's structs that dispatch reads; libbpf relocates them to the running kernel's layouts. */
 #ifndef COREWARD_DISPATCH_QUEUE_H
 #define COREWARD_DISPATCH_QUEUE_H
 
@@ -80,8 +80,8 @@ static __always_inline __u32 queued_at(struct udp_sock *socket)
 }
 
 /*
- * Returns the number of datagrams that met a full receive buffer, or were broken. Since Linux 6.18 UDP counts them per
- * NUMA node parity.
+ * Returns the number of datagrams that were dropped because of a full receive buffer or a wrong checksum. Since Linux
+ * 6.18 UDP has two counters, for NUMA nodes with even and odd numbers.
  */
 static __always_inline __u32 dropped_at(struct udp_sock *socket)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Fields of a request and of its response: the client's address and port, a request id, the type. Equal in both
- * directions, so that a response finds its request.
+ * Fields of requests and responses: the client's address and port, a request id, the type. Address, port and id are the
+ * same in both, so that a response finds its request.
  */
 #ifndef COREWARD_DISPATCH_REQUEST_H
 #define COREWARD_DISPATCH_REQUEST_H
@@ -16,7 +16,7 @@
 const volatile __u32 request_id_bytes = 0; /* 0: requests have no id */
 const volatile __u32 request_id_offset = 0;
 const volatile __u32 response_id_offset = 0;
-const volatile __u32 type_count = 0; /* 0: requests are all alike */
+const volatile __u32 type_count = 0; /* 0: all requests have one type */
 const volatile __u32 type_offset = 0;
 /* Not a constant for the verifier, which would follow every type's path. Never written after loading. */
 struct dispatch_match types[MAX_DISPATCH_TYPES] SEC(".data.types") = {};
@@ -28,8 +28,8 @@ struct client {
 };
 
 /*
- * Loads the first `bytes` (1 to 8, a constant) from `offset` of the packet on, relative to ctx->data; bytes beyond the
- * packet's end are 0. Most packets are linear, and one load does it.
+ * Returns `bytes` bytes (1 to 8, a constant) of the packet from `offset` on, relative to ctx->data. Bytes beyond the
+ * packet's end are 0. Most packets are linear, and need one load.
  */
 #define LOAD_BYTES(ctx, length, offset, bytes)                                                                         \
 	({                                                                                                             \
@@ -42,32 +42,32 @@ struct client {
 		(bytes) < 8 ? word & ((1ull << ((bytes) * 8)) - 1) : word;                                             \
 	})
 
-/* Loads a datagram's last bytes, or a payload that the driver keeps elsewhere. */
+/* Loads bytes by a helper: at the end of a datagram, or in a payload that is not linear. */
 static __always_inline void load_slowly(void *ctx, __u32 offset, __u32 available, __u64 *word)
 {
 	__u32 last = (available < sizeof(*word) ? available : sizeof(*word)) - 1;
 
-	/* Kernel 6.1's verifier sees 1 to 8 bytes only by a mask and a sum, and clang must not see that the mask is idle. */
+	/* Kernel 6.1's verifier needs a mask to bound the length, and clang must not remove the superfluous mask. */
 	asm volatile("" : "+r"(last));
 	last &= sizeof(*word) - 1;
 	bpf_skb_load_bytes(ctx, offset, word, last + 1);
 }
 
-/* Hash of client, port and id, with a seed that no client knows. */
+/* Returns the hash of client, port and request id, with a secret seed. */
 static __always_inline __u64 hash_of(__u64 seed, const struct client *client, __u64 id)
 {
 	/* Odd constants with well mixed bits (the golden ratio; MurmurHash3's finalizer). */
 	__u64 hash = (client->address[1] << 16 | client->port) ^ seed;
 
 	hash = (hash ^ client->address[0] * 0x9e3779b97f4a7c15ull ^ id * 0xc4ceb9fe1a85ec53ull) * 0xff51afd7ed558ccdull;
-	/* The high half of an IPv6 address's low word was shifted out. */
+	/* The shift by 16 has removed the upper 16 bits of address[1], which only IPv6 uses. */
 	hash ^= (client->address[1] >> 48) * 0x9e3779b97f4a7c15ull;
 	hash ^= hash >> 32;
 	hash *= 0x9e3779b97f4a7c15ull;
 	return hash ^ hash >> 29;
 }
 
-/* Returns the first matching type; without one that of all others. */
+/* Returns the first type that matches; if none matches, the type of all other requests. */
 static __always_inline const struct dispatch_match *type_of(__u64 word)
 {
 	__u32 i;

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Requests in flight, and what each worker has outstanding.
+ * Requests in flight, and the outstanding requests of each worker.
  *
- * One rule keeps the counts exact under concurrency: an entry in `requests` represents one outstanding request. Its
- * insertion by compare-and-swap adds it to its worker's counts; its removal by compare-and-swap (a response, or user
- * space) subtracts what the entry recorded. Only one of several concurrent attempts succeeds, so nothing is subtracted
- * twice, and an entry exists before its datagram is delivered. Between the two steps a count may be off by one for some
- * ns; sums never drift. (Counts use atomic operations for the same reason.)
+ * One rule keeps the counts exact under concurrency: an entry in `requests` represents one outstanding request. A
+ * compare-and-swap inserts the entry, and then the worker's counts grow. A compare-and-swap removes the entry (after a
+ * response, or by user space), and then the recorded numbers are subtracted. Only one of several concurrent removals
+ * succeeds, so no request is subtracted twice. An entry exists before its datagram is delivered. Between the two steps
+ * a count may be off by one for some ns; sums never drift. (Counts use atomic operations for the same reason.)
  *
- * When four sets (32 requests) are full, a further request is dispatched without being counted, so that the response of
- * a counted one finds its entry. Without request ids all requests of one client's port share the same sets.
+ * When four sets (32 requests) are full, a further request is dispatched but not counted, and no entry is overwritten.
+ * Without request ids all requests of one client port share the same sets.
  */
 #ifndef COREWARD_DISPATCH_STATE_H
 #define COREWARD_DISPATCH_STATE_H
@@ -21,7 +21,7 @@
 #include "intf.h"
 
 struct dispatch_state state SEC(".bss.state") __attribute__((aligned(64)));
-/* Set-associative. Shared with user space, which gives requests up (crates/dataplane/src/dispatch). */
+/* Set-associative table, shared with user space, which abandons requests (crates/dataplane/src/dispatch). */
 __u64 requests[DISPATCH_REQUESTS] SEC(".bss.requests") __attribute__((aligned(64)));
 
 static __always_inline void count(enum dispatch_counter counter)
@@ -29,7 +29,7 @@ static __always_inline void count(enum dispatch_counter counter)
 	__sync_fetch_and_add(&state.counters[counter], 1);
 }
 
-/* ns of an entry's or a type's weight; crates/model/src/dispatch/weight.rs. */
+/* Returns the ns of an entry's or a type's weight (crates/model/src/dispatch/weight.rs). */
 static __always_inline __u64 weight_ns(__u64 weight)
 {
 	__u64 mantissa = weight & ((1 << DISPATCH_MANTISSA_BITS) - 1);
@@ -55,9 +55,9 @@ static __always_inline __u64 age_of(__u64 entry, __u64 epoch)
 }
 
 /*
- * By CPU: the entry of the request that was dispatched there last, and where it is. The kernel queues a
- * datagram right after it has asked for the socket, on the same CPU with bottom halves off (net/ipv4/udp.c,
- * udp_unicast_rcv_skb), so a datagram that the queue does not take is this one. Entry 0: it has none.
+ * By CPU: the entry of the last dispatched request, and its position. The kernel queues a datagram right after it has
+ * run the program, on the same CPU with bottom halves off (net/ipv4/udp.c, udp_unicast_rcv_skb). So a datagram that the
+ * queue rejects is the last dispatched one. Entry 0: the request has no entry.
  */
 struct dispatched {
 	__u64 entry;
@@ -66,7 +66,7 @@ struct dispatched {
 
 struct dispatched dispatched[DISPATCH_CPUS] SEC(".bss.dispatched") = {};
 
-/* Returns the position of the new entry; DISPATCH_REQUESTS: no room. */
+/* Inserts an entry, and returns its position; DISPATCH_REQUESTS: the sets are full. */
 static __always_inline __u32 put(__u64 hash, __u64 entry)
 {
 	__u32 probe, way;
@@ -82,7 +82,7 @@ static __always_inline __u32 put(__u64 hash, __u64 entry)
 	return DISPATCH_REQUESTS;
 }
 
-/* Removes and returns the oldest entry of a set with these bits; 0: there is none. */
+/* Removes and returns a set's oldest entry that equals `wanted` in the bits of `mask`; 0: no such entry. */
 static __always_inline __u64 take_from(__u64 *set, __u64 wanted, __u64 mask, __u64 epoch)
 {
 	__u64 found = 0, age = 0;
@@ -99,15 +99,15 @@ static __always_inline __u64 take_from(__u64 *set, __u64 wanted, __u64 mask, __u
 			place = way;
 		}
 	}
-	/* Another CPU may have taken it meanwhile: the response's request is accounted for then. */
+	/* If another CPU has removed the entry since, its request is already accounted for. */
 	if (found && __sync_val_compare_and_swap(&set[place & (DISPATCH_WAYS - 1)], found, 0) != found)
 		return 0;
 	return found;
 }
 
 /*
- * Removes and returns the oldest entry with these bits; 0: there is none. A server that answers in order has answered
- * the oldest.
+ * Removes and returns the oldest entry that equals `wanted` in the bits of `mask`; 0: no such entry. A server that
+ * answers in order has answered the oldest request.
  */
 static __always_inline __u64 take(__u64 hash, __u64 wanted, __u64 mask)
 {

@@ -5,9 +5,9 @@
 
 #include "counters.h"
 
-/* ---- connections that carry no cookie: the flow table ----------------------------------------------------------- */
+/* ---- the flow table: connections whose packets carry no cookie -------------------------------------------------- */
 
-/* Sets of FLOW_SET_ENTRIES; a keyed hash of the connection selects the set and is the tag (bpf/lb/flow_table.h). */
+/* Entries per set. A keyed hash of the connection selects the set and gives the entry's tag (bpf/lb/flow_table.h). */
 #define FLOW_SET_ENTRIES 8
 /* log2 of the filter's bits: one bit for each set of a flow table of the default size. */
 #define FLOW_FILTER_BITS 17
@@ -17,7 +17,8 @@
 #define DEFAULT_FLOW_TABLE_ENTRIES 1048576
 
 /*
- * flow: all that a decision depends on, read and written as one word. 0: the entry is free (a tag is odd).
+ * flow: the part of an entry that decisions depend on, read and written as one word. 0: the entry is free (a tag is
+ * odd).
  *
  *    63                32 31          16 15           0
  *    +-------------------+--------------+--------------+
@@ -36,7 +37,7 @@
 #define FLOW_SERVICE_SHIFT 32
 #define FLOW_UDP_SHIFT 48
 #define FLOW_HINT_SHIFT 49
-/* A hint: the bucket finds the flow's server, too, unless the bucket has moved. Hints evict only hints. */
+/* The entry is a hint: the bucket has the same server, unless its server has changed. Hints evict only hints. */
 #define FLOW_HINT 1u
 
 /* 128 bytes: two cache lines, of which a look-up reads one. */
@@ -75,16 +76,16 @@ struct fragment_entry {
 #define MAX_FRAGMENTED_DATAGRAMS 4096
 
 /*
- * The previous server, from load balancer to server: in the IP identification, which is unused in an unfragmented
- * datagram (RFC 6864, Sect. 4.1); NO_SERVER: none. No fragment ever carries it.
+ * The load balancer sends the previous server's id to the server in the IP identification, which is unused in an
+ * unfragmented datagram (RFC 6864, Sect. 4.1); NO_SERVER: none. Fragments never carry it.
  */
 
 /* ---- the connection table (stateful mode; Cheetah, Sect. 3.2) --------------------------------------------------- */
 
 /*
- * 2^k partitions of 1024 entries; a connection's partition is chosen by its own keyed hash, its slot in the
- * partition by a stack of free slots (ConnStack). The cookie holds owner and slot; partition and tag come from
- * the hash. So a cookie of 14 bits serves a table of any size.
+ * The table has 2^k partitions of 1024 entries. A keyed hash of the connection selects the partition, and a stack of
+ * free slots (ConnStack) the slot in it. The cookie holds owner and slot; partition and tag come from the hash. So a
+ * cookie of 14 bits serves a table of any size.
  */
 #define CONNECTION_SLOT_BITS 10
 #define CONNECTIONS_PER_PARTITION 1024
@@ -95,7 +96,7 @@ struct fragment_entry {
 #define MAX_CONNECTION_TABLE_ENTRIES 4194304
 
 /*
- * connection.identity: all that a decision depends on, read and written as one word. 0: the entry is free.
+ * connection.identity: the part that decisions depend on, read and written as one word. 0: the entry is free.
  *
  *    63            32 31 30          24 23      14 13          0
  *    +---------------+--+--------------+----------+-------------+
@@ -110,8 +111,8 @@ struct fragment_entry {
 #define CONNECTION_SERVICE_MASK 0x3ffu
 
 /*
- * FIN or RST was seen: the entry may be freed sooner, but not at once: both may be forged, and a FIN is only half a
- * close.
+ * The connection had a FIN or RST, so the entry may be freed sooner. It is not freed at once, because either packet may
+ * be forged, and a FIN closes only one direction.
  */
 #define CONNECTION_CLOSING 1u
 
@@ -119,7 +120,7 @@ struct fragment_entry {
 struct connection {
 	__u64 identity;
 	__u64 packets;
-	/* Frame bytes from the client. */
+	/* Bytes of frames from the client. */
 	__u64 bytes;
 	/* lb_state.clock at the last packet, and at the first. */
 	__u32 last_seen;
@@ -127,17 +128,17 @@ struct connection {
 	__u32 client_address[4];
 	__u16 client_port;
 	__u16 flags;
-	/* In a free entry: slot of the partition's next free entry + 1; 0: this is the last one. */
+	/* In a free entry: slot of the partition's next free entry + 1; 0: this is the last free entry. */
 	__u32 next_free;
-	/* Generation of the entry's next use; low bits go into `identity`. */
+	/* Generation of the entry's next use, whose low bits go into `identity`. */
 	__u32 generation;
 	__u32 reserved;
 };
 
 /*
- * The top of a partition's stack of free slots: slot + 1 in the low 16 bits (0: empty), above them a count that
- * grows with every change, so that a compare-and-swap never takes a stack that changed and changed back (ABA)
- * for the old one. A cache line of its own.
+ * The top of a partition's stack of free slots: slot + 1 in the low 16 bits (0: empty). The count above them grows with
+ * every change, so that a compare-and-swap fails on a stack that has changed and changed back (ABA). The struct fills a
+ * cache line.
  */
 struct connection_stack {
 	__u64 top;
@@ -147,11 +148,11 @@ struct connection_stack {
 };
 #define CONNECTION_STACK_SLOT_MASK 0xffffu
 #define CONNECTION_STACK_COUNT_SHIFT 16
-/* Attempts to take a free slot; then the connection gets a cookie of the stateless kind. */
+/* Limit of attempts to take a free slot; after that the connection gets a stateless cookie. */
 #define CONNECTION_TAKE_ATTEMPTS 8
 /*
- * Entries at the hand that a new connection reads, each a cache miss: a partition of which a tenth has expired gives
- * one packet in three an entry, and 256 packets read all of it.
+ * Number of entries that a new connection examines when no slot is free, each a cache miss. If a tenth of a partition
+ * has expired, one new connection in three gets an entry, and 256 new connections examine the whole partition.
  */
 #define CONNECTION_HAND_PROBES 4
 
@@ -163,14 +164,14 @@ struct connection_timers {
 	/* lb_state.clock at user space's last sweep. */
 	__u32 swept;
 };
-/* Ticks without a sweep after which only the timers decide: user space waits for an absent agent as long. */
+/* Ticks (0.1 s) without a sweep after which packets reuse entries by the timers; user space's wait for an agent. */
 #define CONNECTION_UNSWEPT 600
 
 /*
- * Entries of recent SYNs, for further SYNs of the same connection: sets of RECENT_WAYS words by the connection's hash,
- * the latest SYN first. A word has the upper bits of the tag and, in the low CONNECTION_SLOT_BITS, the slot. A hint:
- * the entry's own identity decides. With the tag, a new connection does not fetch another one's entry, which is rarely
- * in a cache.
+ * Entries of recent SYNs, for retransmitted SYNs: sets of RECENT_WAYS words by the connection's hash, the latest SYN
+ * first. A word has the upper bits of the tag and, in the low CONNECTION_SLOT_BITS, the slot. The word is only a hint:
+ * the entry's identity decides. Because of the tag, a new connection does not read another connection's entry, which is
+ * rarely in a cache.
  *
  * The sets fit the second-level cache. At 4,000 SYN/s they lose 2 % of the connections before the first retransmission,
  * after a second; a direct-mapped array of this size loses 22 %.
@@ -187,15 +188,15 @@ struct connection_takes_row {
 	__u64 unused[7];
 };
 
-/* Number of entries of each prefix (packets add, user space subtracts), and of entries taken so far, by row. */
+/* Number of entries of each source prefix (packets add, user space subtracts), and number of allocations, by row. */
 struct connection_takes {
 	__u64 entries_by_source[SOURCE_SHARDS];
 	struct connection_takes_row by_row[MAX_LB_COUNTER_ROWS];
 };
 
 /*
- * Index of the connection for the server: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), from which
- * the server's ingress program removes it. This bit and the cookie's kind, owner and slot.
+ * The load balancer sends the connection's index to the server in the SYN's TSecr, which clients always set to 0 (RFC
+ * 7323, Sect. 3.2). The server's ingress program removes it. TSecr has this bit and the cookie's kind, owner and slot.
  */
 #define SYN_TSECR_HOLDS_COOKIE 0x10000u
 

@@ -33,10 +33,10 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "cookie.h is written f
 	} while (0)
 
 /*
- * SipHash-1-3 of 7 bytes: client address and port (6 bytes), XOR the upper 56 bits of VIP address and port times the
- * key's vip_factor. One block and so four rounds in all; 12 bytes would take five. Folding by a secret factor is a
- * universal hash, and a PRF of that is a PRF of the whole tuple (Carter and Wegman, 1979). Two tuples that fold to the
- * same word exist, but cannot be found without the key. The hash does not wait for the look-up of the service.
+ * Returns SipHash-1-3 of 7 bytes: client address and port (6 bytes), XOR the upper 56 bits of VIP address and port
+ * times the key's vip_factor. This is one block, so four rounds in all; 12 bytes would take five. Folding by a secret
+ * factor is a universal hash, and a PRF of it is a PRF of the whole tuple (Carter and Wegman, 1979). Two tuples that
+ * fold to the same word exist, but cannot be found without the key. The hash does not wait for the service's look-up.
  *
  * `ports` is the 32-bit word at the start of the client's TCP header; the server, which sees the answer, swaps its
  * halves.
@@ -65,8 +65,8 @@ static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 cli
 typedef __u64 __attribute__((may_alias)) address_half;
 
 /*
- * VIP and port in one word. Only the fleet's VIPs occur, and two of them differ by a factor that clients do not know:
- * the cookies of one VIP mean nothing at another one.
+ * Returns VIP and port folded into one word. Only the fleet's VIPs occur, and the factor is unknown to clients: cookies
+ * of one VIP are not valid at another VIP.
  */
 static __always_inline __u64 fold_vip_ipv6(const struct cookie_key *key, const void *vip, __u16 port)
 {
@@ -78,9 +78,9 @@ static __always_inline __u64 fold_vip_ipv6(const struct cookie_key *key, const v
 }
 
 /*
- * The hash of IPv6: SipHash-1-3 of 23 bytes in three blocks, client address, and client port XOR the upper 56 bits of
- * the folded VIP, which is ready when the first two blocks are done. Addresses: 16 bytes as in the packet. The client's
- * whole address is hashed, as it may choose 2^64 of them.
+ * Returns the hash for IPv6: SipHash-1-3 of 23 bytes in three blocks, client address, and client port XOR the upper 56
+ * bits of the folded VIP, which is ready when the first two blocks are done. Addresses: 16 bytes as in the packet. The
+ * client's whole address is hashed, because a client may choose among 2^64 addresses.
  */
 static __always_inline __u64 cookie_hash_ipv6(const struct cookie_key *key, const void *client, const void *vip,
 					      __u32 ports)
@@ -114,7 +114,7 @@ static __always_inline __u16 cookie_time_mask(__u64 hash)
 	return hash;
 }
 
-/* Factor number `round` of 1 to 3. Modulo 2^bits its higher bits do not count. */
+/* Factor of round 1 to 3 from the hash. Products are taken modulo 2^bits, so its higher bits do not matter. */
 #define HIDING_FACTOR(hash, bits, round) ((hash) >> ((bits) * (round)) | 1)
 
 /* Returns `x`, below 2^bits, with its upper half XORed into the lower one. */
@@ -128,7 +128,7 @@ static __always_inline __u64 unfold(__u64 x, __u32 bits)
 	return x ^ x >> bits / 2 ^ x >> bits / 2 * 2;
 }
 
-/* Returns the number that hide() hid, with the same hash. model::cookie::Permutation gives the reasons. */
+/* Returns `plain` of hide() from its result and the same hash. model::cookie::Permutation gives the reasons. */
 static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
 {
 	__u64 mask = (1ull << bits) - 1, x = fold((hidden ^ hash) & mask, bits);
@@ -143,8 +143,8 @@ static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
 }
 
 /*
- * The inverse of an odd number modulo 2^20: Newton's method doubles the number of right bits, of which 3x ^ 2
- * has five.
+ * Returns the inverse of an odd number modulo 2^20. Newton's method doubles the number of correct bits; the first
+ * approximation 3x ^ 2 has five.
  */
 static __always_inline __u64 inverse(__u64 factor)
 {
@@ -154,7 +154,7 @@ static __always_inline __u64 inverse(__u64 factor)
 	return x * (2 - factor * x);
 }
 
-/* Returns `plain` in its hidden form. */
+/* Returns `plain`, below 2^bits, permuted by the hash. reveal() is the inverse. */
 static __always_inline __u32 hide(__u64 hash, __u32 plain, __u32 bits)
 {
 	__u64 mask = (1ull << bits) - 1, x = (plain - (hash >> (64 - bits))) & mask;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
 /*
- * Layouts and limits that BPF programs and user space share: here, and in files that this one includes: connections.h
- * (flow and connection tables), counters.h, and of servers server.h, dispatch.h and orchestrate.h.
+ * Layouts and limits that BPF programs and user space share. This file includes connections.h (flow and connection
+ * tables) and counters.h, and for servers server.h, dispatch.h and orchestrate.h.
  *
  * crates/intf/build.rs (bindgen) turns this file into Rust; no layout is written twice.
  *
@@ -17,7 +17,7 @@
  *    |  (ms + time mask) mod 2^16     | K | k |        id or index       |
  *    +--------------------------------+---+---+--------------------------+
  *                                       |   \___________ 15 bits, hidden by a permutation that the keyed hash draws
- *                                       which of the two keys, in clear
+ *                                       index of the key, not hidden
  *
  *    permutation = by SipHash-1-3(key[K], 4-tuple), hide() of cookie.h: load balancers and servers share the keys
  *    time mask = bits 0..15 of SipHash-1-3(the server's own time key, 4-tuple): it never changes during a connection,
@@ -41,7 +41,7 @@
 #define COOKIE_HIDDEN_MASK 0x7fffu
 #define COOKIE_HIDDEN_BITS 15
 #define COOKIE_TIME_SHIFT 16
-/* Ids of one service: all that the cookie can hold. */
+/* Number of server ids: all that the cookie can hold. */
 #define SERVER_ID_COUNT 16384
 
 struct cookie_key {
@@ -57,9 +57,9 @@ struct fleet_keys {
 	/* Index of the key that stamps new TSvals (0 or 1); both keys are always accepted. */
 	__u32 current;
 	/*
-	 * On servers: TSvals of the server's own clock (ms) from here on are stamped with `current`, earlier ones with the
-	 * other key. By the packet's own time and not by the moment it passes, so that no packet carries a smaller TSval than
-	 * one sent before it. Kept within 2^31 ms of now by the agent.
+	 * On servers: the server's own TSval (ms) from which `current` stamps; earlier TSvals are stamped with the
+	 * other key. The packet's TSval decides, not the time at which it passes, so that no packet has a smaller
+	 * stamped TSval than an earlier packet. The agent keeps switch_ms within 2^31 ms of now.
 	 */
 	__u32 switch_ms;
 };
@@ -73,15 +73,16 @@ struct fleet_keys {
 #define SERVICE_NAME_BYTES 64
 /*
  * Services are in a perfect hash. On servers: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a
- * seed that gives every service its own slot. One multiplication and one comparison find a service or prove that there
- * is none.
+ * seed that gives every service a different slot. One multiplication and one comparison find a service or prove that
+ * the service does not exist.
  */
 #define SERVICE_SLOTS 1024
 #define SERVICE_SLOT_SHIFT 54
 /*
- * A load balancer has too many services for one seed ("hash and displace"): the upper bits of tail * seed name a group,
- * and lower ones, XOR the group's displacement, the slot. Most groups have few keys, so fitting displacements are found
- * at once. This costs one load more. bpf/include/service.h looks up, crates/dataplane/src/service_slots.rs searches.
+ * A load balancer has too many services for one seed, and uses "hash and displace": the upper bits of tail * seed
+ * select a group, and lower bits, XOR the group's displacement, the slot. Most groups have few keys, so displacements
+ * that fit are found at once. A look-up costs one load more. bpf/include/service.h has the look-up,
+ * crates/dataplane/src/service_slots.rs the search.
  */
 #define LB_SERVICE_SLOTS 4096
 #define LB_SERVICE_SLOT_SHIFT 42
@@ -99,9 +100,9 @@ struct fleet_keys {
 enum consistency {
 	CONSISTENCY_STATELESS, /* by the server's id in the cookie */
 	CONSISTENCY_STATEFUL, /* by an index in the cookie: the connection table */
-	CONSISTENCY_NONE, /* not at all: each packet by the placement rule; `udp = "packet"` */
-	CONSISTENCY_HASH_TABLE, /* by the flow table, every connection in it; `udp = "flow"` */
-	/* by the bucket; the server forwards unknown packets to the bucket's previous server; see has_flows */
+	CONSISTENCY_NONE, /* none: the placement rule selects a server for each packet; `udp = "packet"` */
+	CONSISTENCY_HASH_TABLE, /* by the flow table, which has every connection; `udp = "flow"` */
+	/* by the bucket; the server forwards packets of unknown connections to the bucket's previous server */
 	CONSISTENCY_BEAMER,
 	CONSISTENCY_COUNT,
 };
@@ -112,11 +113,11 @@ enum consistency {
 #define SERVICE_CONSISTENCY_MASK 0x7u
 /* No packet of the service carries a cookie (`timestamps = "off"`), as if clients had no timestamps. */
 #define SERVICE_TIMESTAMPS_OFF 0x2000u
-/* The load balancer stamps and restores itself (`timestamps = "lb"`). */
+/* The load balancer, not the server, stamps and restores timestamps (`timestamps = "lb"`). */
 #define SERVICE_TIMESTAMPS_LB 0x4000u
 /*
- * Id of another load balancer that has some of the service's connections. It is listed among the servers and takes no
- * new connections. ADOPTED: it had the service before us; HANDED_OVER: it gets the new connections from now on.
+ * Id of another load balancer that has some of the service's connections. It is listed among the servers, and gets no
+ * new connections from this one. ADOPTED: the service comes from it; HANDED_OVER: it gets all new connections.
  */
 #define SERVICE_OTHER_BALANCER_SHIFT 16
 #define SERVICE_ADOPTED 0x40000000u
@@ -124,7 +125,7 @@ enum consistency {
 
 /* Forwarding of a service's packets to its servers. */
 enum forwarding {
-	FORWARDING_L2, /* with the server's MAC address: it is on the load balancer's segment */
+	FORWARDING_L2, /* in a frame to the server's MAC address, on the load balancer's segment */
 	FORWARDING_IPIP, /* in another IP packet (RFC 2003, RFC 2473, RFC 4213) */
 	FORWARDING_GUE, /* in UDP: GUE variant 1 (draft-ietf-intarea-gue), the same bytes as FOU with protocol 4 or 41 */
 	FORWARDING_COUNT,
@@ -134,7 +135,7 @@ enum forwarding {
 #define SERVER_NUMBER_ID_MASK 0x3fffu
 /* Cookies may hold an index: bpf/server/server.bpf.c, "The index". */
 #define SERVER_NUMBER_STATEFUL 0x4000u
-/* Nothing is stamped or restored. */
+/* The program neither stamps nor restores timestamps. */
 #define SERVER_NUMBER_TIMESTAMPS_OFF 0x8000u
 /* All packets carry the previous server's id (CONSISTENCY_BEAMER), not only packets without timestamps. */
 #define SERVER_NUMBER_CHAINED 0x10000u
@@ -160,12 +161,12 @@ struct service_key {
 /* Result of find_service() if no service matches. */
 #define NO_SERVICE 0xffffffffu
 /*
- * The number of a slot with port 0 and protocol 0: a VIP's address alone, for packets whose ports cannot be
- * read and for ICMP. One per VIP, whatever its services' protocols.
+ * The number in a slot with port 0 and protocol 0, which has a VIP's address alone: for ICMP, and for packets whose
+ * ports cannot be read. Each VIP has one such slot.
  */
 #define SERVICE_ADDRESS_ONLY 0xfffffffeu
 
-/* 32 bytes: reached by shift and add. `number` first, so that the key's tail is aligned. */
+/* 32 bytes, so that a slot's address is a shift and an addition. `number` comes first to align the key's tail. */
 struct service_slot {
 	/* Bits SERVICE_* at the load balancer, SERVER_NUMBER_* on a server. */
 	__u32 number;
@@ -178,7 +179,7 @@ struct service_directory {
 	struct service_slot slots[SERVICE_SLOTS];
 };
 
-/* User space fills the half that is not active, switches, and waits for an RCU grace period before the next change. */
+/* User space fills the inactive half, activates it, and waits for an RCU grace period before the next change. */
 struct service_directories {
 	__u64 active;
 	struct service_directory half[2];
@@ -204,8 +205,9 @@ struct lb_service_directories {
 #define RSS_INPUT_IPV6_BYTES 36
 /*
  * Transform that a NIC applies to the hash input: input_xfrm of struct ethtool_rxfh (include/uapi/linux/ethtool.h).
- * None; source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR); the source is replaced by the OR of
- * both, the destination by their XOR (RXH_XFRM_SYM_OR_XOR, the default of mlx5).
+ * UNCHANGED: none. SYMMETRIC_XOR: source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR).
+ * SYMMETRIC_OR_XOR: the source is replaced by the OR of both, the destination by their XOR (RXH_XFRM_SYM_OR_XOR, the
+ * default of mlx5).
  */
 #define RSS_INPUT_UNCHANGED 0
 #define RSS_INPUT_SYMMETRIC_XOR 1
@@ -216,7 +218,7 @@ struct lb_service_directories {
 #define RSS_SOURCE_BYTES 6
 #define RSS_SOURCE_BYTES_IPV6 18
 #define MAX_RSS_GROUPS 4
-/* ice has 2048 entries, mlx5 256, ixgbe 128 or 512. */
+/* Limit of indirection table entries: ice has 2048, mlx5 256, ixgbe 128 or 512. */
 #define MAX_INDIRECTION_ENTRIES 2048
 
 /*
@@ -240,7 +242,7 @@ struct toeplitz_source_tables_ipv6 {
 #define MAX_CORE_SLOTS 8192
 #define MAX_MEMBERS 16384
 
-/* Load in fractions of a core's capacity: 1.0 is LOAD_ONE. */
+/* Loads are fractions of a core's capacity; LOAD_ONE is 1.0. */
 #define LOAD_ONE_SHIFT 20
 #define LOAD_ONE 1048576u
 
@@ -248,16 +250,16 @@ struct toeplitz_source_tables_ipv6 {
 enum placement_rule {
 	PLACEMENT_RULE_TABLE = 0, /* bucket -> server, one look-up: hash, crossrss */
 	PLACEMENT_RULE_LEAST_ASSIGNED =
-		1, /* the least of the bucket's candidates, load + assigned since: crossrss-plus */
+		1, /* the bucket's candidate with the least load + connections assigned since: crossrss-plus */
 	PLACEMENT_RULE_ROUND_ROBIN = 2, /* a counter: rr */
-	PLACEMENT_RULE_POWER_OF_TWO = 3, /* the less loaded of two drawn by hash: pow2 */
+	PLACEMENT_RULE_POWER_OF_TWO = 3, /* the less loaded of two members, which a hash draws: pow2 */
 	PLACEMENT_RULE_COUNT = 4,
 };
 
 struct candidate {
 	__u32 load;
 	__u16 server_id;
-	/* Index of the core's count of connections that were assigned since the table was switched in. */
+	/* Index of the core's count of connections that were assigned since the table became active. */
 	__u16 core_slot;
 };
 
@@ -268,10 +270,10 @@ struct member {
 };
 
 /*
- * Tables of all services share one piece of memory, each with its own size: this struct, then the parts at its offsets
- * (bytes from the start of the memory). User space writes a new table into free memory, switches
- * service_state.table_at, and reuses the old table's memory after an RCU grace period (membarrier), without waiting for
- * it. A decision depends on nothing else, so one switch changes all of it.
+ * Tables of all services share one memory, each with its own size: this struct, then the lists at its offsets (bytes
+ * from the start of the memory). User space writes a new table into free memory, switches service_state.table_at, and
+ * reuses the old table's memory after an RCU grace period, without waiting for it. A placement decision depends only on
+ * the table, so that one store replaces all of its inputs.
  */
 struct placement_table {
 	__u64 generation;
@@ -280,41 +282,41 @@ struct placement_table {
 	/* 1..MAX_RSS_GROUPS; group g's candidates of bucket b start at (g * bucket_count + b) * candidates_per_bucket. */
 	__u32 group_count;
 	__u32 candidates_per_bucket;
-	/* Load that each connection assigned since the switch adds to a candidate. */
+	/* Load that each connection assigned since the table became active adds to a candidate. */
 	__u32 assignment_cost;
 	__u32 member_count;
 	__u32 rule;
-	/* By group: XOR part of the service's address and port in the Toeplitz hash. */
+	/* By group: share of the service's address and port in the Toeplitz hash, to be XORed. */
 	__u32 toeplitz_destination[MAX_RSS_GROUPS];
 	/*
-	 * By group: its struct toeplitz_source_tables, for an IPv6 service its struct toeplitz_source_tables_ipv6, which
-	 * all tables with that key share.
+	 * By group: offset of struct toeplitz_source_tables (IPv6: toeplitz_source_tables_ipv6), which all placement
+	 * tables with the same key share.
 	 */
 	__u32 toeplitz_source_offset[MAX_RSS_GROUPS];
-	/* __u16 by bucket: the fixed choice for connections that carry no cookie, which changes only when the pool changes. */
+	/* __u16 by bucket: server of connections without a cookie, which changes only when the pool changes. */
 	__u32 consistent_at;
 	/*
-	 * __u16 by bucket: whose the bucket was before it last changed hands, or NO_SERVER: it may still have the bucket's
-	 * older connections.
+	 * __u16 by bucket: server before the bucket's last change, which may still have the bucket's older
+	 * connections; or NO_SERVER.
 	 */
 	__u32 previous_consistent_offset;
-	/* struct candidate. */
+	/* List of struct candidate. */
 	__u32 candidates_at;
-	/* struct member. */
+	/* List of struct member. */
 	__u32 members_offset;
 	/* __u32 by core slot: connections assigned since the core's load was last new. */
 	__u32 assigned_offset;
-	/* Bytes of the whole table, this struct included. */
+	/* Size of the table in bytes, this struct included. */
 	__u32 bytes;
 };
 
-/* The memory's size is 2^k and this: an offset masked with 2^k - 1 has room for any struct behind it. */
+/* The memory has 2^k bytes and this slack, so that any struct fits at an offset masked with 2^k - 1. */
 #define PLACEMENT_MEMORY_SLACK 262144
 #define MIN_PLACEMENT_MEMORY 4194304
 #define MAX_PLACEMENT_MEMORY 268435456
 
 #define NO_SERVER 0xffffu
-/* In a flow's `before`: its SYN-ACK was not stamped, and the client has sent nothing since (lb_cookie.h). */
+/* A flow's `before` if its SYN-ACK was not stamped, and the client has sent no packet since (lb_cookie.h). */
 #define HALF_OPEN_FLOW 0xfffeu
 
 #define NO_BROADCAST_VLAN 0xffffu
@@ -326,9 +328,9 @@ struct service_state {
 	__u32 reserved;
 	/* The counter of rule ROUND_ROBIN. */
 	__u64 round_robin;
-	/* `timestamps = "lb"`: key of the time mask, equal at all load balancers, constant while connections live. */
+	/* `timestamps = "lb"`: key of the time mask, the same at all load balancers, constant while connections live. */
 	struct cookie_key time_key;
-	/* 1: a SYN has entered a flow into the flow table. Until then a service of CONSISTENCY_BEAMER looks up none there. */
+	/* 1: a SYN has stored a flow. Until then a service of CONSISTENCY_BEAMER does not read the flow table. */
 	__u64 has_flows;
 	/* enum forwarding. */
 	__u64 forwarding;
@@ -338,25 +340,26 @@ struct service_state {
 
 /* ---- the broadcast fallback ------------------------------------------------------------------------------------ */
 
-/* Kinds of rate-limited packets: broadcasts by cause, and ICMP errors. Each has its own rate: none starves another. */
+/* Kinds of rate-limited packets: broadcasts by cause, and ICMP errors. Each kind has a separate rate limit. */
 enum limited_kind {
 	LIMITED_UNKNOWN_COOKIE, /* a cookie that names no server and no connection */
 	LIMITED_RESET, /* a reset without timestamps */
 	LIMITED_ICMP_ERROR, /* an ICMP error whose quote names no server */
 	LIMITED_OWNER_LOST, /* a cookie with an index of a connection table that is lost */
-	LIMITED_FRAGMENTATION_NEEDED, /* no broadcast, but limited likewise: an ICMP error to a packet's sender */
+	LIMITED_FRAGMENTATION_NEEDED, /* an ICMP error to a packet's sender, which is no broadcast */
 	LIMITED_KIND_COUNT,
 };
 
-/* A power of two, so that a mask bounds a reason. */
+/* Length of arrays by enum limited_kind: a power of two, so that a mask bounds the index. */
 #define LIMITED_KIND_SLOTS 8
 
-/* Sources share a bucket by their hash. */
+/* Number of buckets per source; sources share a bucket by their hash. */
 #define BROADCAST_SHARDS 4096
 
 /*
- * Token buckets: time until which the taken tokens are paid for (CLOCK_MONOTONIC, ns). A packet takes a token of its
- * source, then one of its service, then one of the load balancer: so no source uses up a service's tokens alone.
+ * Token buckets, each as the time (CLOCK_MONOTONIC, ns) until which the taken tokens are paid for. A packet takes a
+ * token of its source, then one of its service, then one of the load balancer, so that no single source uses up a
+ * service's tokens.
  */
 struct broadcast_buckets {
 	__u64 per_source[BROADCAST_SHARDS];
@@ -377,13 +380,13 @@ struct broadcast_buckets {
 /* The server's MAC address is known; the same for all services. */
 #define SERVER_RESOLVED 16u
 
-/* The flags that are a service's own, SERVER_MEMBERS_PER_WORD servers in a word of 64 bits, by id. */
+/* Flags that are stored per service: SERVER_MEMBERS_PER_WORD servers in a word of 64 bits, by id. */
 #define SERVER_MEMBER_BITS 4
 #define SERVER_MEMBER_MASK (SERVER_KNOWN | SERVER_ELIGIBLE | SERVER_MASKED | SERVER_DOWN)
 #define SERVER_MEMBERS_PER_WORD 16
 #define MEMBERSHIP_WORDS 1024
 
-/* By server id, the same for all services: reached by a shift, no hash. 8 bytes: one load. */
+/* Entry of an array by server id, the same for all services. 8 bytes, so that an entry is one load. */
 struct server_entry {
 	__u8 mac_address[6];
 	__u16 flags;
@@ -396,12 +399,12 @@ struct server_entry {
 #include "server_clock.h"
 
 /*
- * By server id: connections opened and closed here, packets and bytes, of all services; one for each row of counters.
+ * Traffic of all services from this load balancer to a server. Each row of counters has one such struct per server id.
  */
 struct server_traffic {
 	/* New connections that the placement rule sent to the server. */
 	__u64 opened;
-	/* Packets with a cookie, and FIN or RST. (Without a connection table a retransmission counts again.) */
+	/* Packets with a cookie and FIN or RST. (Without a connection table a retransmission counts again.) */
 	__u64 closed;
 	__u64 packets;
 	__u64 bytes;
@@ -410,12 +413,12 @@ struct server_traffic {
 /* Tables of connections. */
 #include "connections.h"
 
-/* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
+/* ---- state of the load balancer that outlives its process ------------------------------------------------------ */
 
-/* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
+/* Grows whenever a pinned layout or its meaning changes, so that a daemon takes over only state that it understands. */
 #define LB_LAYOUT_VERSION 16
 
-/* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
+/* `layout_version` and `counters_by_cpu` keep their offsets, because other layout versions read them. */
 struct lb_state {
 	__u64 layout_version;
 	/* The device's MAC address: the first 8 bytes of a frame sent to it, shifted left by 16. */
@@ -427,24 +430,24 @@ struct lb_state {
 	/* Longest packet that leaves by the device, its outer header included. */
 	__u32 mtu;
 	struct fleet_keys keys;
-	/* This load balancer's own key of the connection table's hash, constant for the table's lifetime. */
+	/* Key of the connection table's hash: of this load balancer only, constant for the table's lifetime. */
 	struct cookie_key connection_key;
-	/* Tenths of a second (CLOCK_MONOTONIC): by the daemon, and by packets of stateful services (connection_time()). */
+	/* CLOCK_MONOTONIC in 0.1 s, set by the daemon and by packets of stateful services (connection_time()). */
 	__u32 clock;
-	/* This load balancer's number among those with a connection table; MAX_OWNERS: it has none yet. */
+	/* This load balancer's number among those with a connection table; MAX_OWNERS: no number was assigned yet. */
 	__u32 owner;
 	/* Entries of the connection table that one source prefix may hold; 0: not set yet, any number. */
 	__u64 entries_per_source;
 	struct connection_timers timers;
 	/* jiffies at a packet's last read of the clock. */
 	__u64 clock_jiffies;
-	/* MAC addresses of all owners; without SERVER_RESOLVED the owner is lost, or the number unused. */
+	/* MAC addresses of all owners. Without SERVER_RESOLVED the owner is lost, or the number is unused. */
 	struct server_entry owners[MAX_OWNERS];
 	struct lb_service_directories directories;
 	struct service_state services[MAX_SERVICES];
 	/* Bits of the flow table's filter (find_plain_flow()): 0 means that no flow with this bit was ever stored. */
 	__u64 flow_filter[FLOW_FILTER_WORDS];
-	/* By index, for commands that read this without the daemon and without the controller. */
+	/* Names by index, for commands that read the state without daemon and controller. */
 	__u8 service_names[MAX_SERVICES][SERVICE_NAME_BYTES];
 	/* Source of IPv6 outer headers: the device's first IPv6 address that is not link-local. */
 	__u64 own_address_ipv6[2];
@@ -453,8 +456,8 @@ struct lb_state {
 };
 
 /*
- * Recent choices of rules with a state (LEAST_ASSIGNED, ROUND_ROBIN), so that a retransmitted SYN reaches the same
- * server while the table is in force. Direct-mapped; one word:
+ * Recent placements by rules with a state (LEAST_ASSIGNED, ROUND_ROBIN), so that a retransmitted SYN reaches the same
+ * server while the table is in force. The array is direct-mapped. An entry is one word:
  *
  *    63             32 31 30          24 23        14 13        0
  *    +----------------+--+--------------+------------+-----------+
@@ -475,7 +478,7 @@ struct lb_state {
 
 /* Record of one packet for capture.h; the first captured_length bytes of the frame follow. */
 struct captured_packet {
-	/* CLOCK_MONOTONIC. */
+	/* Time of the record by CLOCK_MONOTONIC, in ns. */
 	__u64 time_ns;
 	/* Number of the packet on this CPU; equal in the records of arrival and decision. */
 	__u64 sequence;
@@ -505,34 +508,32 @@ struct nat_entry {
 };
 #define MAX_NAT_ENTRIES 4096
 
-/* CPUs that have a row of their own in per-CPU arrays. Beyond, two share a row, and a count may be lost at times. */
+/* Number of rows in arrays by CPU. Further CPUs share rows, so that increments may be lost now and then. */
 #define MAX_CPUS 512
 
-/* Servers as they see themselves: a file of its own for its length. */
 #include "server.h"
-/* Requests at a server's workers: others. */
 #include "dispatch.h"
 #include "orchestrate.h"
 
 /* ---- the testbed's emulated NIC -------------------------------------------------------------------------------- */
 
 /*
- * The "registers" of one server's emulated NIC: veth has no RSS, so testbed/rss_emulation.bpf.c computes it at tc
- * egress of the switch port of the server. One entry of an array map, pinned by the testbed; the agent reads and writes
- * it like a real NIC's by ETHTOOL_GRSSH and ETHTOOL_SRSSH. The writer of the key fills mapping.byte from it.
+ * The "registers" of one server's emulated NIC. veth has no RSS, so testbed/rss_emulation.bpf.c computes it at tc
+ * egress of the server's switch port. The struct is an entry of an array map that the testbed pins. The agent reads and
+ * writes it as it does a real NIC by ETHTOOL_GRSSH and ETHTOOL_SRSSH. The writer of the key fills mapping.byte from it.
  */
 struct emulated_rss {
 	struct rss_mapping mapping;
 	__u8 key[RSS_KEY_BYTES];
 	/*
-	 * Open connections use the table's entry this many positions further, like those that a flow director moves; 0:
-	 * their own.
+	 * Number of positions by which the table entry of established connections is shifted, as a flow director moves
+	 * connections; 0: no shift.
 	 */
 	__u32 established_shift;
 	__u32 reserved;
 };
 
-/* One flow as seen by testbed/receive_queues.bpf.c (tests only). */
+/* A flow as recorded by testbed/receive_queues.bpf.c (tests only). */
 struct received_flow {
 	/* Receive queue + 1; 0: none was recorded. */
 	__u32 recorded_queue;

@@ -8,7 +8,7 @@
 #include <linux/types.h>
 #include <bpf/bpf_helpers.h>
 
-/* RFC 8200, Sect. 3; <linux/ipv6.h> includes libc's headers, which this target lacks. */
+/* IPv6 header (RFC 8200, Sect. 3). <linux/ipv6.h> would include libc's headers, which this target lacks. */
 struct ipv6_header {
 	__be32 version_class_label;
 	__be16 payload_length;
@@ -22,17 +22,17 @@ struct ipv6_header {
 #define IPV6_TRANSPORT (ETH_HLEN + sizeof(struct ipv6_header))
 _Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
 
-/* RFC 8200, Sect. 4.3 to 4.6, RFC 4302, Sect. 2, and RFC 4443, Sect. 1. */
+/* Next-header numbers of RFC 8200, Sect. 4.3 to 4.6, RFC 4302, Sect. 2, and RFC 4443, Sect. 1. */
 #define NEXT_HOP_BY_HOP 0
 #define NEXT_ROUTING 43
 #define NEXT_FRAGMENT 44
 #define NEXT_AUTHENTICATION 51
 #define NEXT_ICMPV6 58
 #define NEXT_DESTINATION_OPTIONS 60
-/* Limit of headers: each occurs once at most, except for destination options, which may occur twice. */
+/* Maximum number of extension headers: destination options may occur twice, each other header once. */
 #define EXTENSION_HEADERS 6
 
-/* RFC 4443, Sect. 2.1: the errors that are defined. */
+/* Returns whether the type is one of the errors of RFC 4443, Sect. 2.1. */
 static __always_inline bool is_icmpv6_error(__u8 type)
 {
 	return type >= 1 && type <= 4;
@@ -51,7 +51,7 @@ static __always_inline bool is_extension_header(__u32 next)
 	       next == NEXT_AUTHENTICATION || next == NEXT_DESTINATION_OPTIONS;
 }
 
-/* Returns the length in bytes: the field counts 8 bytes without the first, in AH 4 without two. */
+/* Returns the length in bytes. The field counts units of 8 bytes after the first, in AH units of 4 after the second. */
 static __always_inline __u32 extension_header_length(__u32 number, const struct extension_header *header)
 {
 	if (number == NEXT_FRAGMENT)

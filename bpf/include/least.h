@@ -7,14 +7,14 @@
 #include <bpf/bpf_helpers.h>
 
 /*
- * The less of two numbers below 2^63, without a branch: a wrong guess of the CPU costs as much as several
+ * Returns the lesser of two numbers below 2^63 without a branch: a wrong prediction costs as much as several
  * comparisons.
  */
 static __always_inline __s64 min_s64(__s64 a, __s64 b)
 {
 	__s64 difference = a - b, sign = difference >> 63;
 
-	/* Keeps clang from making a branch. */
+	/* Keeps clang from generating a branch. */
 	barrier_var(sign);
 	return b + (difference & sign);
 }

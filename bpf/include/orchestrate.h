@@ -3,11 +3,11 @@
 #ifndef COREWARD_INCLUDE_ORCHESTRATE_H
 #define COREWARD_INCLUDE_ORCHESTRATE_H
 
-/* Limit of addresses of one daemon, which has at most 64 services. */
+/* Limit of listeners of a daemon, which has at most 64 services. */
 #define MAX_INTAKE_LISTENERS 64
 /* Limit of receive queues of the device. */
 #define MAX_INTAKE_QUEUES 256
-/* Maximum length of a redirected datagram with its UDP header: that of an MTU of 1500. */
+/* Maximum length of a redirected datagram with its UDP header, which an MTU of 1500 allows. */
 #define MAX_INTAKE_DATAGRAM 1480
 
 /* Address and port of requests; key of a hash map. */

@@ -12,11 +12,11 @@ struct flow_key {
 };
 
 /*
- * PAWS clamp (docs/design.md, "Idle connections"): a sent TSval that is not the server's own clock, kept until the
- * client has returned it and something newer.
+ * PAWS clamp (docs/design.md, "Idle connections"): a sent TSval that differs from the server's own clock. The entry
+ * matters until the client has returned this TSval and a newer one.
  */
 struct clamped_timestamp {
-	/* Time part as sent, before the time mask, and that of the client's previous TSecr. */
+	/* Sent time part and time part of the client's previous TSecr, both without the time mask. */
 	__u16 sent;
 	__u16 sent_before;
 	/* The server's own TSvals for these two time parts. */
@@ -25,7 +25,7 @@ struct clamped_timestamp {
 	/* Whether the client has returned the clamped value. */
 	__u32 confirmed;
 };
-/* Limit of clamped connections, idle for more than 32 s and not continued yet; about 100 bytes each. */
+/* Limit of clamped connections: idle for more than 32 s, and without a newer TSecr yet; about 100 bytes each. */
 #define MAX_CLAMPED_TIMESTAMPS 65536
 /* Largest step of the 16-bit time part that a client takes as newer (ms). */
 #define MAX_STEP_MS 0x7fffu
@@ -49,7 +49,7 @@ struct rss_sample {
 /* Packets of open connections per sample; a power of two. */
 #define RSS_ESTABLISHED_SAMPLING 64
 
-/* The server's own RSS from the agent; entry_count 0: unknown, nothing is predicted. */
+/* The server's RSS configuration from the agent; entry_count 0: unknown, so no receive queue is predicted. */
 struct rss_mapping {
 	__u32 entry_count;
 	__u32 generation;
@@ -57,7 +57,7 @@ struct rss_mapping {
 	__u32 input_transform;
 	__u32 reserved;
 	__u16 queue[MAX_INDIRECTION_ENTRIES];
-	/* By position in the input: IPv4 has the first RSS_INPUT_IPV4_BYTES. */
+	/* Toeplitz tables by position of the input byte; IPv4 uses the first RSS_INPUT_IPV4_BYTES. */
 	__u32 byte[RSS_INPUT_IPV6_BYTES][256];
 };
 
@@ -71,18 +71,18 @@ struct server_counters {
 };
 
 /*
- * Connections with an index from the SYN and no socket yet: bounded, because of SYN floods. One without its index uses
- * the server's id.
+ * Limit of connections with an index from the SYN but no socket yet, because of SYN floods. A connection that loses its
+ * index gets the server's id.
  */
 #define MAX_HALF_OPEN_INDEXES 65536
 /* Value for no index: the connection's cookies hold the server's id. */
 #define NO_CONNECTION_INDEX 0xffffu
 
-/* The index kept with the established socket. */
+/* Connection table index of an established socket, in the socket's storage. */
 struct connection_index {
 	/* Owner and slot, or NO_CONNECTION_INDEX. */
 	__u16 index;
-	/* The connection table is lost: TSvals later than newest_ms carry the server's id. */
+	/* 1: the connection table is lost, so TSvals later than newest_ms carry the server's id. */
 	__u16 given_up;
 	/* The newest TSval (the server's own) that was stamped with the index. */
 	__u32 newest_ms;
@@ -90,30 +90,31 @@ struct connection_index {
 
 /*
  * Groups of connections that share the time of the last clamp. A server with 10,000 connections of which 1 % are idle
- * for more than MAX_STEP_MS clamps in 100 groups: 2.4 % of the others look for an entry of their own. 16 KiB.
+ * for more than MAX_STEP_MS clamps in 100 groups, so that 2.4 % of the other connections look up an entry. The array
+ * has 16 KiB.
  */
 #define CLAMP_GROUP_BITS 12
 #define CLAMP_GROUPS (1 << CLAMP_GROUP_BITS)
 
-/* Direct-mapped by a hash of the tail: of two services in one place the last SYN-ACK's counts. Power of two. */
+/* Entries of a direct-mapped array by a hash of the tail, in which a colliding service overwrites. Power of two. */
 #define FORWARDED_SERVICES 256
 #define FORWARDED_SERVICE_SHIFT 56
 /* GOLDEN_RATIO_64 of linux/hash.h. */
 #define FORWARDED_SERVICE_FACTOR 0x61c8864680b583eb
 
 /*
- * Pinned state of server.bpf.c. Fields that packets write are in other cache lines than those that they read.
+ * Pinned state of server.bpf.c. Fields that packets write are in other cache lines than fields that packets read.
  * `layout_version`, `keys` and `time_key` have kept their offsets since version 3: a version with another layout copies
  * them, and with them all stamped connections. (Version 2 stamped a cookie of another form.)
  */
 struct server_state {
 	__u64 layout_version;
 	struct fleet_keys keys;
-	/* Key that masks the time part; drawn by the agent with the maps, constant while they live. */
+	/* Key that masks the time part: random, drawn when the agent creates the maps, and constant from then on. */
 	struct cookie_key time_key;
-	/* `number` of a slot: this server's id in that service, and flags. */
+	/* Services. `number` of a slot is this server's id in the service, and flags. */
 	struct service_directories directories;
-	/* By group of connections (clamp_group()): the newest TSval (the server's own) with a clamped one. */
+	/* By group of connections (clamp_group()): the server's own TSval (ms) of the last clamped packet. */
 	__u32 last_clamp_ms[CLAMP_GROUPS];
 	/*
 	 * Tails of services whose last SYN-ACK was forwarded: their sockets are in another network namespace or machine
@@ -143,14 +144,14 @@ struct steer_state {
 	__u64 counters[STEER_COUNTER_COUNT];
 };
 
-/* Busy time of one CPU, written by cpu_load.bpf.c on that CPU. A cache line of its own. */
+/* Busy time of one CPU, written by cpu_load.bpf.c on that CPU. The struct fills a cache line. */
 struct cpu_busy_time {
 	/*
-	 * Idle: 2 * busy time. Busy: 2 * (busy time - when it became busy) + 1. Times in ns, CLOCK_MONOTONIC; arithmetic
-	 * modulo 2^64.
+	 * While idle: 2 * busy time. While busy: 2 * (busy time - time at which the CPU became busy) + 1. Times in ns
+	 * (CLOCK_MONOTONIC), modulo 2^64.
 	 */
 	__u64 encoded_busy_ns;
-	/* 1: a task other than idle runs. */
+	/* 1: a task other than the idle task runs. */
 	__u32 running;
 	/* While idle: number of running interrupts and softirqs, which nest. */
 	__u32 depth;

@@ -11,10 +11,10 @@
  *    |  (ms + time mask) mod 2^20        | K |  server's id  |
  *    +-----------------------------------+---+---------------+
  *                                          |   hidden as in the cookie of 15 bits
- *                                          which of the two keys, in clear
+ *                                          index of the key, not hidden
  *
- * More bits of time than where servers stamp: the load balancer does not know what the client has seen last, so there
- * is no PAWS clamp, and a connection may be idle for half of 2^20 ms only.
+ * The time has more bits than in cookies of servers: the load balancer does not know the client's last received TSval,
+ * so it cannot clamp (PAWS). A connection may be idle for half of 2^20 ms only.
  */
 #define LB_STAMPING_TIME_SHIFT 12
 #define LB_STAMPING_TIME_MASK 0xfffffu
@@ -22,45 +22,46 @@
 #define LB_STAMPING_ID_MASK 0x7ffu
 #define LB_STAMPING_ID_BITS 11
 
-/* Key: MAC address in the low 48 bits (as in struct server_entry), the service's index above. */
+/* Map key of a server: MAC address in the low 48 bits (as in struct server_entry), the service's index above. */
 #define LB_STAMPED_SERVICE_SHIFT 48
 #define MAX_LB_STAMPED_SERVERS 16384
 
 /*
- * A server's clock, learned from its answers (bpf/lb/lb_cookie.h). An offset is TSval minus the load balancer's
+ * A server's clock, learned from its replies (bpf/lb/lb_cookie.h). An offset is TSval minus the load balancer's
  * CLOCK_MONOTONIC in ms, modulo 2^32.
  */
 struct lb_stamped_server {
-	/* Offset in ms that all connections share, if they do. */
+	/* Offset in ms that all connections share, if the server has one clock. */
 	__u32 offset_ms;
 	/* Offset in ms of the newest SYN-ACK. */
 	__u32 newest_ms;
-	/* Client of that SYN-ACK, address XOR ports: a retransmission proves nothing. */
+	/* Client of the newest SYN-ACK, address XOR ports: a retransmitted SYN-ACK does not count. */
 	__u32 newest_client;
 	__u16 server_id;
 	/*
-	 * SYN-ACKs in a row that agreed, the newest included; at LB_STAMPING_AGREEING, the maximum, new connections are
-	 * stamped.
+	 * Number of latest SYN-ACKs in a row with one offset; at LB_STAMPING_AGREEING, the maximum, new connections
+	 * are stamped.
 	 */
 	__u16 agreeing;
-	/* Sampled connection, client address XOR ports; 0: none. Its offset by an answer, and the time of that answer. */
+	/* Sampled connection, client address XOR ports (0: none), and offset and time of one of its replies. */
 	__u32 sampled_client;
 	__u32 sampled_ms;
 	__u32 sampled_at_ms;
 	/*
-	 * Samples whose clock ticked in ms, at most LB_STAMPING_MAX_STEADY; another one, as after a delay, halves the
-	 * count. At LB_STAMPING_AGREEING new connections are stamped, even if no two agree.
+	 * Number of samples whose TSval grew by 1 per ms, at most LB_STAMPING_MAX_STEADY. A sample with another rate,
+	 * as after a delay, halves it. From LB_STAMPING_AGREEING on new connections are stamped, even with different
+	 * offsets.
 	 */
 	__u16 steady;
-	/* 1: the newest sample's clock did not tick in ms. */
+	/* 1: the newest sample's TSval did not grow by 1 per ms. */
 	__u16 unsteady;
-	/* 1: `offset_ms` is of an answer. */
+	/* 1: a reply has set `offset_ms`. */
 	__u64 has_clock;
 	/* SYN-ACKs, with timestamps or without. */
 	__u64 syn_acks;
 	/* SYN-ACKs with timestamps. */
 	__u64 with_timestamps;
-	/* Answers that did not agree with another connection's. From the first one on connections have own offsets. */
+	/* Replies with another offset than another connection's. From the first on, offsets are per connection. */
 	__u64 disagreed;
 };
 #define LB_STAMPING_AGREEING 4
@@ -69,9 +70,9 @@ struct lb_stamped_server {
 #define LB_STAMPING_TOLERANCE_MS 1000
 /* Time by which a TSval may be ahead of the estimate: clocks drift apart between two SYN-ACKs. */
 #define LB_STAMPING_SLACK_MS 60000
-/* Minimum time between two answers that show the clock's rate: a delay of half of this time is tolerated. */
+/* Minimum time between two replies that show the clock's rate: a delay of half of this time is tolerated. */
 #define LB_STAMPING_SAMPLE_MS 100
-/* Silence of the sampled connection after which another one is sampled. */
+/* Silence of the sampled connection after which another connection is sampled. */
 #define LB_STAMPING_SAMPLE_EXPIRES_MS 2000
 
 /*

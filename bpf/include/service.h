@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Look-up of a packet's service: one multiplication, a load or two, one compare (the perfect hash of intf.h). No map
- * look-up: the directories are in a global variable.
+ * Look-up of a packet's service in the perfect hash of intf.h: one multiplication, one or two loads, one comparison.
+ * The directories are in a global variable, so no map look-up is needed.
  */
 #ifndef COREWARD_INCLUDE_SERVICE_H
 #define COREWARD_INCLUDE_SERVICE_H
@@ -31,7 +31,7 @@ static __always_inline __u64 service_tail_ipv4(__u32 address, __u16 port, __u8 p
 	return address | (__u64)port << 32 | (__u64)protocol << 48 | (__u64)ADDRESS_FAMILY_IPV4 << 56;
 }
 
-/* Key of an IPv6 service: the parts of struct service_key, and the word by which its slot is found. */
+/* Key of an IPv6 service: the parts of struct service_key, and the word that is hashed to find the slot. */
 struct service_key_ipv6 {
 	__u32 first;
 	__u64 middle;
@@ -40,8 +40,8 @@ struct service_key_ipv6 {
 };
 
 /*
- * `vip`: the address as in the packet. The word is the tail with the rest of the address mixed in. Two services with
- * one word would have no directory, which happens by chance once in 2^64.
+ * Returns the key of an IPv6 service. `vip`: the address as in the packet. The word combines the tail with the rest of
+ * the address. Two services with the same word would have no directory, which happens by chance once in 2^64.
  */
 static __always_inline struct service_key_ipv6 service_key_ipv6(const void *vip, __u16 port, __u8 protocol)
 {

@@ -18,7 +18,7 @@
 #define OPTIONS_ALIGNED_LENGTH 12
 #define OPTIONS_ALIGNED_OFFSET 2
 
-/* Words behind kind and length of the option; packed, because the offset may be odd. */
+/* Words after kind and length of the option; packed, because the offset may be odd. */
 #define TIMESTAMP_WORDS_OFFSET 2
 struct timestamp_words {
 	__be32 value;
@@ -28,7 +28,7 @@ struct timestamp_words {
 #define TIMESTAMP_NONE -1
 #define TIMESTAMP_MALFORMED -2
 
-/* A copy of the options. A little longer than any list, so that the byte behind the last one can be read. */
+/* A copy of the options, longer than any list, so that the byte after the last one can be read. */
 struct tcp_options {
 	__u8 bytes[48];
 };
@@ -38,8 +38,8 @@ struct tcp_options {
  * none; TIMESTAMP_MALFORMED if an earlier option covers less than its first two bytes or more than the header (RFC
  * 9293, Sect. 3.1).
  *
- * Goes byte by byte, so that every index is the loop's own: with an offset from the packet the verifier would follow
- * each of its values. A global function, so that it is verified once, not once per calling path.
+ * The loop goes byte by byte, so that the loop counter is the only index: the verifier would follow each value of an
+ * offset from the packet. This is a global function, so that it is verified once, not once per calling path.
  */
 __noinline int find_timestamp(const struct tcp_options *options, __u32 length)
 {

@@ -11,7 +11,7 @@
 
 #include "intf.h"
 
-/* `byte`: one table per byte (struct toeplitz_source_tables). Address and port in network byte order. */
+/* Returns the source's share of the hash. `byte`: struct toeplitz_source_tables. Address, port: network byte order. */
 static __always_inline __u32 toeplitz_source(const __u32 (*byte)[256], __u32 client_address, __u16 client_port)
 {
 	return byte[0][client_address & 0xff] ^ byte[1][client_address >> 8 & 0xff] ^
