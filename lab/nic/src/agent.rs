@@ -12,9 +12,9 @@ use serde_json::Value;
 use crate::guest::Guest;
 use crate::wire::{FLOWS, VIP};
 
-/// Time limit for a program of coreward to be ready; under emulation the verifier alone takes seconds.
+/// Time limit until a daemon is ready; under emulation the verifier alone takes seconds.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
-/// Time limit for the daemon to detect a change; it checks once a second.
+/// Time limit for the daemon to detect a change, for which it polls once a second.
 const NOTICE_LIMIT: Duration = Duration::from_secs(15);
 
 /// Id of the server in the fleet's file: the seed of its balanced table.
@@ -23,7 +23,7 @@ const SERVER_ID: u64 = 4711;
 const FLEET_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
                          10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
 
-/// Returns the files of the guest: name without leading slash, content.
+/// Returns the files of the guest, each with its name without leading slash and its content.
 pub fn files() -> [(&'static str, String); 5] {
     let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nfleet = \"fleet.toml\"\n\
                       rss_key_file = \"rss.key\"\n";
@@ -53,7 +53,7 @@ pub fn managed(before: &Rss, accepts_key: bool, receive_queues: u16) -> Result<R
     Ok(Rss { key, indirection_table: IndirectionTable::balanced(seed, entries, receive_queues)? })
 }
 
-/// Line that `coreward agent rss --json` prints.
+/// A line that `coreward agent rss --json` prints.
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum Line {
@@ -103,7 +103,7 @@ fn rss(key: &str, table: &[u32]) -> Result<Rss> {
     Ok(Rss { key: key.parse::<RssKey>()?, indirection_table: IndirectionTable::new(table)? })
 }
 
-/// Controller and agent with `manage_rss` in the guest.
+/// Controller and agent (with `manage_rss`) that run in the guest.
 pub struct Daemons;
 
 impl Daemons {
@@ -156,8 +156,8 @@ impl Daemons {
     }
 }
 
-/// Runs a controller and a load balancer until its table is in force, which needs RCU grace periods. Fails after a time
-/// limit, with the end of both logs.
+/// Runs a controller and a load balancer until the load balancer's table is in force, which needs RCU grace periods.
+/// Fails after a time limit, with the end of both logs.
 pub fn balance(guest: &mut Guest) -> Result<String> {
     guest.run("ip addr add 10.2.0.1/24 dev eth0")?;
     guest.run("start controller coreward controller --config /etc/controller.toml")?;

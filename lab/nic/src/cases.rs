@@ -14,9 +14,9 @@ use crate::rss::{self, Measurement};
 use crate::tally::Tally;
 use crate::wire::{FLOWS, VIP, Wire};
 
-/// Parts of all guests.
+/// Files that all guests need.
 pub struct Parts {
-    /// QEMU and the kernels.
+    /// Packages of QEMU and the kernels.
     pub packages: Packages,
     /// The binary to test.
     pub coreward: PathBuf,
@@ -24,7 +24,7 @@ pub struct Parts {
     pub logs: PathBuf,
 }
 
-/// Guest, and the checks of its NIC.
+/// A guest and the checks of its NIC.
 pub struct Case {
     /// Kernel: `6.1` (Debian 12's own) or `6.12`.
     pub kernel: &'static str,
@@ -35,9 +35,9 @@ pub struct Case {
 }
 
 enum Checks {
-    /// RSS and the agent in these settings of the NIC, one after the other.
+    /// Checks of RSS and the agent in these settings of the NIC, one after the other.
     Settings(&'static [Setting]),
-    /// Placement of new connections while a core forwards packets; the guest has two NICs.
+    /// Check of the placement of new connections while a core forwards packets; the guest has two NICs.
     Forwarding,
 }
 
@@ -111,7 +111,7 @@ const IGB: &[Setting] = &[
 ];
 
 impl Case {
-    /// Returns the name for the user.
+    /// Returns the name of the case for the user.
     pub fn name(&self) -> String {
         let and = if self.arguments.is_empty() { String::new() } else { format!(" and {}", self.arguments) };
         let forwards = if matches!(self.checks, Checks::Forwarding) { ", forwarding" } else { "" };
@@ -150,7 +150,8 @@ impl Case {
         }
         for setting in settings {
             self.check_setting(setting, &mut guest, &wire, tally)?;
-            // Next to the driver's own state: with the table that the agent will restore.
+            // The check runs while the NIC still has the driver's own state: with the table that the agent will
+            // restore.
             if setting.name == DRIVER_DEFAULT && self.nic != Nic::Vmxnet3 {
                 let managed = self.check_managed_rss(&mut guest, &wire, tally);
                 managed.unwrap_or_else(|error| tally.check(&self.check_name("manage_rss"), Err(error)));

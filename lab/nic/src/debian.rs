@@ -47,7 +47,7 @@ const SERIAL_UNIT: &str = "[Unit]\nDescription=Commands of the test\nDefaultDepe
 const NETWORK_UNIT: &str = "[Unit]\nDescription=Network of the test\nBefore=network-online.target nginx.service\n\
                             [Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/sh -e /etc/test-network\n";
 
-/// File of the guest: path without leading slash, content.
+/// File of the guest: path without leading slash, and content.
 pub type File = (&'static str, String);
 
 /// Returns an image of Debian's root file system, created now or by an earlier run.
@@ -96,8 +96,8 @@ pub struct Debian<'a> {
 }
 
 impl<'a> Debian<'a> {
-    /// `files` are in the root file system; `/etc/test-network` runs before the services. `/dev/vdb` is a tar archive
-    /// of the directory `content`.
+    /// Creates the machine. `files` are in the root file system; `/etc/test-network` runs before the services.
+    /// `/dev/vdb` is a tar archive of the directory `content`.
     ///
     /// # Errors
     /// When Debian's packages cannot be fetched.

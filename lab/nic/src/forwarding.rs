@@ -38,7 +38,7 @@ const MAX_TRANSMISSIONS: usize = 10;
 /// Number of measurements, of which one must have the expected result.
 const MEASUREMENTS: u8 = 5;
 
-/// Returns the files of the guest: name without leading slash, content.
+/// Returns the files of the guest, each with its name without leading slash and its content.
 pub fn files() -> Vec<(&'static str, String)> {
     let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
                       fleet = \"forwarding-fleet.toml\"\n";
@@ -103,7 +103,8 @@ pub fn check(guest: &mut Guest, wire: &Wire, name: &str, tally: &mut Tally) -> R
 /// Starts a controller, both agents and the load balancer, and adds the route of forwarded packets.
 fn start(guest: &mut Guest) -> Result<()> {
     guest.run("ip link set eth1 up && ip addr add 10.2.0.1/24 dev eth0 && echo 1 > /proc/sys/net/ipv4/ip_forward")?;
-    // To a device of the guest: QEMU's network thread would be busy before a core is. The peer of a veth is `veth0`.
+    // The next hop is a device of the guest, because otherwise QEMU's network thread would be busy before a core is.
+    // The peer of a veth is `veth0`.
     let next_hop = mac_of(254).map(|byte| format!("{byte:02x}")).join(":");
     let forwarded = FORWARDED.ip();
     guest.run(&format!(

@@ -87,7 +87,7 @@ impl Nic {
 #[derive(Clone, Copy)]
 pub struct Hardware<'a> {
     pub nics: &'a [Nic],
-    /// Images of `/dev/vda` and the following.
+    /// Images of `/dev/vda` and further disks.
     pub disks: &'a [PathBuf],
     pub memory: &'a str,
 }
@@ -119,7 +119,7 @@ impl<'a> Hardware<'a> {
 pub struct Guest {
     qemu: Child,
     serial: UnixStream,
-    /// Received from the serial line and not processed yet.
+    /// Output that was received from the serial line and not processed yet.
     pending: Vec<u8>,
     console: PathBuf,
     /// Directory of the monitor's socket.

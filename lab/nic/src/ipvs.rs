@@ -13,7 +13,7 @@ use crate::tally::Tally;
 use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually, start_in};
 
 const NAME: &str = "Debian with IPVS";
-/// Connections of each group.
+/// Number of connections of each group.
 const OPEN_CONNECTIONS: usize = 12;
 
 const NETWORK: &str = "
@@ -55,8 +55,9 @@ virtual_server 10.200.0.1 80 {
 	}
 }
 ";
-/// $1: the group's name; $2: its connections, every fourth without TCP timestamps. For each line in its FIFO a request
-/// over each: the slowest answer in ms, and the connections that their first server did not answer.
+/// $1: name of the group; $2: number of its connections, of which every fourth has no TCP timestamps. For each line in
+/// its FIFO the script sends a request over each connection. It prints the slowest answer in ms, and the number of
+/// connections that their first server did not answer.
 const HOLD_SCRIPT: &str = "
 connections=()
 first=()
@@ -181,7 +182,7 @@ pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&st
     units::check_namespaces(NAME, &debian, &CHECKS, command, tally)
 }
 
-/// Each continues where the one before it ended.
+/// Checks, each of which continues where the previous one ended.
 const CHECKS: [(&str, Check); 4] = [
     ("keepalived's virtual server balances", balance),
     ("coreward adopts the pool, and no connection breaks", check_migration),
@@ -266,7 +267,7 @@ fn check_migration(guest: &mut Guest) -> Result<String> {
     summary(guest, &["oldest", "older", "ours"])
 }
 
-/// Status, for messages.
+/// Returns the output of `coreward status`, for messages.
 fn shown(guest: &mut Guest) -> String {
     guest.run("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
 }
@@ -290,14 +291,14 @@ fn hand_back(guest: &mut Guest) -> Result<String> {
     check_connections(guest, &["oldest", "older", "ours"]).context("after `migrate_to`")?;
     open(guest, "newest")?;
     check_connections(guest, &["oldest", "older", "ours", "newest"])?;
-    // Ours end before the VIP moves.
+    // Connections that coreward opened end before the VIP moves.
     guest.run("systemctl stop test-ours")?;
     guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.5")?;
     summary(guest, &["oldest", "older", "newest"])
 }
 
 fn remove(guest: &mut Guest) -> Result<String> {
-    // The stamped ones end before the agents detach.
+    // Stamped connections end before the agents detach.
     guest.run("systemctl stop test-older coreward-lb coreward-s1 coreward-s2 coreward-controller")?;
     guest.run("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;
     for server in ["s1", "s2"] {

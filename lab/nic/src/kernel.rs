@@ -69,7 +69,7 @@ pub fn load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)
 
 fn add_with_dependencies(folder: &Path, name: &str, order: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
     let path = folder.join("modules").join(format!("{name}.ko"));
-    // A module without an extracted file is built in.
+    // A module without an extracted file is built into the kernel.
     if order.iter().any(|(present, _)| present == name) || !path.exists() {
         return Ok(());
     }

@@ -1,14 +1,14 @@
-//! `make test-nic`: boots QEMU guests with real NIC drivers and real RSS, runs the real agent in them, and checks, flow
-//! by flow, that packets arrive on the receive queue that our Toeplitz and the table predict.
+//! `make test-nic` boots QEMU guests with real NIC drivers and real RSS, and runs the real agent in them. It checks,
+//! flow by flow, that packets arrive on the receive queue that our Toeplitz hash and the indirection table predict.
 //!
 //! * [`packages`]: QEMU, busybox, ethtool and the kernels, fetched from Debian, not installed
-//! * [`kernel`], [`initrd`]: what a guest boots
-//! * [`guest`]: QEMU and the dialogue over the serial line
+//! * [`kernel`], [`initrd`]: kernel and initial file system that a guest boots
+//! * [`guest`]: QEMU, and commands over the serial line
 //! * [`wire`]: the network namespace and the sender of SYNs
-//! * [`rss`]: what the NIC shows, and what it does
-//! * [`agent`]: what is under test
+//! * [`rss`]: settings that the NIC shows, and its behaviour
+//! * [`agent`]: the tested agent in the guest
 //! * [`forwarding`], [`segment`]: a server that forwards packets, and the other machines of its network
-//! * [`cases`]: the checks
+//! * [`cases`]: guests and their checks
 //!
 //! `make test-units` (`--units`): [`units`], [`ipvs`] and [`networks`], in guests with Debian and
 //! systemd ([`debian`]).
@@ -89,7 +89,7 @@ fn main() -> ExitCode {
 
 type DebianCheck = fn(&Packages, &Path, &Path, Option<&str>, &mut Tally) -> Result<()>;
 
-/// Guests with Debian.
+/// Guests with Debian and their checks.
 const DEBIAN_CASES: [(&str, DebianCheck); 3] = [
     ("Debian with systemd", units::check),
     ("Debian with IPVS", ipvs::check),
@@ -111,7 +111,8 @@ fn check_units(arguments: &Arguments, debs: &Path, tally: &mut Tally) {
     }
 }
 
-/// Parts of the guests, and the lock that keeps a second run out of them; or one sentence about what is missing.
+/// Returns the files of the guests, and the lock that prevents a second run with the same directory. Fails with one
+/// sentence about the missing part.
 fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
         bail!("root is needed for a network namespace and a tap");
@@ -131,7 +132,7 @@ fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     Ok((Parts { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
 }
 
-/// A lock that ends with this process, however it ends.
+/// Returns a lock that ends with this process, however it ends.
 fn lock(path: &Path) -> Result<Flock<fs::File>> {
     let file = fs::File::create(path)?;
     let busy = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {

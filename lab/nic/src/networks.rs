@@ -13,10 +13,11 @@ use crate::tally::Tally;
 use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually};
 
 const NAME: &str = "Debian with bonds, VLANs and tunnels";
-/// Connections per check.
+/// Number of connections per check.
 const REQUESTS: usize = 20;
 
-/// s1 is in VLAN 20, as are second devices of client and controller; s2 decapsulates by devices of its kernel.
+/// Network with s1 in VLAN 20, as are second devices of client and controller. s2 decapsulates by devices of its
+/// kernel.
 const NETWORK: &str = "
 mkdir -p /var/lib/coreward
 ip netns add switch
@@ -132,7 +133,7 @@ fn nginx(server: &str) -> String {
     )
 }
 
-/// $1: the VIP; $2: the number of connections, one after the other, with two requests each.
+/// $1: the VIP; $2: number of connections, which are opened one by one, with two requests each.
 const REQUEST: &str = "
 for ((number = 0; number < $2; number++)); do
 	exec 3<>/dev/tcp/$1/80 || exit 1
@@ -171,7 +172,7 @@ pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&st
     units::check_namespaces(NAME, &debian, &CHECKS, command, tally)
 }
 
-/// Each continues where the one before it ended.
+/// Checks, each of which continues where the previous one ended.
 const CHECKS: [(&str, Check); 5] = [
     ("the daemons start, with native XDP on a bond by LACP", start),
     ("a server with a VLAN device serves, and stamps its packets", tagged),
@@ -211,7 +212,7 @@ fn status(guest: &mut Guest) -> Result<String> {
     guest.run("ip netns exec controller coreward status")
 }
 
-/// Makes connections to a VIP, which this server must answer.
+/// Opens connections to a VIP, which this server must answer.
 fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
     let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {REQUESTS}");
     let served = eventually(SETTLE_LIMIT, || guest.run(&command)).with_context(|| format!("requests to {vip}"))?;
@@ -219,7 +220,7 @@ fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns the load balancer's count of this decision.
+/// Returns the number of packets for which the load balancer made this decision.
 fn decisions(guest: &mut Guest, name: &str) -> Result<u64> {
     let status = status(guest)?;
     let mut words = status.split([' ', ',', '\n']).filter(|word| !word.is_empty());

@@ -1,8 +1,8 @@
-//! Contents of the guests: Debian packages, fetched at run time into a folder of our own, never installed.
+//! Contents of the guests: Debian packages, fetched at run time into a separate directory, never installed.
 //!
 //! apt-get gets a private configuration: the machine's own Debian mirrors plus their backports (igb needs QEMU 8), its
-//! own lists, and an empty package status. So QEMU has its whole closure of libraries down to libc (37 MB) and runs
-//! from the folder, independent of the machine's packages; nothing of the system changes.
+//! own lists, and an empty package status. So QEMU has all its libraries down to libc (37 MB) and runs from the
+//! directory, independent of the machine's packages. Nothing of the system changes.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,9 +15,9 @@ use anyhow::{Context as _, Result};
 use crate::kernel;
 use crate::process::{command_tied_to_parent, run};
 
-/// The kernels: the name of ours, and the package that depends on today's point release.
+/// Kernels by their names here, each with the package that depends on the current point release.
 const KERNELS: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
-/// Downloads are stopped after this many seconds.
+/// Time limit of a download in seconds.
 const DOWNLOAD_SECONDS: &str = "300";
 const NO_MIRROR: &str = "this machine's apt-get has no Debian mirror";
 const ARCHITECTURE: &str = "x86_64-linux-gnu";
@@ -27,7 +27,7 @@ pub struct Packages {
 }
 
 impl Packages {
-    /// Takes what an earlier run left complete in `folder`, or fetches everything. Fails with one sentence that
+    /// Takes the complete contents of an earlier run in `folder`, or fetches everything. Fails with one sentence that
     /// names the missing part.
     pub fn fetch(folder: &Path) -> Result<Self> {
         let packages = Self { folder: folder.to_path_buf() };
@@ -66,7 +66,7 @@ impl Packages {
         Ok(packages)
     }
 
-    /// A command that runs a program of the packages with the packages' own libraries.
+    /// Returns a command that runs a program of the packages with the packages' own libraries.
     pub fn command(&self, program: &str) -> Command {
         let root = self.folder.join("root");
         let mut command = command_tied_to_parent(root.join("lib64/ld-linux-x86-64.so.2"));
@@ -74,12 +74,12 @@ impl Packages {
         command
     }
 
-    /// Paths at which QEMU searches its firmware.
+    /// Returns the paths at which QEMU searches its firmware.
     pub fn firmware(&self) -> [PathBuf; 3] {
         ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.folder.join("root/usr/share").join(part))
     }
 
-    /// The statically linked busybox.
+    /// Returns the path of the statically linked busybox.
     pub fn busybox(&self) -> PathBuf {
         self.folder.join("root/bin/busybox")
     }
@@ -96,22 +96,23 @@ impl Packages {
         (root.join("sbin/ethtool"), files)
     }
 
-    /// debootstrap, without arguments.
+    /// Returns the command of debootstrap, without arguments.
     pub fn debootstrap(&self) -> Command {
         let root = self.folder.join("root");
-        // It mounts file systems in what it makes: they go with the mount namespace.
+        // debootstrap mounts file systems in its target, which end with the mount namespace.
         let mut command = command_tied_to_parent("unshare");
         command.args(["--mount", "sh"]).arg(root.join("usr/sbin/debootstrap"));
         command.env("DEBOOTSTRAP_DIR", root.join("usr/share/debootstrap"));
         command
     }
 
-    /// Path of the binary under test without its debug information; one place, so that no run leaves another.
+    /// Returns the path of the tested binary without its debug information. It is fixed, so that a run overwrites the
+    /// file of an earlier run.
     pub fn stripped(&self) -> PathBuf {
         self.folder.join("coreward")
     }
 
-    /// The folder of a kernel, by the name of ours.
+    /// Returns the directory of a kernel, by its name in `KERNELS`.
     pub fn kernel(&self, name: &str) -> PathBuf {
         self.folder.join("kernels").join(name)
     }
@@ -122,10 +123,10 @@ impl Packages {
     }
 }
 
-/// The machine's apt, made to work in our folder.
+/// apt-get of the machine with a private configuration.
 struct Apt {
     folder: PathBuf,
-    /// The Debian release, such as `bookworm`.
+    /// Debian release, such as `bookworm`.
     release: String,
 }
 
@@ -163,7 +164,7 @@ impl Apt {
         run(self.command("apt-get").arg("-q").args(arguments)).map(drop)
     }
 
-    /// Today's kernel package behind one of Debian's names for "the newest of that line".
+    /// Returns the current kernel package that a metapackage depends on.
     fn kernel_of(&self, package: &str) -> Result<String> {
         let shown = run(self.command("apt-cache").args(["show", "--no-all-versions", package]))?;
         let names: BTreeSet<&str> = shown
@@ -176,7 +177,7 @@ impl Apt {
     }
 }
 
-/// The machine's Debian sources and their backports, as lines of sources.list, and the release's name.
+/// Returns the machine's Debian sources and their backports, as lines of sources.list, and the release's name.
 fn sources() -> Result<(String, String)> {
     let mut lines = BTreeSet::new();
     let mut release = None;
@@ -190,7 +191,7 @@ fn sources() -> Result<(String, String)> {
     Ok((lines.into_iter().collect(), release.context(NO_MIRROR)?))
 }
 
-/// The machine's Debian mirror and release, for debootstrap.
+/// Returns the machine's Debian mirror and release, for debootstrap.
 ///
 /// # Errors
 /// Without a Debian source of apt-get.
@@ -198,11 +199,11 @@ pub fn mirror() -> Result<(String, String)> {
     repositories()?.into_iter().find(|(_, suite)| !suite.contains('-')).context(NO_MIRROR)
 }
 
-/// The machine's Debian sources of programs: address and suite.
+/// Returns the machine's Debian sources of programs: address and suite.
 fn repositories() -> Result<Vec<(String, String)>> {
     let mut targets = debian_targets()?;
     if targets.is_empty() {
-        // A machine knows which of its sources are Debian's only when it has fetched their lists once.
+        // The lists show which sources are Debian's, so they must have been fetched once.
         run(command_tied_to_parent("timeout").args([DOWNLOAD_SECONDS, "apt-get", "-q", "update"]))?;
         targets = debian_targets()?;
     }
@@ -219,7 +220,7 @@ fn debian_targets() -> Result<String> {
     run(command_tied_to_parent("apt-get").args(["indextargets", "--format", format]).args(filter))
 }
 
-/// The downloaded packages that are not yet unpacked.
+/// Returns the downloaded packages that are not yet unpacked.
 fn archives(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder.join("archives"))? {

@@ -50,7 +50,7 @@ fn kernel_key(text: &str) -> Result<RssKey> {
     Ok(RssKey::new(&key.bytes()[..40])?)
 }
 
-/// Settings of the NIC, and its behaviour.
+/// Settings that a NIC shows, and the measured behaviour of the NIC.
 pub struct Measurement {
     /// Shown key and table.
     pub shown: Rss,

@@ -1,4 +1,4 @@
-//! Other machines of the guest's network, which answer ARP and record received frames.
+//! Other machines of the guest's network, which answer ARP requests and record received frames.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -35,7 +35,7 @@ const FLAGS: usize = 14 + 20 + 13;
 /// Addresses of the machines: 10.2.0.0/24.
 const NETWORK: [u8; 3] = [10, 2, 0];
 
-/// Returns the MAC address of a machine; its last byte equals the IPv4 address's.
+/// Returns the MAC address of a machine, whose last byte equals the last byte of the IPv4 address.
 pub fn mac_of(host: u8) -> [u8; 6] {
     [0x02, 0xc0, 0x4e, 0x00, 0x01, host]
 }
@@ -43,7 +43,7 @@ pub fn mac_of(host: u8) -> [u8; 6] {
 /// SYNs by client, with the machine that received each.
 type Syns = BTreeMap<SocketAddrV4, u8>;
 
-/// Machines 10.2.0.`hosts`; they stop when dropped.
+/// Machines 10.2.0.`hosts`, which stop when this value is dropped.
 pub struct Segment {
     syns: Arc<Mutex<Syns>>,
     is_ended: Arc<AtomicBool>,
@@ -103,7 +103,7 @@ fn answer(socket: &Socket, hosts: &[u8], syns: &Mutex<Syns>, ended: &AtomicBool)
 fn arp_reply(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
     let request: &[u8; 42] = frame.get(..42)?.try_into().ok()?;
     let (target, host) = (&request[38..41], request[41]);
-    // Ethertype ARP, then Ethernet, IPv4, their lengths, and the operation: request.
+    // The request has ethertype ARP, then Ethernet, IPv4, the lengths of their addresses, and the operation "request".
     if request[12..22] != [0x08, 0x06, 0, 1, 0x08, 0, 6, 4, 0, 1] || target != NETWORK || !hosts.contains(&host) {
         return None;
     }

@@ -1,6 +1,6 @@
 //! The Debian packages under a booted systemd: installed, started, reloaded, upgraded, killed by the watchdog, removed.
 //!
-//! The load balancer has a network namespace of its own, as it forwards to a server on the same machine.
+//! The load balancer has a separate network namespace, because it forwards to a server on the same machine.
 
 use std::path::Path;
 use std::thread::sleep;
@@ -14,15 +14,15 @@ use crate::packages::Packages;
 use crate::tally::Tally;
 
 const NAME: &str = "Debian with systemd";
-/// In the order of their start.
+/// Daemons in the order of their start.
 const DAEMONS: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
 /// Time limit of a package installation, a start or a reboot, under emulation.
 const INSTALL_LIMIT: Duration = Duration::from_secs(300);
-/// Time limit for daemons to find each other again after each was restarted.
+/// Time limit for daemons to reconnect after all of them were restarted.
 pub const SETTLE_LIMIT: Duration = Duration::from_secs(90);
-/// Connections that stay open while daemons are reloaded, upgraded and killed.
+/// Number of connections that stay open while daemons are reloaded, upgraded and killed.
 const OPEN_CONNECTIONS: usize = 8;
-/// New connections before anything changes.
+/// Number of new connections before the first change.
 const NEW: usize = 20;
 /// Errors of a confined process, as strerror(3) words them.
 const PERMISSION_ERRORS: &str = "Operation not permitted|Permission denied|Read-only file system";
@@ -54,19 +54,20 @@ ip address add 10.200.0.1/32 dev lo
 ip link set srv0 up
 ip -n client route add 10.200.0.1 via 10.2.0.1
 ";
-/// A request to port $1 over a connection of its own.
+/// Sends a request to port $1 over a separate connection.
 pub const REQUEST: &str = "
 exec 3<>/dev/tcp/10.200.0.1/$1 || exit 1
 printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3
 timeout 5 grep -q served <&3
 ";
-/// A line per new connection, until it is killed.
+/// Prints a line for each new connection, until the script is killed.
 pub const LOAD: &str = "
 while sleep 0.1; do
 	if timeout 10 bash /etc/test-request 80; then echo served; else echo failed; fi
 done
 ";
-/// Holds $1 connections; for each line in the FIFO a request over each, and the number of answers.
+/// Holds $1 connections. For each line in the FIFO the script sends a request over each connection and prints the
+/// number of answers.
 const HOLD_SCRIPT: &str = "
 connections=()
 for ((number = 0; number < $1; number++)); do
@@ -221,7 +222,7 @@ pub fn run_checks(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally
 /// Returns measured values.
 pub type Check = fn(&mut Guest) -> Result<String>;
 
-/// Each continues where the one before it ended.
+/// Checks, each of which continues where the previous one ended.
 const CHECKS: [(&str, Check); 9] = [
     ("installing starts nothing", install),
     ("the units start", start),
@@ -244,7 +245,7 @@ fn unit(daemon: &str) -> String {
     format!("coreward-{daemon}.service")
 }
 
-/// The properties of a unit, in the order of their names here.
+/// Returns the properties of a unit, in the order of `properties`.
 fn show<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
     let mut values = Vec::new();
     for property in properties {
@@ -291,7 +292,7 @@ fn journal(guest: &mut Guest) -> String {
     COMMANDS.map(|command| guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))).join("\n")
 }
 
-/// Runs `apt-get`; its output.
+/// Runs `apt-get` and returns its output.
 pub fn apt(guest: &mut Guest, arguments: &str) -> Result<String> {
     let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
     let (status, output) = guest.try_run(&command, INSTALL_LIMIT)?;
@@ -320,12 +321,12 @@ fn start(guest: &mut Guest) -> Result<String> {
     Ok(format!("processes {pids:?}"))
 }
 
-/// One request over a connection of its own.
+/// Sends one request over a separate connection.
 fn request(guest: &mut Guest, port: u16) -> Result<()> {
     guest.run(&format!("ip netns exec client timeout 10 bash /etc/test-request {port}")).map(drop)
 }
 
-/// Rights of each process by the kernel, not by the unit's file.
+/// Checks the capabilities of each process in the kernel, not in the unit's file.
 fn check_confinement(guest: &mut Guest) -> Result<String> {
     let complaints = guest.run("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
     ensure!(complaints.trim().is_empty(), "systemd complains: {complaints}");
@@ -385,7 +386,7 @@ fn orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
     })
 }
 
-/// With the drop-in of the package's examples.
+/// Checks requests by AF_XDP, with the drop-in of the package's examples.
 fn orchestrate_by_af_xdp(guest: &mut Guest) -> Result<String> {
     guest.run(
         "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && \
@@ -402,7 +403,7 @@ fn connect(guest: &mut Guest) -> Result<String> {
     for number in 0..NEW {
         request(guest, 80).with_context(|| format!("connection {number}"))?;
     }
-    // Finding the service's workers takes the rights of the agent's unit.
+    // Finding the service's workers needs the capabilities of the agent's unit.
     let steered = || guest.run("! coreward status | grep '! s1: 10.200.0.1:80'");
     eventually(SETTLE_LIMIT, steered)?;
     let properties = "-p NetworkNamespacePath=/run/netns/client -p StandardOutput=truncate:/run/test-load";
@@ -413,7 +414,7 @@ fn connect(guest: &mut Guest) -> Result<String> {
     check_connections(guest)
 }
 
-/// Requests over the connections that are held, and those made meanwhile.
+/// Sends requests over the open connections, and checks them and the new connections since.
 fn check_connections(guest: &mut Guest) -> Result<String> {
     let answered = guest.run("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
     ensure!(
@@ -474,7 +475,7 @@ fn watchdog(guest: &mut Guest) -> Result<String> {
     check_connections(guest)
 }
 
-/// Fails when a daemon has logged since the boot that it may not do something.
+/// Fails when a daemon has logged since the boot that an operation was not permitted.
 fn check_no_denials(guest: &mut Guest) -> Result<()> {
     let denied = guest.run(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERRORS}' || true"))?;
     ensure!(denied.trim().is_empty(), "the daemons were denied: {denied}");

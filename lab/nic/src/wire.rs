@@ -1,4 +1,4 @@
-//! Test's end of the tap: an unnamed network namespace, and a raw socket that sends packets into it.
+//! The test's end of the tap: an unnamed network namespace, and a raw socket that sends packets into it.
 
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};

@@ -1,4 +1,4 @@
-//! An interrupted `coreward-lab figure` leaves whole files only.
+//! An interrupted `coreward-lab figure` leaves only complete files.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -11,7 +11,7 @@ use clap::Parser as _;
 use coreward_sim::figure::embedded::Embedded;
 use coreward_sim::figure::live::LiveFigure;
 
-/// Command for the child below.
+/// Variable with the arguments of the child process below.
 const ARGUMENTS: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
 
 #[derive(clap::Parser)]
@@ -20,7 +20,7 @@ struct Cli {
     figure: coreward_sim::figure::cli::FigureArgs,
 }
 
-/// A measurement that ends on command only.
+/// A measurement that ends only on request.
 const ENDLESS_FIGURE: LiveFigure = LiveFigure {
     figure: Embedded {
         name: "endless-live",
@@ -43,7 +43,7 @@ const ENDLESS_FIGURE: LiveFigure = LiveFigure {
 };
 static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// Not a test: `coreward-lab figure` as a process of its own, for the tests to send signals to.
+/// Runs `coreward-lab figure` as a separate process, to which the tests send signals. It is not a test.
 #[test]
 #[ignore = "is started by the other tests of this file"]
 fn as_a_process() {
@@ -92,7 +92,7 @@ fn interruption_keeps_finished_figures_complete() {
     let directory = tempfile::tempdir().unwrap();
     let out = directory.path().join("out");
     let quick = scenario(directory.path(), "quick", 1_000);
-    // Hours: it cannot end before the signal.
+    // The figure takes hours, so it cannot end before the signal.
     let slow = scenario(directory.path(), "slow", 100_000_000_000);
     let mut child = figure(&["--scenario", &quick, "--scenario", &slow, "--out", out.to_str().unwrap()]);
     let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();

@@ -1,4 +1,4 @@
-//! A figure that is measured: from its samples to the page.
+//! A live figure, from its samples to the page.
 
 use clap::Parser as _;
 use coreward_sim::figure::cli::{self, FigureArgs};
@@ -83,7 +83,7 @@ fn live_samples_give_table_verdict_and_page() {
 
 const LIVE_AND_SIMULATED: &str = include_str!("beside-live.toml");
 
-/// Measures 0 everywhere, and its duration in run 1.
+/// A figure that measures 0 everywhere, except for its duration in run 1.
 const WITH_SIMULATED: LiveFigure = LiveFigure {
     figure: Embedded { name: "beside-live", text: LIVE_AND_SIMULATED },
     measure: |scenario, _| {

@@ -1,4 +1,4 @@
-//! Every scenario that coreward carries, from its text to the page, at a fraction of its sample size.
+//! Every scenario of coreward, from its text to the page, with a fraction of its sample size.
 
 use coreward_sim::figure::embedded::Embedded;
 use coreward_sim::figure::library;

@@ -1,4 +1,4 @@
-//! Captures of every kind, and what is wrong with them.
+//! Captures of every kind, and invalid captures.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -60,7 +60,7 @@ fn read(path: PathBuf) -> Result<All, String> {
     read_with(path, ReadOptions::default())
 }
 
-/// An IPv4 packet with a TCP header; `options` are words of IPv4 options.
+/// Returns an IPv4 packet with a TCP header; `options` is the number of 32-bit words of IPv4 options.
 fn ipv4(port: u16, tcp_flags: u8, options: usize) -> Vec<u8> {
     let mut packet = vec![0; 20 + options * 4];
     packet[0] = 0x45 + options as u8;
@@ -79,7 +79,7 @@ fn tcp(port: u16, flags: u8) -> Vec<u8> {
     segment
 }
 
-/// An IPv6 packet: `headers` are (type, bytes), the last header is `segment` of protocol `last`.
+/// Returns an IPv6 packet. `headers` are (type, bytes); the last header is `segment` of protocol `last`.
 fn ipv6(headers: &[(u8, Vec<u8>)], last: u8, segment: &[u8]) -> Vec<u8> {
     let mut packet = vec![0; 40];
     packet[0] = 0x60;
@@ -131,7 +131,7 @@ fn block(kind: u32, body: &[u8]) -> Vec<u8> {
     [&kind.to_le_bytes()[..], &length, &padded, &length].concat()
 }
 
-/// A pcapng file: interfaces as (link, if_tsresol), packets as (interface, ticks, frame).
+/// Returns a pcapng file, with interfaces as (link, if_tsresol) and packets as (interface, ticks, frame).
 fn pcapng(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
     let mut file = block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
     for (link, resolution) in interfaces {
@@ -151,7 +151,7 @@ fn pcapng(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> 
     file
 }
 
-/// Three packets of two flows, with and without IPv4 options.
+/// Returns three packets of two flows, with and without IPv4 options.
 fn three(link: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
     vec![
         (2_003_000_000, link(&ipv4(1_000, 0x02, 0))),
@@ -199,7 +199,7 @@ fn every_link_layer_is_read() {
         (101, Box::new(<[u8]>::to_vec)),
         (228, Box::new(<[u8]>::to_vec)),
         (0, Box::new(|packet| [&[2, 0, 0, 0], packet].concat())),
-        // With the bits for a frame check sequence.
+        // Link type with the bits for a frame check sequence.
         (0x1400_0001, Box::new(plain_ethernet)),
     ];
     for (number, link) in links {
@@ -236,7 +236,7 @@ fn skipped_packets_are_counted_by_reason() {
         packet[at] = value;
         plain_ethernet(&packet)
     };
-    // More fragments follow, a later fragment, ICMP, a header of 16 bytes.
+    // First fragment of several, a later fragment, ICMP, and a header of 16 bytes.
     let mut frames = vec![changed(6, 0x20), changed(7, 9), changed(9, 1), changed(0, 0x44)];
     frames.push(plain_ethernet(&ipv4(3_000, 0, 0)));
     frames.push(ethernet(&[], 0x0806, &[0; 28]));
@@ -303,7 +303,7 @@ fn compressed_captures_are_read() {
     let files = Files::new();
     let plain = pcap(false, true, 1, &three(plain_ethernet));
     let (start, rest) = plain.split_at(100);
-    // Files of several parts, as `cat` makes them.
+    // Files of several members, as `cat` makes them.
     let skippable = [&0x184d_2a50u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[1, 2, 3]].concat();
     let compressed = [
         ("a.gz", [gzip(start), gzip(rest)].concat()),
@@ -367,11 +367,11 @@ fn flows_end_by_silence_or_fin_and_numbers_are_reused() {
     let frames = [
         (0, frame(1_000, 0x02)),
         (SECOND, frame(2_000, 0x02)),
-        // FIN, the last acknowledgement, and a SYN of the same ports.
+        // FIN, the last acknowledgement, and a SYN with the same ports.
         (2 * SECOND, frame(2_000, 0x11)),
         (2 * SECOND + 1, frame(2_000, 0x10)),
         (3 * SECOND, frame(2_000, 0x02)),
-        // Flow 1000 was silent for 11 s; flow 2000 goes on.
+        // Flow 1000 was idle for 11 s; flow 2000 continues.
         (11 * SECOND, frame(2_000, 0x10)),
         (12 * SECOND, frame(3_000, 0x02)),
     ];

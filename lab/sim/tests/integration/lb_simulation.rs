@@ -1,5 +1,5 @@
-//! `coreward-lab sim lb` as a whole: the statements of the CrossRSS paper's Fig. 2, other ways to the same figures,
-//! bad input.
+//! `coreward-lab sim lb` as a whole: the statements of the CrossRSS paper's Fig. 2, other ways to the same results,
+//! invalid input.
 
 use coreward_model::arrivals::Workload;
 use coreward_model::policy::named;
@@ -36,7 +36,7 @@ fn core_awareness_removes_the_variance_between_cores() {
     assert!(outcome.policies.iter().all(|policy| policy.dropped_pct.high == 0.0));
 }
 
-/// Switched on in the midst of the traffic, before any core has reported: seeds that were not used for tuning.
+/// The simulation starts amid the traffic, before any core has reported, with seeds that were not used for tuning.
 #[test]
 fn crossrss_plus_closes_most_of_the_gap_to_the_oracle_after_a_cold_start() {
     let outcome =
@@ -55,7 +55,7 @@ fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
     assert!(core(&outcome, "crossrss") > 10.0 * core(&outcome, "rr"));
 }
 
-/// Fig. 2b: what is balanced drops less at the same load.
+/// Fig. 2b: a balanced server drops less at the same load.
 #[test]
 fn balanced_cores_serve_more_near_saturation() {
     let loaded = Config {
@@ -74,8 +74,8 @@ fn balanced_cores_serve_more_near_saturation() {
     }
 }
 
-/// An arrival log through this simulation and through `model`'s replay, which the demo uses: two ways of counting, one
-/// fleet.
+/// Compares an arrival log in this simulation with the replay in `model`, which the demo uses: two ways of counting,
+/// one fleet.
 #[test]
 fn arrival_logs_agree_with_the_replay() {
     let directory = tempfile::tempdir().unwrap();
@@ -91,7 +91,7 @@ fn arrival_logs_agree_with_the_replay() {
             replay(&log, Pools { seed, ..Pools::default() }, Placer::Policy(policy.as_mut())).core_pct
         }));
     }
-    // Keys and tables are drawn differently and warm-ups are not the same, so only sizes agree.
+    // Keys, tables and warm-ups differ, so only magnitudes agree.
     for policy in 0..2 {
         let mean = |all: &[[f64; 2]]| all.iter().map(|both| both[policy]).sum::<f64>() / all.len() as f64;
         let ratio = mean(&here) / mean(&there);
@@ -116,7 +116,7 @@ fn capture_gives_the_results_of_its_trace() {
         let ratio = core(&captured, policy) / core(&generated, policy);
         assert!((0.9..1.1).contains(&ratio), "{policy}: {ratio}");
     }
-    // Copies are shifted, and thicker traffic is smoother.
+    // Copies are shifted in time, and the sum of several copies is smoother.
     let overlaid = Config { overlay: 8, ..config(path.to_str().unwrap(), &["hash"], 1..=3) };
     let overlaid = run(&overlaid).unwrap();
     assert_eq!(overlaid.packets, 8 * captured.packets);
@@ -152,7 +152,7 @@ fn faster_replay_offers_more() {
     assert!((1.8..2.2).contains(&ratio), "{ratio}");
 }
 
-/// The paper's policy needs one candidate of each rack for a bucket, ours all eight.
+/// The paper's policy needs one candidate of each rack for a bucket, crossrss-plus needs all eight.
 #[test]
 fn racks_change_no_table_with_enough_candidates() {
     let direct = Config { servers: 12, ..config("campus:seconds=3,history=20", &["crossrss", "crossrss-plus"], 1..=1) };

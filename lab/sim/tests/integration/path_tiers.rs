@@ -1,4 +1,4 @@
-//! The whole path against theory, against the server on its own, and on what Cheetah (NSDI'20, Sect. 5.2) states.
+//! The complete path against theory, against the server alone, and against statements of Cheetah (NSDI'20, Sect. 5.2).
 
 use coreward_sim::path::{Combination, Config, run};
 use coreward_sim::rpc;
@@ -38,7 +38,7 @@ fn requests_per_connection_and_load_are_as_configured() {
     let config =
         Config { seconds: 30.0, seeds: vec![1], policies, dispatch: vec![rpc::Policy::Rss], ..Config::default() };
     let outcome = run(&config).unwrap();
-    // 0.7 of 16 cores, requests of 100 us: 112,000 a second.
+    // 0.7 of 16 cores and requests of 100 us give 112,000 requests per second.
     let expected = 112_000.0 * 30.0;
     assert!((outcome.requests as f64 / expected - 1.0).abs() < 0.03, "{} of {expected}", outcome.requests);
 }
@@ -56,11 +56,11 @@ fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
         ..single_requests()
     };
     let p99 = |config: &Config| combinations(config).iter().map(|c| c.p99.median).collect::<Vec<_>>();
-    // Cheetah, Fig. 6: equal work per request.
+    // Cheetah, Fig. 6: all requests need the same work.
     let equal = Config { service: "fixed".parse().unwrap(), unit_us: 6_000.0, seconds: 10.0, ..pool.clone() };
     let [hash, rr, ..] = p99(&equal)[..] else { panic!("four policies") };
     assert!(hash > 2.0 * rr, "hash {hash}, rr {rr}");
-    // Fig. 8: 10 % take 500 ms, the others 500 us.
+    // Fig. 8: 10 % of the requests take 500 ms, the others 500 us.
     let skewed =
         Config { service: "bimodal:0.1:1000".parse().unwrap(), unit_us: 500.0, seconds: 80.0, report_ms: 20.0, ..pool };
     let [hash, rr, awrr, pow2] = p99(&skewed)[..] else { panic!("four policies") };

@@ -1,5 +1,5 @@
-//! `coreward-lab sim pcc` against Cheetah's published figures (NSDI'20, Sect. 2.1 and 5.3), and against what can be
-//! calculated.
+//! `coreward-lab sim pcc` against Cheetah's published figures (NSDI'20, Sect. 2.1 and 5.3), and against calculated
+//! values.
 
 use coreward_model::placement::BucketCount;
 use coreward_sim::output::{Format, Printable as _};
@@ -19,7 +19,7 @@ fn outcomes(config: &Config) -> Vec<MethodOutcome> {
     run(config).unwrap().methods
 }
 
-/// Above the mean, in percent.
+/// Returns the excess of the fullest server above the mean, in percent.
 fn excess(outcome: &MethodOutcome) -> f64 {
     100.0 * (outcome.imbalance.median - 1.0)
 }
@@ -31,8 +31,8 @@ fn figure_2a_broken_connections() {
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| outcomes[method].broken_pct);
     // Published: almost 1 %.
     assert!((0.7..1.2).contains(&beamer.median), "{beamer:?}");
-    // 1 - E[exp(-rate x duration)] over the mix: of all updates a connection lives through, any one breaks it (hash),
-    // or one in 468 does (consistent hash).
+    // 1 - E[exp(-rate x duration)] over the mix. During a connection any update breaks it (hash), or one update in 468
+    // does (consistent hash).
     assert!((49.0..54.0).contains(&hash.median), "{hash:?}");
     assert!((5.0..7.0).contains(&ring.median), "{ring:?}");
     assert_eq!(cheetah, SeedSummary { median: 0.0, mean: 0.0, low: 0.0, high: 0.0 });
@@ -43,14 +43,15 @@ fn figure_2b_imbalance() {
     let methods = ["beamer", "consistent-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
     let outcomes = outcomes(&Config { minutes: 1.0, ..config(&methods, 70_000.0, 0.0) });
     let [beamer, ring, turns, pow2, least] = [0, 1, 2, 3, 4].map(|method| excess(&outcomes[method]));
-    // The largest of 468 Poisson counts of mean 150 is about 24 % above it.
+    // The largest of 468 Poisson counts of mean 150 is about 24 % above the mean.
     assert!((23.0..28.0).contains(&beamer), "{beamer}");
-    // Published: 2, 1.2, 10 and 4.
+    // Published ratios: 2, 1.2, 10 and 4.
     assert!((1.5..2.4).contains(&(ring / beamer)), "{ring} / {beamer}");
     assert!((1.1..1.4).contains(&(beamer / turns)), "{beamer} / {turns}");
     assert!((8.0..14.0).contains(&(beamer / pow2)), "{beamer} / {pow2}");
     assert!(pow2 / least > 4.0, "{pow2} / {least}");
-    // With a whole number of connections per server the fullest has half a connection more than the mean, on average.
+    // If all servers have a whole number of connections, the fullest has on average half a connection more than the
+    // mean.
     let floor = 100.0 * 0.5 * 468.0 / 70_000.0;
     assert!(least > 0.9 * floor && least < 2.0 * floor, "{least}");
 }
@@ -82,11 +83,11 @@ fn figure_9_broken_connections_per_second() {
     assert!((3.0..8.0).contains(&peak(ring, 0, 45)));
     assert!((0.2..0.8).contains(&peak(beamer, 0, 20)) && peak(beamer, 20, 45) < 2.5);
     assert_eq!(peak(cheetah, 0, 45), 0.0);
-    // Nothing breaks before the first change and once all is settled again.
+    // Nothing breaks before the first change, and after the last change has taken effect.
     assert!(methods.iter().all(|method| peak(method, 0, 4) == 0.0 && peak(method, 35, 45) == 0.0));
     let servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].seconds[second].servers);
     assert_eq!(servers, [24, 27, 30, 30, 28, 22]);
-    // Nothing is broken: what completes is what was sent, 1,500 a second at first, up to 2,500.
+    // No connection breaks, so all requests complete: 1,500 a second at first, up to 2,500.
     let completed = [0, 19, 42].map(|second| median(cheetah, second, |second| second.completed as f64));
     assert!((1_400.0..1_700.0).contains(&completed[0]) && (1_400.0..1_700.0).contains(&completed[2]), "{completed:?}");
     assert!((2_350.0..2_650.0).contains(&completed[1]), "{completed:?}");
@@ -104,7 +105,7 @@ fn load_balancer_changes_break_connections_of_their_tables() {
     let only_load_balancers = broken(&config);
     // The same load balancer's table keeps the server of a connection.
     assert_eq!(alone[2..], [0.0, 0.0, 0.0]);
-    // Any load balancer hashes to the same server while the servers stay.
+    // Any load balancer hashes to the same server while the set of servers does not change.
     assert_eq!(only_load_balancers, [0.0; 5]);
     assert!(both[2] > 5.0 && both[3] > 0.3 && both[3] < both[2] && both[2] < both[0] && both[4] == 0.0, "{both:?}");
 }
@@ -128,7 +129,7 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
     let (with_one, with_three) = (on(1), on(3));
     assert_eq!(with_one, with_three);
     assert_eq!(with_one.render(Format::Json), with_three.render(Format::Json));
-    // Seeds are independent of how many there are, and differ.
+    // Results of a seed do not depend on the number of seeds, and seeds differ.
     let fewer = run(&Config { seeds: 2, ..config.clone() }).unwrap();
     assert_eq!(fewer.methods[0].runs, with_one.methods[0].runs[..2]);
     assert_ne!(with_one.methods[0].runs[0], with_one.methods[0].runs[1]);

@@ -1,4 +1,4 @@
-//! Every policy by its name, and the core assignments of RingLeader (NSDI'23, Sect. 4.4).
+//! Every policy by name, and the core assignments of RingLeader (NSDI'23, Sect. 4.4).
 
 use coreward_model::rss::IndirectionTable;
 use coreward_sim::rpc::server::{Request, Response, Server, ServerSpec, Sink, WithServer};
@@ -14,7 +14,7 @@ impl Sink for CollectedResponses {
     }
 }
 
-/// Serves the requests; the responses, and what each core was busy for.
+/// Serves the requests. Returns the responses, and the busy time of each core.
 struct ServeRequests<'a>(&'a [Request]);
 
 impl WithServer<CollectedResponses> for ServeRequests<'_> {
@@ -34,7 +34,7 @@ impl WithServer<CollectedResponses> for ServeRequests<'_> {
     }
 }
 
-/// All without costs, so that the cores are busy for the work that came and for nothing else.
+/// Policies without costs, so that cores are busy only with the work of requests.
 const POLICIES: [&str; 15] = [
     "cfcfs",
     "random",
@@ -53,7 +53,7 @@ const POLICIES: [&str; 15] = [
     "dfcfs:2,2",
 ];
 
-/// A hundredth of the unit of time, so that quanta and intervals matter.
+/// A hundredth of the unit of time, which is small enough that quanta and intervals matter.
 const STEP: u64 = 1 << 17;
 
 proptest! {
@@ -88,7 +88,7 @@ proptest! {
                 prop_assert!(*departed >= request.arrived + request.work + 2 * latency, "{}", name);
             }
             let (busy, work) = (busy.iter().sum::<u64>(), requests.iter().map(|request| request.work).sum::<u64>());
-            // Shared cores divide the total by their number.
+            // Shared cores divide the total time by the number of cores.
             prop_assert!(busy.abs_diff(work) < 4 * 80, "{}: busy for {}, work {}", name, busy, work);
         }
     }
@@ -99,7 +99,7 @@ fn simulated(policy: &str, cores: u16, service: &str, load: f64) -> Outcome {
     run(&Config { policy, cores, service, load, requests: 1_000_000, ..Config::default() }).unwrap()
 }
 
-/// The mean latencies of the short and of the long requests.
+/// Returns the mean latencies of the short and of the long requests.
 fn means(policy: &str, service: &str, load: f64) -> [f64; 2] {
     let outcome = simulated(policy, 16, service, load);
     [0, 1].map(|class| outcome.classes[class].quantiles.mean)
@@ -107,8 +107,8 @@ fn means(policy: &str, service: &str, load: f64) -> [f64; 2] {
 
 #[test]
 fn cores_that_cannot_change_hands_are_two_servers() {
-    // All cores are reserved: 8 for each service. 90 % short requests of 1, 10 % long ones of 9; both bring 0.5 of 16
-    // cores.
+    // All cores are reserved: 8 for each service. 90 % of the requests are short (1), 10 % are long (9); each class
+    // needs 0.5 of 8 cores.
     let both = means("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
     let alone = simulated("jbsq:4", 8, "fixed", 0.5).all.mean;
     assert!((both[0] / alone - 1.0).abs() < 0.01, "{both:?}, alone {alone}");
@@ -117,7 +117,7 @@ fn cores_that_cannot_change_hands_are_two_servers() {
 
 #[test]
 fn load_hints_move_cores_to_the_loaded_service() {
-    // The long requests bring 9.3 cores' work: more than half of 16.
+    // The long requests need 9.3 cores: more than half of 16.
     let service = "bimodal:0.2:20";
     let fixed = means("jbsrq:assignment=dedicated,reserved=8", service, 0.7);
     let [share, dedicated, hybrid] =
@@ -130,7 +130,7 @@ fn load_hints_move_cores_to_the_loaded_service() {
 
 #[test]
 fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
-    // RingLeader's Bimodal(95-5, 5-100): the unit is 5 us, the quantum 5 us.
+    // RingLeader's Bimodal(95-5, 5-100): both the unit and the quantum are 5 us.
     let p99 = |policy| simulated(policy, 16, "bimodal:0.05:20", 0.7).classes[0].quantiles.p99;
     let (jbsq, jbsrq) = (p99("jbsq:4"), p99("jbsrq:quantum=1"));
     assert!(jbsrq < 3.0 && jbsq > 3.0 * jbsrq, "jbsq {jbsq}, jbsrq {jbsrq}");
@@ -140,7 +140,7 @@ fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
 fn bounded_queue_carries_any_load_and_drops_the_rest() {
     let policy: Policy = "jsq".parse().unwrap();
     let config = Config { policy, cores: 1, load: 2.0, queue: Some(1), ..Config::default() };
-    // One place, the one in service: Erlang's B formula with one server, 2 / (1 + 2).
+    // The server holds only the request in service: Erlang's B formula with one server, 2 / (1 + 2).
     let outcome = run(&config).unwrap();
     assert!((outcome.dropped_pct - 200.0 / 3.0).abs() < 0.3, "{}", outcome.dropped_pct);
     assert!((outcome.all.mean - 1.0).abs() < 0.01, "{:?}", outcome.all);
@@ -169,7 +169,7 @@ fn invalid_configurations_are_rejected() {
     assert!(error(Config { latency: 0.5, ..with("cfcfs") }).contains("expected less than 0.5, which is what cfcfs"));
     assert!(error(Config { requests: 5, ..with("jsq") }).starts_with("5 requests: expected 10 to"));
     assert!(error(Config { window: Some(0.0), ..with("jsq") }).starts_with("window 0: expected"));
-    // Most of 300 cores have 2 of the 512 buckets: each of those gets 1/256 of the requests.
+    // Most of the 300 cores have 2 of the 512 buckets, and so 1/256 of the requests each.
     assert!(error(Config { cores: 300, load: 0.9, ..with("rss") }).contains("expected less than 0.853"));
     assert!(error(with("dfcfs:3,4")).contains("its groups have 12 cores, the server has 16"));
     assert!(error(with("jbsrq:assignment=hybrid")).contains("1 services on 16 cores: expected two services"));

@@ -1,4 +1,4 @@
-//! The engine against a simulator that takes no short cuts, response by response.
+//! The engine against a reference simulator without optimizations, response by response.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -21,7 +21,7 @@ impl Sink for Responses {
     }
 }
 
-/// Departure of each request by the engine.
+/// Returns the departure of each request in the engine.
 fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Cores) -> Vec<(u64, u32)> {
     let mut server = NicServer::new(dispatcher, cores, 2);
     let mut responses = Responses::default();
@@ -35,10 +35,10 @@ fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Core
     responses.0
 }
 
-/// Choice of the reference among cores: (outstanding requests, work under way) of each.
+/// Choice of a core by the reference, from (outstanding requests, work in progress) of each core.
 type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
-/// Every step an event of its own in one heap, every choice a search over all cores.
+/// Returns the departures by the reference: every step is an event in one heap, every choice searches all cores.
 fn reference(requests: &[Request], cores: usize, latency: u64, bound: u64, choose: CoreChooser) -> Vec<(u64, u32)> {
     #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
     enum Event {
@@ -96,7 +96,7 @@ fn lightest(under_way: &[(u64, u64)], _bound: u64) -> Option<usize> {
     (0..under_way.len()).min_by_key(|core| under_way[*core].1)
 }
 
-/// Requests in bursts and gaps, of two services; no two come in at the same moment.
+/// Returns requests of two services in bursts and gaps; no two arrive at the same time.
 fn requests() -> impl Strategy<Value = Vec<Request>> {
     prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn| {
         let mut arrived = 0;
@@ -108,7 +108,7 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
     })
 }
 
-/// All of service 0.
+/// Returns the requests with service 0 for all of them.
 fn with_one_service(requests: &[Request]) -> Vec<Request> {
     requests.iter().map(|request| Request { service: 0, ..*request }).collect()
 }
@@ -126,7 +126,7 @@ proptest! {
         prop_assert_eq!(simulated(&requests, JoinLightestQueue::new(cores), fifo()), expected(0, lightest));
     }
 
-    /// Without priorities, JBSRQ is JBSQ, and its cores serve in order of arrival.
+    /// Without priorities JBSRQ equals JBSQ, and cores serve in order of arrival.
     #[test]
     fn ranked_queues_of_one_service_are_bounded_queues(
         requests in requests(),
@@ -145,7 +145,7 @@ proptest! {
         );
     }
 
-    /// However service is cut up, every request is answered once, no earlier than its work allows.
+    /// However often service is interrupted, every request is answered once, no earlier than its work allows.
     #[test]
     fn yielding_and_stealing_lose_no_request(
         requests in requests(),
@@ -170,8 +170,8 @@ proptest! {
         }
     }
 
-    /// With free stealing no core idles while a request is queued. Requests that are equally long leave when they would
-    /// leave one ideal queue, though perhaps in another order.
+    /// With free stealing no core idles while a request is queued. Equally long requests leave at the times of one
+    /// ideal queue, though perhaps in another order.
     #[test]
     fn free_stealing_conserves_work(requests in requests(), cores in 1u16..5) {
         let equal: Vec<Request> = requests.iter().map(|request| Request { work: 50, service: 0, ..*request }).collect();
@@ -195,7 +195,7 @@ fn busy_time_is_counted_continuously() {
             server.advance(request.arrived, &mut sink);
             Server::<Responses>::offer(&mut server, *request);
         }
-        // The interface takes 5: the core works from 15 to 115 and from there to 165.
+        // The interface takes 5: the core works from 15 to 115 and then to 165.
         for (now, busy) in [(40, 25), (120, 105), (165, 150), (200, 150)] {
             server.advance(now, &mut sink);
             assert_eq!(Server::<Responses>::busy(&server, now), [busy], "at {now}");

@@ -1,11 +1,11 @@
-//! Queues whose exact solutions are known: the theory must lie in the confidence interval of what is simulated, and
-//! that interval must be narrow enough to exclude a wrong model.
+//! Queues with known exact solutions. The theory must lie in the confidence interval of the simulated values, and the
+//! interval must be narrow enough to exclude a wrong model.
 
 use coreward_sim::par_map_ordered;
 use coreward_sim::rpc::{Config, Outcome, Policy, Service, run};
 
-/// The 99.95 % quantile of Student's t with 9 degrees of freedom: ten seeds, 99.9 % confidence, so that all of the two
-/// dozen comparisons below hold by 97 %.
+/// The 99.95 % quantile of Student's t with 9 degrees of freedom: ten seeds, 99.9 % confidence. So all of the two dozen
+/// comparisons below hold with a probability of 97 %.
 const STUDENT_T_9: f64 = 4.781;
 
 fn outcomes(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<Outcome> {
@@ -16,7 +16,7 @@ fn outcomes(policy: &str, cores: u16, service: &str, latency: f64, load: f64) ->
     par_map_ordered(&seeds, |seed| run(&Config { seed: *seed, ..config.clone() }).unwrap())
 }
 
-/// `theory` lies in the 99.9 % interval of `measure`, which is narrower than `width` times the theory on either side.
+/// Asserts that `theory` lies in the 99.9 % interval of `measure`, whose half-width is below `width` times the theory.
 fn assert_agrees(outcomes: &[Outcome], measure: impl Fn(&Outcome) -> f64, theory: f64, width: f64) {
     let values: Vec<f64> = outcomes.iter().map(measure).collect();
     let count = values.len() as f64;
@@ -37,7 +37,7 @@ fn m_m_1_has_exponential_sojourn_times() {
     assert_agrees(&outcomes, |o| o.all.p99, mean * 100f64.ln(), 0.06);
 }
 
-/// Mean sojourn time in M/M/c by Erlang's C formula, with mean service time 1.
+/// Returns the mean sojourn time in M/M/c by Erlang's C formula, with mean service time 1.
 fn m_m_c(cores: u16, load: f64) -> f64 {
     let offered = load * f64::from(cores);
     let mut term = 1.0;
@@ -100,15 +100,16 @@ fn cfcfs_bubble_is_m_d_1_with_longer_service() {
 
 #[test]
 fn priorities_follow_theory_without_and_with_preemption() {
-    // Two classes in M/G/1: 90 % of 1 and 10 % of 5 at rho 0.7; rho_1 = 0.45.
+    // Two classes in M/G/1: 90 % of requests take 1 and 10 % take 5 at rho 0.7; rho_1 = 0.45.
     let rate = 0.7 / 1.4;
     let (rho_1, rho) = (rate * 0.9, 0.7);
-    // Cobham (1954), without preemption: the residual work R over (1 - rho_1), and over (1 - rho_1)(1 - rho).
+    // Cobham (1954), without preemption: class 1 waits the residual work R over (1 - rho_1), class 2 waits R over (1 -
+    // rho_1)(1 - rho).
     let residual = rate * 3.4 / 2.0;
     let without = outcomes("jbsrq:depth=65535,quantum=1000000", 1, "bimodal:0.1:5", 0.0, 0.7);
     assert_agrees(&without, |o| o.classes[0].quantiles.mean, 1.0 + residual / (1.0 - rho_1), 0.02);
     assert_agrees(&without, |o| o.classes[1].quantiles.mean, 5.0 + residual / ((1.0 - rho_1) * (1.0 - rho)), 0.03);
-    // Preemptive resume: class 1 sees an M/D/1 of its own; class 2: S / (1 - rho_1) + R / ((1 - rho_1)(1 - rho)).
+    // Preemptive resume: class 1 behaves as in an M/D/1 alone; class 2: S / (1 - rho_1) + R / ((1 - rho_1)(1 - rho)).
     let with = outcomes("jbsrq:depth=65535,quantum=0.001", 1, "bimodal:0.1:5", 0.0, 0.7);
     assert_agrees(&with, |o| o.classes[0].quantiles.mean, 1.0 + rho_1 / (2.0 * (1.0 - rho_1)), 0.01);
     let long = 5.0 / (1.0 - rho_1) + residual / ((1.0 - rho_1) * (1.0 - rho));

@@ -1,4 +1,4 @@
-//! The statements of Turbo (HPCA'23) that its simulator supports, on fewer requests than the figures use.
+//! Statements of Turbo (HPCA'23) that the simulator supports, with fewer requests than in the figures.
 
 use coreward_sim::rpc::{Config, PeakConfig, peak, run};
 
@@ -13,7 +13,7 @@ fn peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) ->
 
 #[test]
 fn fig_2b_jsq_peak_over_the_others_at_two_slos() {
-    // 16 cores, 10 % of the requests 5 times as long; the interface takes 25 % of the mean service time of 1.4.
+    // 16 cores; 10 % of the requests take 5 times as long; the interface takes 25 % of the mean service time of 1.4.
     let peak_load = |policy, slo| peak_load(policy, 16, "bimodal:0.1:5", 0.35, slo);
     for (slo, published) in [(30.0, [1.5, 1.2, 1.1]), (10.0, [1.5, 2.0, 1.4])] {
         let jsq = peak_load("jsq", slo);
@@ -35,7 +35,7 @@ fn fig_11_rebalanced_buckets_lose_to_placed_requests() {
             .p99
     };
     let [jsq, rr, random] = ["jsq", "rr", "random"].map(p99);
-    // 100 us and 1 ms in service times of 2 us.
+    // 100 us and 1 ms, in service times of 2 us.
     let [often, rarely] = ["rss-rebalanced:50", "rss-rebalanced:500"].map(p99);
     assert!((rarely / random - 1.0).abs() < 0.1, "1 ms is like random: {rarely} against {random}");
     assert!((2.5..3.0).contains(&(often / jsq)), "100 us has almost three times jsq's tail: {}", often / jsq);

@@ -24,7 +24,7 @@ fn latency_starts_at_the_due_time() -> anyhow::Result<()> {
             "{quantile}: {measured_ms} ms: {report}"
         );
     }
-    // Completed within the measured time are only the answers of its first second: 1000 of 2000.
+    // Only requests of the first second are completed within the measured time: 1000 of 2000.
     let completed = report["completed_rps"].as_f64().unwrap();
     assert!((450.0..=505.0).contains(&completed), "{completed}");
     // Service times are exact to the nanosecond.

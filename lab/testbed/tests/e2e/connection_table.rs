@@ -52,8 +52,8 @@ fn silent_connection_stays_and_ended_ones_are_freed() {
     pause(5_000);
     assert_eq!(connections(&env), 1);
     let by_table = env.counter("lb1", "connection_table");
-    // The client reads less than the server sends: the side that closes first has the socket in TIME-WAIT. At a server
-    // TIME-WAIT would keep the entry for a minute.
+    // The server still sends when the client closes. The side that closes first has the socket in TIME-WAIT; at the
+    // server, TIME-WAIT would keep the entry for a minute.
     let request = Request { seed: 7.into(), packets: 4_000.into(), duration_us: 4_000_000.into() };
     silent.set_read_timeout(Some(*TIMEOUT)).unwrap();
     silent.write_all(request.as_bytes()).unwrap();

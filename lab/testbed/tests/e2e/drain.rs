@@ -129,7 +129,7 @@ fn drain_ends_when_last_connection_closes() {
     let (is_success, printed) = waiting.wait();
     assert!(is_success && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
 
-    // s2 is the only other server of a service, so it cannot be drained, too.
+    // s1 is drained, so s2 is the last server of web0 and cannot be drained.
     let refused = env.coreward(&["drain", "s2"]).unwrap_err();
     assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
     assert_eq!(env.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
