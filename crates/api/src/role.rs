@@ -11,9 +11,9 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Read the status.
+    /// May read the status.
     Viewer,
-    /// Change the fleet, and read RSS keys.
+    /// May also change the fleet, and read RSS keys.
     Operator,
 }
 

@@ -72,7 +72,7 @@ pub struct HttpProbe {
 pub struct StatusRange(RangeInclusive<u16>);
 
 impl StatusRange {
-    /// All numbers of three digits (RFC 9110, Sect. 15).
+    /// Valid status codes (RFC 9110, Sect. 15).
     const ALL: RangeInclusive<u16> = 100..=599;
 
     /// Returns success and redirection: 200 to 399.
@@ -119,7 +119,7 @@ pub enum Verification {
 /// Address to which checks of a server go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProbeAddress {
-    /// The VIP, which is an address of every server and which clients use.
+    /// The VIP, to which clients connect; every server has it as a local address.
     Vip,
     /// The server's own address.
     Server,

@@ -11,7 +11,7 @@ const LONG_AGO_MS: u32 = 1 << 29;
 /// their difference.
 const OLDEST_MS: u32 = 1 << 30;
 
-/// Returns the activation time of `new` at time `now_ms`. So far `known` is in force from TSval `switch_ms` on.
+/// Returns the activation time of `new` at time `now_ms`. The keys `known` have been in force since TSval `switch_ms`.
 pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms: u32) -> u32 {
     let stamping = |keys: &FleetKeys| keys.keys[keys.current.get()];
     if known.keys == [CookieKey { k0: 0, k1: 0 }; 2] {

@@ -50,10 +50,10 @@ impl Default for Pools {
 /// Phase of reports and of round-robin turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReportPhase {
-    /// All agents measure at the time of the table; the first turn is the first server's.
+    /// All agents measure at the time of the table; round robin starts with the first server.
     Aligned,
-    /// As in operation. Each agent's clock starts at a random time, so that its reports are up to a report interval old
-    /// at a table. Turns continue from those of earlier connections.
+    /// As in operation. Each agent's clock starts at a random time, so its reports are up to a report interval old at a
+    /// table. Round robin continues after earlier connections.
     Random,
 }
 
@@ -74,10 +74,10 @@ impl Pools {
 
 /// Method that places connections.
 pub enum Placer<'a> {
-    /// By a policy, as in operation.
+    /// A policy places connections, as in operation.
     Policy(&'a mut dyn Policy),
-    /// The core on which the connection's requests add least to the sum of squares of the work per core and window,
-    /// with knowledge of every future request. No real balancer has that: the remaining variance is the noise floor.
+    /// The core on which the connection's requests add least to the sum of squares of the work per core and window.
+    /// Every future request is known, as in no real balancer: the remaining variance is the noise floor.
     Oracle,
 }
 

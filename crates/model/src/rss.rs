@@ -465,7 +465,7 @@ mod tests {
             }
         }
 
-        /// By the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, on whole words.
+        /// Compares with the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, on whole words.
         #[test]
         fn symmetric_inputs_are_hashed_as_ethtool_defines_them(
             seed: u64, client: u32, port: u16, vip: u32, vip_port: u16,

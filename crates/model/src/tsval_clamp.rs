@@ -4,9 +4,9 @@
 //! long a silence since the client's last TSecr, the largest accepted step is sent until the client returns exactly
 //! that value. Then the remaining time follows, by one more such step if needed.
 //!
-//! The newest value that the client has received is less than one largest step after its last TSecr, like everything
-//! sent in between. So the largest step is always newer. Equal time parts of TSecr and clock after a full turn (65.5 s)
-//! prove nothing: the client may have received more than it returned.
+//! The newest value that the client has received is less than one largest step after the client's last TSecr, like
+//! everything sent in between. So the largest step is always newer. Equal time parts of TSecr and clock after a full
+//! turn (65.5 s) prove nothing: the client may have received more than it returned.
 //!
 //! `bpf/server/cookie_time.h` does the same with a map; [`PawsClamp`] corresponds to one connection's entry.
 

@@ -39,7 +39,7 @@ const PROGRAMS: &str =
 /// Size of the root file system: twice the size of the programs.
 const IMAGE_SIZE: &str = "1500M";
 
-/// Without gettys: systemd would wait for udev, which the guest lacks, to report the serial lines.
+/// Kernel arguments without gettys: systemd would wait for udev, which the guest lacks, to report the serial lines.
 const KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
 const TARGET: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
 const SERIAL_UNIT: &str = "[Unit]\nDescription=Commands of the test\nDefaultDependencies=no\nAfter=basic.target\n\

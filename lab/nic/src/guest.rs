@@ -108,7 +108,7 @@ impl<'a> Hardware<'a> {
         }
         for (index, disk) in self.disks.iter().enumerate() {
             add("-drive", format!("file={},format=raw,if=none,id=disk{index}", disk.display()));
-            // Without MSI-X: QEMU 10.0 can end with an assertion of its table (msix_table_mmio_write).
+            // MSI-X is off: QEMU 10.0 can end with an assertion about its table (msix_table_mmio_write).
             add("-device", format!("virtio-blk-pci,drive=disk{index},vectors=0"));
         }
         arguments

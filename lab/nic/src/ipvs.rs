@@ -1,6 +1,6 @@
 //! Migration of a live pool from the kernel's IPVS, set up by keepalived, to coreward and back.
 //!
-//! The steps of docs/deployment.md. Director, load balancer, servers and client have a network namespace each.
+//! The checks follow docs/deployment.md. Director, load balancer, servers and client have a network namespace each.
 
 use std::path::Path;
 

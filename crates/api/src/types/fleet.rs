@@ -65,7 +65,7 @@ pub struct FleetChange {
     pub old: Option<String>,
     /// New value; null: no longer set.
     pub new: Option<String>,
-    /// The change in one line.
+    /// Description of the change in one line.
     pub message: String,
     /// Reason for which established connections break; null: they continue.
     #[serde(default)]
@@ -109,7 +109,7 @@ pub struct DocumentMistake {
     pub expected: Option<String>,
     /// The valid name closest to the invalid one; null: no name is close.
     pub nearest: Option<String>,
-    /// The mistake in one line.
+    /// Description of the mistake in one line.
     pub message: String,
 }
 

@@ -241,7 +241,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Forwards to the other load balancer of a migration. Servers forward its packets to no previous server.
+    /// Forwards to the other load balancer of a migration, with `NO_SERVER` as previous server: no server forwards the
+    /// packet again.
     fn to_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
         let to = self
             .deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER)

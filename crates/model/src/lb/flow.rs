@@ -1,6 +1,6 @@
 //! Flow state: the flow table (`bpf/lb/flow_table.h`), and the destination of a datagram's first fragment.
 //!
-//! The table of fragments is unbounded here; the BPF program's is an LRU hash. They agree until the first eviction.
+//! The table of fragments is unbounded here; the BPF program has an LRU hash. Both agree until the first eviction.
 
 use std::net::IpAddr;
 

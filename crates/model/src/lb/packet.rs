@@ -33,7 +33,7 @@ const OPTION_NOP: u8 = 1;
 const OPTION_TIMESTAMP: u8 = 8;
 const TIMESTAMP_LENGTH: usize = 10;
 
-/// The counter of a packet that is not parsed further.
+/// Counter of a packet whose parsing ends early.
 pub(super) type ParseEnd = intf::lb_counter;
 
 pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
@@ -56,7 +56,7 @@ pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
 /// Fields of an IP header that are read first, unchecked.
 pub(super) struct Outer {
     pub destination_mac: [u8; 6],
-    /// The number of the next header in IPv6.
+    /// Protocol number; in IPv6 the number of the next header.
     pub protocol: u8,
     pub vip: IpAddr,
 }

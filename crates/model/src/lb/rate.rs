@@ -41,7 +41,7 @@ pub type Reason = intf::limited_kind;
 /// Number of reasons.
 pub const REASONS: usize = intf::LIMITED_KIND_COUNT as usize;
 
-/// The rates for one reason.
+/// Rate limits of broadcasts for one reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
     /// Limit of one source.
@@ -70,7 +70,7 @@ impl Buckets {
     }
 }
 
-/// All token buckets.
+/// Token buckets of all sources and services, and of the load balancer.
 #[derive(Debug)]
 pub(super) struct Broadcast {
     per_source: Vec<Bucket>,

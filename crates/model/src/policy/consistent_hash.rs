@@ -6,9 +6,9 @@ use crate::placement::mix;
 
 pub const NAME: &str = "consistent-hash";
 
-/// Points of each server on the ring. The shares' standard deviation is 1 / sqrt(64) = 12.5 %. With 468 servers and
-/// 70,000 connections the fullest server is then about twice as far above the mean as with a uniform hash, as in
-/// Cheetah (NSDI'20, Fig. 2b, which does not give the number of points).
+/// Number of points of each server on the ring. The shares' standard deviation is 1 / sqrt(64) = 12.5 %. With 468
+/// servers and 70,000 connections, the fullest server is about twice as far above the mean as with a uniform hash.
+/// Cheetah shows the same (NSDI'20, Fig. 2b, without the number of points).
 const POINTS: u32 = 64;
 
 /// Returns for each of `size` buckets, evenly spaced on the ring, the position in `servers` of the next point's server;

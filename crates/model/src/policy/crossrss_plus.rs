@@ -1,9 +1,9 @@
 //! `crossrss-plus`, ours: `crossrss` that also counts assignments since the last report.
 //!
-//! Between two reports every bucket of `crossrss` sends all its new connections to the core that was least loaded at
-//! the last one, where they pile up. Here each bucket has several candidates, and the data plane counts the connections
-//! it assigns to each core. A connection goes to the candidate of least load + assigned x cost. A core's count restarts
-//! with the table that has a new report of its server.
+//! Between two reports every bucket of `crossrss` sends all its new connections to one core, the least loaded at the
+//! last report, where they pile up. Here each bucket has several candidates, and the data plane counts the connections
+//! it assigns to each core. A connection goes to the candidate of least load + assigned x cost. The count of a core
+//! restarts with the table that has a new report of its server.
 //!
 //! The cost of a new connection is unknown at its start: most end before the next report, and a few bring most of the
 //! load. It need not be known. The cost is chosen so that the connections of one interval together count half as much
@@ -11,9 +11,9 @@
 //! the least loaded core gets the most but not all. A nearly even pool has a small cost, and a pool after a burst a
 //! large one.
 //!
-//! For UDP with each datagram placed on its own, no request of the report remains at the next one: all load is then
-//! assigned since. So each datagram counts its mean load, the load over the requests of an interval, and the reported
-//! loads correct the differences.
+//! For UDP with each datagram placed independently, no request in a report remains at the next report: all load comes
+//! from requests assigned since. So each datagram counts its mean load, the load over the requests of an interval, and
+//! the reported loads correct the differences.
 //!
 //! The load of a core is the mean of its current load (smoothed as for every policy) and its load over the last
 //! reports. A core that has just lost a heavy connection gets more than its share until it has caught up: that evens

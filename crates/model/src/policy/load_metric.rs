@@ -53,7 +53,7 @@ impl LoadMetric {
 /// Telemetry that a policy needs from load balancers about each server.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TelemetryLevel {
-    /// None: the policy uses reports alone, or nothing.
+    /// No telemetry: the policy uses only reports, or no loads at all.
     #[default]
     Nothing,
     /// Connections opened and closed.

@@ -186,8 +186,8 @@ impl LoadSpread {
     }
 
     /// Returns the load that brings every core below `level` up to it. The cores of one bin count with their mean load.
-    /// That is exact except for the bin of `level`, where each core adds an error of at most a quarter of the bin's
-    /// width (level / 512).
+    /// Only the bin of `level` is inexact: each of its cores adds an error of at most a quarter of the bin's width
+    /// (level / 512).
     pub fn missing(&self, level: f64) -> f64 {
         let of_bin = |bin: &Bin| (bin.cores as f64 * level - bin.sum as f64 / LOAD_UNIT).max(0.0);
         self.bins.iter().map(of_bin).sum()

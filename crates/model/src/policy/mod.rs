@@ -165,8 +165,8 @@ pub fn named(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
 /// [`seeded_rng`]'s stream for hash keys that are independent of every NIC's key.
 const RNG_STREAM_INDEPENDENT_KEY: u64 = 2;
 
-/// Returns a hash key of the load balancer's own. A bucket from the hash of the servers' RSS would reach only some
-/// cores of each server and make `hash` look twice as bad as it is.
+/// Returns a hash key of the load balancer's own. With buckets by the hash of the servers' RSS, `hash` would reach only
+/// some cores of each server and look twice as bad as it is.
 fn independent_key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, RNG_STREAM_INDEPENDENT_KEY))
 }

@@ -13,7 +13,7 @@ use crate::rss::{Rss, RssKey};
 pub struct PoolServer {
     /// Id of the server.
     pub id: ServerId,
-    /// Whether it takes new connections (neither draining nor unhealthy).
+    /// Whether the server takes new connections (neither draining nor unhealthy).
     pub eligible: bool,
     /// Loads of the cores; `None`: no fresh report, so the server counts as neutral.
     pub loads: Option<Loads>,

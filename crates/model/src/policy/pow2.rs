@@ -1,5 +1,5 @@
-//! `pow2`: the less loaded of two servers drawn by weight, by the mean load of their cores, with reports at the same
-//! rate as `crossrss` (CrossRSS, CoNEXT'20, Sect. 3; Mitzenmacher, "The power of two choices", 2001).
+//! `pow2`: the less loaded of two servers drawn by weight. A server's load is the mean of its cores, reported at the
+//! same rate as for `crossrss` (CrossRSS, CoNEXT'20, Sect. 3; Mitzenmacher, "The power of two choices", 2001).
 //! `pow2:connections` and so on compare another metric.
 
 use super::wrr_schedule::turns;
