@@ -83,7 +83,7 @@ fn live_samples_give_table_verdict_and_page() {
 
 const LIVE_AND_SIMULATED: &str = include_str!("beside-live.toml");
 
-/// A figure that measures 0 everywhere, except for its duration in run 1.
+/// A figure whose samples are 0, except in run 1, where they are the duration.
 const WITH_SIMULATED: LiveFigure = LiveFigure {
     figure: Embedded { name: "beside-live", text: LIVE_AND_SIMULATED },
     measure: |scenario, _| {

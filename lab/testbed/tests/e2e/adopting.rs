@@ -23,7 +23,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts servers under load behind another load balancer, without agents.
+    /// Starts servers with nginx behind another load balancer, without agents.
     fn start_behind(kind: Kind, instance: &str, family: Family) -> (baseline_lb::BaselineBalancer, Self) {
         let instance = instance.to_owned();
         let options = TestbedOptions { instance, family, servers: SERVERS, cores: 1, ..TestbedOptions::default() };

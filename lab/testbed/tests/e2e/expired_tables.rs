@@ -65,7 +65,7 @@ impl TestEnv {
     }
 }
 
-/// Opens one connection a second, so that they span several of the load balancer's own tables.
+/// Opens connections over three seconds, so that they span several of the load balancer's own tables.
 fn open_slowly(testbed: &Testbed, count: usize) -> OpenConnections {
     let request = |_| {
         pause(3000 / count as u64);

@@ -1,5 +1,5 @@
 //! Two controllers lose their etcd: none leads, tables are static, and load balancers mask servers by their own checks.
-//! A second test has no controller at all. No connection breaks.
+//! Then the controllers are killed, too. No connection breaks.
 
 use std::process::Command;
 use std::time::{Duration, SystemTime};
