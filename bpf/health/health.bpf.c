@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * At a load balancer's device: lets a health check ask one server at the VIP.
+ * At a load balancer's device: address translation that lets a health check reach one server at the VIP.
  *
- * 1. Reason. Every server holds the VIP, and an application often listens on nothing else, so a check must reach the
- *    VIP at one server. A routing table and a rule per server would remain when the daemon dies, are searched for every
- *    packet of the machine, and fail if the load balancer announces the VIP from its own loopback, or if rp_filter
- *    expects the VIP elsewhere.
+ * 1. Reason. Every server holds the VIP, and an application often listens only there, so a check must reach the VIP at
+ *    one server. A routing table and a rule per server would be the alternative. But they remain when the daemon dies,
+ *    are searched for every packet of the machine, and fail if the load balancer announces the VIP from its own
+ *    loopback, or if rp_filter expects the VIP at another device.
  *
  * 2. Method. The check connects to the server's own address. At tc egress, behind the IP layer, the destination becomes
- *    the VIP; at tc ingress the source of the answer becomes the server's own address again. Routing, neighbours,
- *    rp_filter and netfilter of the load balancer see a connection to the server's own address, the server sees one to
- *    the VIP.
+ *    the VIP; at tc ingress the source of the reply becomes the server's own address again. Routing, neighbours,
+ *    rp_filter and netfilter of the load balancer see a connection to the server's own address. The server sees a
+ *    connection to the VIP.
  *
  * 3. Rewritten packets are those in `checked_paths`: an entry per direction, made before the check connects and removed
  *    after its socket is closed. Packets forwarded by XDP do not reach this program.
@@ -37,10 +37,10 @@ struct {
 	__type(value, struct nat_address);
 } checked_paths SEC(".maps");
 
-/* The kernel's own packets have no IP options or extension headers, and neither have their answers. */
+/* Offset of the TCP header: packets of the kernel's own sockets, and replies, have no IP options. */
 #define TCP_AT (ETH_HLEN + sizeof(struct iphdr))
 
-/* Returns the headers' start if the linear part of the packet has `length` bytes; it may have moved then. */
+/* Makes the first `length` bytes of the packet linear, and returns their start, which may have moved; NULL: shorter. */
 static __always_inline void *headers_of(struct __sk_buff *skb, __u32 length)
 {
 	if (skb->data_end - skb->data < length && bpf_skb_pull_data(skb, length))
@@ -48,7 +48,7 @@ static __always_inline void *headers_of(struct __sk_buff *skb, __u32 length)
 	return (void *)(long)skb->data + length > (void *)(long)skb->data_end ? NULL : (void *)(long)skb->data;
 }
 
-/* Fills the ports of `path`. Returns the address that replaces the packet's; NULL: none. */
+/* Fills the ports of `path`, and returns the address that replaces the packet's address; NULL: no check's packet. */
 static __always_inline const struct nat_address *find_address(struct nat_entry *path, const struct tcphdr *tcp,
 							      bool from_server)
 {

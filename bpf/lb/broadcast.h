@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Broadcast fallback: the packet goes to the broadcast MAC address, and the one server with the socket accepts it.
+ * Broadcast fallback: the packet goes to the broadcast MAC address, and the server that has the socket accepts it.
  *
- * Rates limit it per source address (hashed buckets), per service and for the whole load balancer (struct
- * broadcast_buckets), so that it is no amplifier. Each enum limited_kind has its own: a flood of forged cookies
- * does not affect resets and ICMP errors.
+ * Broadcasts are limited per source address (hashed buckets), per service and for the whole load balancer (struct
+ * broadcast_buckets), so that they are no amplifier. Each enum limited_kind has separate rates: a flood of forged
+ * cookies does not affect resets and ICMP errors.
  *
- * A source above its rate may use the first half of the service's and the load balancer's burst. Otherwise packets with
- * a router's forged address would silence that router.
+ * A source above its rate may still use the first half of the service's and the load balancer's burst. Otherwise
+ * packets with a router's forged address would suppress that router's ICMP errors.
  */
 #ifndef COREWARD_LB_BROADCAST_H
 #define COREWARD_LB_BROADCAST_H
@@ -26,7 +26,7 @@ struct token_bucket {
 	__u64 burst_ns;
 };
 
-/* By reason; fixed at load time. */
+/* Rates by enum limited_kind; fixed at load time. */
 const volatile struct token_bucket broadcast_per_source[LIMITED_KIND_SLOTS];
 const volatile struct token_bucket broadcast_per_service[LIMITED_KIND_SLOTS];
 const volatile struct token_bucket broadcast_total[LIMITED_KIND_SLOTS];
@@ -38,8 +38,9 @@ _Static_assert(LIMITED_KIND_COUNT <= LIMITED_KIND_SLOTS, "each reason has a slot
 #define BROADCAST_MAC 0xffffffffffffull
 
 /*
- * Generic cell rate algorithm (ITU-T I.371, Annex A): one word holds the time until which all taken tokens are paid
- * for. Of two CPUs the one that loses the exchange is over the rate. `halvings`: of the burst.
+ * Takes a token by the generic cell rate algorithm (ITU-T I.371, Annex A): one word holds the time until which all
+ * taken tokens are paid for. If two CPUs compete, the CPU whose exchange fails gets no token. The burst is halved
+ * `halvings` times.
  */
 static __always_inline bool take_token(__u64 *paid_until_word, const volatile struct token_bucket *bucket, __u64 now,
 				       __u32 halvings)

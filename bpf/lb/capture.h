@@ -2,9 +2,9 @@
 /*
  * Capture of the program's decisions for `coreward capture`: tcpdump does not see packets that XDP forwards or drops.
  *
- * A variant of the program, fixed at load time like the others: the command attaches it in place of the present
- * program, on the same maps with the same constants, and restores the old one at the end. (fentry and fexit programs
- * would leave the program in place, but some kernels reject them, for example in lockdown.)
+ * The command attaches a capturing variant in place of the present program, with the same maps and the same constants,
+ * and restores the former program at the end. (fentry and fexit programs would not replace the program, but some
+ * kernels reject them, for example in lockdown.)
  *
  * Each frame that may be of the watched service goes to user space twice, by a perf buffer: on arrival, and with action
  * and outcome. The outcome is the last one that count_packet() stored in this receive queue's (or CPU's) row, for the
@@ -30,7 +30,7 @@
 #include "parse.h"
 #include "stats.h"
 
-/* The watched service; address and port in network byte order. */
+/* The captured service; address and port in network byte order. */
 const volatile struct {
 	__u32 vip;
 	__u32 service;
@@ -50,7 +50,7 @@ struct {
 } captured SEC(".maps");
 
 __u64 capture_sequences[MAX_CPUS] SEC(".bss.capture");
-/* Whether the current frame of each CPU is watched. */
+/* By CPU: whether the current frame is captured. */
 __u64 is_captured[MAX_CPUS] SEC(".bss.capture");
 
 /* Value that is no enum lb_counter. */
@@ -74,7 +74,7 @@ static __always_inline bool is_watched_ipv6(const void *data, const void *data_e
 	return PACKET_U16(data, IPV6_TRANSPORT + 2) == capture_of.port;
 }
 
-/* Returns whether the frame is, or may be, of the watched service: fragments, ICMP and broken headers have no port. */
+/* Returns whether the frame may be of the captured service. Fragments, ICMP and broken headers have no port. */
 static __always_inline bool is_watched(const void *data, const void *data_end)
 {
 	__u32 header_length;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Clocks of servers that the load balancer stamps for: lb_cookie.h, essay, 1 and 5. */
+/* Clocks of servers with LB-side stamping: lb_cookie.h, sections 1 and 5. */
 #ifndef COREWARD_LB_CLOCKS_H
 #define COREWARD_LB_CLOCKS_H
 
@@ -30,7 +30,7 @@ struct {
 
 #define NANOSECONDS_PER_MS 1000000
 
-/* `mac`: 48 bits; the others are ignored. */
+/* Returns the entry of a server. `mac`: MAC address in the low 48 bits; the other bits are ignored. */
 static __always_inline struct lb_stamped_server *lb_stamped_server(__u32 service, __u64 mac)
 {
 	__u64 key = (mac & SERVER_MAC_MASK) | (__u64)service << LB_STAMPED_SERVICE_SHIFT;
@@ -50,7 +50,7 @@ static __always_inline bool can_be_stamped(const struct lb_stamped_server *serve
 	return is_verified(server) || server->steady >= LB_STAMPING_AGREEING;
 }
 
-/* Returns whether the server's connections are known to have offsets of their own. */
+/* Returns whether the server's connections are known to have different offsets. */
 static __always_inline bool has_own_offsets(const struct lb_stamped_server *server)
 {
 	return server->disagreed;
@@ -71,15 +71,15 @@ static __always_inline bool agree(__u32 offset_ms, __u32 other_ms, __u32 toleran
 	return offset_ms - other_ms + tolerance_ms <= 2 * tolerance_ms;
 }
 
-/* An answer of a server: its TSval, and this load balancer's time (ms), read once per packet. */
+/* TSval of a server's reply, and this load balancer's time (ms), read once per packet. */
 struct answer {
 	__u32 milliseconds;
 	__u32 now_ms;
 };
 
 /*
- * Learns from a SYN-ACK. Of two CPUs one counts. The offset changes only when it is off by half the tolerance: a
- * packet's key follows from it (lb_stamped_value()), and must not alternate.
+ * Updates the server's clock by a SYN-ACK. Concurrent updates by two CPUs may count once. The stored offset changes
+ * only by more than half the tolerance: it selects a packet's key (lb_stamped_value()), which must not alternate.
  */
 static __always_inline void learn_clock(struct lb_stamped_server *server, const struct packet *packet,
 					struct answer answer)
@@ -102,7 +102,7 @@ static __always_inline void learn_clock(struct lb_stamped_server *server, const 
 	}
 }
 
-/* Compares two answers of one connection, neither a reset, to see whether the server's clock ticks in ms. */
+/* Compares two replies of one connection, neither a reset, to learn whether the server's TSval grows by 1 per ms. */
 static __always_inline void sample_clock(struct lb_stamped_server *server, const struct packet *packet,
 					 struct answer answer)
 {
@@ -137,7 +137,7 @@ static __always_inline __u32 offset_tag(__u64 hash)
 	return hash >> LB_STAMPED_OFFSET_TAG_SHIFT | 1;
 }
 
-/* Stores a connection's own offset, if it is new. Returns the stored one: a packet's key follows from it. */
+/* Stores a connection's offset unless a similar one is stored. Returns the stored offset, which selects the key. */
 static __always_inline __u32 learn_own_offset(__u64 hash, __u32 offset_ms)
 {
 	__u64 *word = own_offset(hash), known;
@@ -152,7 +152,7 @@ static __always_inline __u32 learn_own_offset(__u64 hash, __u32 offset_ms)
 	return offset_ms;
 }
 
-/* Returns the offset of a stamped connection by the server's answer. Stores the offset if it is not known yet. */
+/* Returns the offset of a stamped connection by a reply of the server, and stores the offset if it is unknown. */
 static __always_inline __u32 learn_offset(struct lb_stamped_server *server, __u32 service, const struct packet *packet,
 					  struct answer answer)
 {
@@ -168,7 +168,7 @@ static __always_inline __u32 learn_offset(struct lb_stamped_server *server, __u3
 	return learn_own_offset(connection_hash(service, packet->client_address, packet->ports), offset_ms);
 }
 
-/* Fills the offset of a stamped connection. Returns whether it is known. */
+/* Fills the offset of a stamped connection. Returns whether the offset is known. */
 static __always_inline bool find_offset(const struct lb_stamped_server *server, __u32 service,
 					const struct packet *packet, __u32 *offset_ms)
 {

@@ -17,14 +17,15 @@
  *      free      an RCU grace period later user space pushes the slot;
  *      reused    instead of the last two: a new connection that found the stack empty replaced the identity of an
  *                expired entry by 0 and fills the entry as if it had taken it (stateful.h, reuse_connection()).
- *    User space frees by the server's word (docs/design.md), which no packet has. So packets reuse half-open entries,
- *    whose server is not asked, and others only after user space has not swept for CONNECTION_UNSWEPT.
+ *    User space frees an entry after a query to the server's agent (docs/design.md), which packets cannot make. So
+ *    packets reuse half-open entries, which need no query, and other entries only after CONNECTION_UNSWEPT ticks
+ *    without a sweep of user space.
  *
  * 3. No slot is handed out twice or lost:
  *    - The CPU that moves the top from slot p to the next one has p. The exchange succeeds only if the top is
  *      unchanged: the count of 48 bits above the slot grows with every change (ABA). If another CPU took the entry
  *      whose `next_free` was read, the top has changed and the exchange fails.
- *    - The one whose compare-and-swap found the identity pushes the slot, once. The identity holds the tag and a
+ *    - The thread whose compare-and-swap cleared the identity pushes the slot, once. The identity holds the tag and a
  *      generation that grows with each use.
  *    - A daemon killed between release and push loses the slot until the next start: identity 0, not on the stack, and
  *      no packet about to fill it (after a grace period).
@@ -33,9 +34,10 @@
  *    one aligned word. After a release or reuse the tag differs. With its 32 bits a forged cookie that hits a used slot
  *    is taken for its connection once in 4 * 10^9.
  *
- * 5. Counters are the connection's own. A packet that has read an identity may add to counters after the release.
- *    Programs run in an RCU read-side section, and user space waits for a grace period before it pushes. A reused entry
- *    has no such wait: a packet under way may add itself to the new counters, or shorten the new timer by its FIN.
+ * 5. Counters count the packets of one connection. A packet that has read an identity may increment counters after the
+ *    release. Programs run in an RCU read-side section, and user space waits for a grace period before it pushes. A
+ *    reused entry has no such wait: a packet in processing may increment the new counters, or its FIN may shorten the
+ *    new timer.
  *    Counting is not atomic, because a connection's packets arrive on one receive queue (RSS). Otherwise (generic XDP,
  *    a queue that moves) a count may be lost.
  *
@@ -65,12 +67,12 @@ _Static_assert(sizeof(struct connection) == 64 && sizeof(struct connection_stack
 _Static_assert(CONNECTIONS_PER_PARTITION == 1u << CONNECTION_SLOT_BITS, "a slot fits its bits");
 _Static_assert(MAX_OWNERS == 1u << CONNECTION_OWNER_BITS, "an owner fits its bits");
 
-/* Partitions - 1; fixed at load time. */
+/* Number of partitions - 1; fixed at load time. */
 const volatile __u32 connection_partition_mask;
 
 /*
- * User space sets both sizes. The first slot of all partitions comes first, then the second one: low slots are handed
- * out first, so the entries in use take few pages (TLB).
+ * User space sets the sizes of both maps. Entries are ordered by slot, then by partition. Low slots are handed out
+ * first, so the entries in use take few pages (TLB).
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -102,9 +104,9 @@ typedef __u64 __attribute__((may_alias)) recent_pair;
 
 /*
  * Hashes service and client (58 bits) by two rounds of multiply and shift (as in MurmurHash3's finaliser) with secret
- * odd factors. No PRF: tuples of a simple structure collide as often as by chance for a sender without key and results
- * (crates/model/tests/integration/connection_hash.rs). Clients see no bit of a result. docs/security.md describes the
- * effect of a collision.
+ * odd factors. This is no PRF: for a sender without key and results, tuples of a simple structure collide as often as
+ * by chance (crates/model/tests/integration/connection_hash.rs). Clients see no bit of a result. docs/security.md
+ * describes the effect of a collision.
  */
 static __always_inline __u64 connection_hash(__u32 service, __u32 client_address, __u32 ports)
 {
@@ -123,7 +125,7 @@ static __always_inline struct connection *connection_at(__u64 hash, __u32 slot)
 	return bpf_map_lookup_elem(&connections, &index);
 }
 
-/* Returns the entry that a cookie of the connection names, if it is the connection's. */
+/* Returns the entry in the slot of a cookie, if the entry is of this connection. */
 static __always_inline struct connection *find_connection(__u64 hash, __u32 slot, __u32 service, __u32 *server_id)
 {
 	__u64 expected = (hash & CONNECTION_TAG_MASK) | CONNECTION_IN_USE | service << CONNECTION_SERVICE_SHIFT;
@@ -153,10 +155,10 @@ static __noinline __u32 read_clock(__u64 jiffies)
 	return lb_state.clock;
 }
 
-/* Returns lb_state.clock, which advances without a daemon while packets come. */
+/* Returns lb_state.clock, which packets advance when the daemon does not. */
 static __always_inline __u32 connection_time(void)
 {
-	/* The verifier replaces this call by a load. */
+	/* The verifier replaces the call of bpf_jiffies64() by a load. */
 	__u64 jiffies = packets_read_clock ? bpf_jiffies64() : 0;
 
 	if (packets_read_clock && jiffies != *(volatile __u64 *)&lb_state.clock_jiffies)
@@ -191,7 +193,7 @@ static __always_inline bool is_recent(__u32 recent, __u64 hash)
 	return !((recent ^ hash >> CONNECTION_TAG_SHIFT) & ~CONNECTION_SLOT_MASK);
 }
 
-/* Returns the slot of the connection's entry, if its SYN is a recent one of its set; else NOT_RECENT. */
+/* Returns the slot of the connection's entry, if its set of recent SYNs has the connection; else NOT_RECENT. */
 static __always_inline int find_recent_slot(__u64 hash)
 {
 	const volatile __u32 *set = recent_set(hash);
@@ -211,8 +213,8 @@ static __always_inline __u32 recent_word(__u64 hash, __u32 slot)
 }
 
 /*
- * Moves a connection that the set holds to the front. So a connection keeps its entry until RECENT_WAYS others of the
- * set came since its latest SYN. A race with another CPU can lose one, which then takes another entry.
+ * Moves a connection to the front of its set. So a connection stays in the set until RECENT_WAYS others were inserted
+ * since its latest SYN. A race with another CPU can remove a connection, whose next SYN takes another entry.
  */
 static __noinline void move_recent(__u64 hash, __u32 slot)
 {
@@ -229,7 +231,7 @@ static __noinline void move_recent(__u64 hash, __u32 slot)
 	}
 }
 
-/* Inserts a connection at the front of its set, two words at a time; the last one is removed. */
+/* Inserts a connection at the front of its set, and removes the last. Writes two words at a time. */
 static __always_inline void insert_recent(__u64 hash, __u32 slot)
 {
 	volatile recent_pair *set = (volatile recent_pair *)recent_set(hash);
@@ -241,8 +243,8 @@ static __always_inline void insert_recent(__u64 hash, __u32 slot)
 }
 
 /*
- * Handles another SYN of the same connection, uncounted: an entry that never had another packet stays half-open.
- * Returns whether the connection was closing.
+ * Handles another SYN of the connection, which is not counted: an entry without other packets stays half-open. Returns
+ * whether the connection was closing.
  */
 static __always_inline bool reopen_connection(struct connection *connection)
 {
@@ -253,7 +255,7 @@ static __always_inline bool reopen_connection(struct connection *connection)
 	return was_closing;
 }
 
-/* Writes both halves of the client's address as in struct service_key. */
+/* Writes both halves of the client's address in the layout of struct service_key. */
 static __always_inline void write_client_address(struct xdp_md *ctx, const struct packet *packet, packet_u64 *half)
 {
 	void *data = (void *)(long)ctx->data;
@@ -268,7 +270,7 @@ static __always_inline void write_client_address(struct xdp_md *ctx, const struc
 	half[1] = (__u64)packet->client_address << 32 | bpf_htonl(0xffff);
 }
 
-/* Fills an entry, its identity last. `next_free` stays: user space may be following it. */
+/* Fills an entry, and writes its identity last. Does not write `next_free`, which user space may be reading. */
 static __always_inline void fill_connection(struct xdp_md *ctx, struct connection *connection,
 					    const struct packet *packet, __u64 tag, __u64 service_and_server)
 {
@@ -292,7 +294,7 @@ static __always_inline void fill_connection(struct xdp_md *ctx, struct connectio
 #define CONNECTION_CONTENDED -2
 #define CONNECTION_SOURCE_LIMITED -3
 
-/* Fills a free slot of the partition for a first packet. Returns the slot, or one of the results above. */
+/* Takes and fills a free slot of the partition for a SYN. Returns the slot, or one of the results above. */
 static __always_inline int take_connection_inlined(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
 						   __u32 service, __u32 server_id)
 {
@@ -332,13 +334,13 @@ static __noinline int take_connection(struct xdp_md *ctx, const struct packet *p
 
 /* ---- the cookie of kind 1 -------------------------------------------------------------------------------------- */
 
-/* Returns the number of the load balancer that has the entry. */
+/* Returns the number of the load balancer that has the cookie's entry. */
 static __always_inline __u32 cookie_owner(__u32 cookie)
 {
 	return cookie >> CONNECTION_SLOT_BITS & (MAX_OWNERS - 1);
 }
 
-/* Returns a SYN's TSecr for the server. */
+/* Returns the TSecr of a forwarded SYN, by which the server gets owner and slot. */
 static __always_inline __u32 syn_tsecr(__u32 owner, __u32 slot)
 {
 	return SYN_TSECR_HOLDS_COOKIE | COOKIE_KIND_BIT | owner << CONNECTION_SLOT_BITS | slot;

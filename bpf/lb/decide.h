@@ -79,8 +79,8 @@ static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct serv
 }
 
 /*
- * `number`: the service's; `decision->service` its index. A global function, verified once instead of once per call:
- * otherwise kernel 6.1's verifier runs out of instructions with all modes in use.
+ * Decides a packet of the service with that number and the index `decision->service`. This is a global function, which
+ * is verified once and not per call: otherwise kernel 6.1's verifier exceeds its instruction limit with all modes.
  */
 __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *packet, struct decision *decision)
 {
@@ -99,7 +99,7 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 	return 0;
 }
 
-/* decide() of a SYN with timestamps of a service with cookies that is not handed over, all inlined. */
+/* decide(), inlined, for a SYN with timestamps to a service with cookies that is not handed over. */
 static __always_inline void decide_new_connection(struct xdp_md *ctx, __u32 number, const struct packet *packet,
 						  struct decision *decision)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* The decision about a packet of a service, and the ways to a server that all modes share. */
+/* The decision about a packet of a service, and functions that select a server in all modes. */
 #ifndef COREWARD_LB_DECISION_H
 #define COREWARD_LB_DECISION_H
 
@@ -42,7 +42,7 @@ struct decision {
 	bool closes; /* the packet ends a connection that its cookie names */
 };
 
-/* enum lb_counter is in this order: passed, forwarded, dropped. */
+/* Returns whether the outcome is forwarding. enum lb_counter has the order passed, forwarded, dropped. */
 static __always_inline bool is_forwarded(enum lb_counter outcome)
 {
 	return outcome > LB_COUNTER_PASSED_NOT_SERVICE && outcome < LB_COUNTER_DROP_MALFORMED_IPV4;
@@ -72,7 +72,8 @@ static __always_inline __u32 find_service_of(const struct packet *packet)
 }
 
 /*
- * Forwards to that server, counted as `outcome`. Dropped without its MAC address: no other server has the connection.
+ * Decides to forward to server `id`, counted as `outcome`. Without the server's MAC address the packet is dropped,
+ * because no other server has the connection.
  */
 static __always_inline void decide_server(__u32 id, enum lb_counter outcome, struct decision *decision)
 {
@@ -88,7 +89,7 @@ static __always_inline bool takes_new_connections(server_entry_t server)
 	return has_server_flag(server, TAKES_NEW_CONNECTIONS) && !is_server_down(server);
 }
 
-/* Returns whether the packet may go to that server of its connection: a SYN only if it takes new connections. */
+/* Returns whether the packet may go to its connection's server: a SYN only if the server takes new connections. */
 static __always_inline bool may_receive(server_entry_t server, bool syn)
 {
 	return syn ? takes_new_connections(server) : has_server_flag(server, SERVER_KNOWN);
@@ -99,7 +100,7 @@ static __always_inline bool is_server_known(__u32 service, __u32 id)
 	return has_server_flag(server_at(service, id), SERVER_KNOWN);
 }
 
-/* Broadcasts within the rates (broadcast.h). `over_rate`: the outcome above them. */
+/* Decides to broadcast within the rates (broadcast.h). `over_rate`: the outcome above the rates. */
 static __always_inline void decide_broadcast(enum limited_kind reason, __u32 source, enum lb_counter over_rate,
 					     struct decision *decision)
 {
@@ -121,7 +122,7 @@ static __always_inline enum lb_counter placement_counter(bool opens)
 	return opens ? LB_COUNTER_NEW_CONNECTION : LB_COUNTER_PER_PACKET;
 }
 
-/* Decides by the server that place() returned. */
+/* Decides to forward to the server that place() returned. */
 static __always_inline void decide_placed(__u32 id, enum lb_counter outcome, struct decision *decision)
 {
 	if (id == NO_SERVER) {
@@ -144,8 +145,8 @@ static __always_inline void decide_by_flow(struct flow_table_entry entry, struct
 }
 
 /*
- * Decides by the bucket, with its previous server. A SYN goes only to a server that takes new connections, otherwise
- * the returned entry has NO_SERVER.
+ * Decides to forward to the bucket's server, and returns it with the previous server. A SYN goes only to a server that
+ * takes new connections, otherwise the returned entry has NO_SERVER.
  */
 static __always_inline struct flow_table_entry decide_by_bucket(struct xdp_md *ctx, struct service_state *state,
 								const struct packet *packet, struct decision *decision)

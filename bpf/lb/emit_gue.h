@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * FORWARDING_GUE: the packet in a UDP datagram without a header between (GUE variant 1: receivers read the version of
- * the inner IP header). The source port spreads the flows of one server over paths and receive queues: the port in the
- * server's entry, or one of the ephemeral ports by the flow's hash. The UDP checksum is 0, as IPv4 (RFC 768) and
- * tunnels over IPv6 (RFC 6935) allow: the inner packet has its own.
+ * FORWARDING_GUE: the packet follows a UDP header directly (GUE variant 1: receivers read the version of the inner IP
+ * header). The source port is that of the server's entry, or an ephemeral port by the flow's hash, which spreads the
+ * flows of a server over paths and receive queues. The UDP checksum is 0, as IPv4 (RFC 768) and tunnels over IPv6 (RFC
+ * 6935) allow, because the inner packet has a checksum.
  */
 #ifndef COREWARD_LB_EMIT_GUE_H
 #define COREWARD_LB_EMIT_GUE_H
@@ -27,8 +27,8 @@
 #define FLOW_FACTOR 0x9e3779b97f4a7c15ull
 
 /*
- * The source port of a flow, in the host's order: model's forwarding::flow_port(). Fibonacci hashing: the upper bits of
- * the product depend on all of the client's address and port.
+ * Returns the source port of a flow, in the host's order, as model's forwarding::flow_port() does. By Fibonacci hashing
+ * the upper bits of the product depend on all bits of the client's address and port.
  */
 static __always_inline __u16 flow_port(__u32 client, __u32 ports)
 {
@@ -37,7 +37,7 @@ static __always_inline __u16 flow_port(__u32 client, __u32 ports)
 	return FIRST_FLOW_PORT | mixed >> (64 - FLOW_PORT_BITS);
 }
 
-/* The same in IPv6. Without the load balancer's secret: `coreward explain` computes it, too. */
+/* flow_port() for IPv6. It uses no secret of the load balancer, because `coreward explain` computes the port, too. */
 static __always_inline __u16 flow_port_ipv6(const void *client, __u32 ports)
 {
 	const struct cookie_key key = {.k0 = FLOW_FACTOR, .k1 = FLOW_FACTOR};

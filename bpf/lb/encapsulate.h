@@ -27,7 +27,7 @@
 #include "tunnel.h"
 #include "vlan.h"
 
-/* Form of an outer header: constants at each call, of which the compiler makes code without branches. */
+/* Form of an outer header. Each call passes constants, so that the compiler generates code without branches. */
 struct encapsulation {
 	enum forwarding forwarding;
 	bool inner_ipv6;
@@ -39,7 +39,7 @@ static __always_inline __u32 overhead_of(const struct encapsulation *form)
 	return outer_header_length(form->forwarding, form->outer_ipv6);
 }
 
-/* `data`: a frame whose inner IP header is `overhead` bytes behind where the packet's own was. */
+/* Returns the inner packet's length. `data`: a frame whose IP header has moved back by `overhead` bytes. */
 static __always_inline __u32 inner_length(const void *data, __u32 overhead, bool ipv6)
 {
 	if (ipv6)
@@ -61,7 +61,7 @@ static __always_inline __u8 outer_protocol(const struct encapsulation *form)
 	return form->inner_ipv6 ? IPPROTO_IPV6 : IPPROTO_IPIP;
 }
 
-/* Puts the outer header in front. `flow`: flow_port(). Returns false if the frame could not change. */
+/* Adds the outer header. `flow`: flow_port(). Returns false if the frame could not be extended. */
 static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct encapsulation *form,
 					      server_entry_t next_hop, __u32 server_id, __u32 flow)
 {
@@ -96,8 +96,8 @@ static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct e
 }
 
 /*
- * Drops a packet longer than `mtu`. Returns an XDP action: the frame may be an error to the sender then. A global
- * function, so that its stack does not count in every call of lb().
+ * Drops a packet longer than `mtu`, or turns its frame into an ICMP error to the sender. Returns an XDP action. This is
+ * a global function, so that its stack does not count in every call of lb().
  */
 __noinline int drop_exceeding(struct xdp_md *ctx, __u32 service, __u32 mtu)
 {
@@ -145,8 +145,8 @@ static __always_inline int encapsulate(struct xdp_md *ctx, bool inner_ipv6, bool
 }
 
 /*
- * Sends a packet of either family to a server of either. A global function, so that it is verified once; values and no
- * struct for the same reason.
+ * Encapsulates and sends a packet, with any address families of packet and server. This is a global function, so that
+ * it is verified once; it takes values and no struct for the same reason.
  */
 __noinline int emit_encapsulated(struct xdp_md *ctx, __u32 service, __u32 server_id, __u32 outcome, __u32 ports)
 {

@@ -6,24 +6,24 @@
  *    tag: a look-up reads one cache line, a hit a second one for its age. Two flows of one set with equal tags (31
  *    bits) share an entry: the second one goes to the first one's server.
  *
- * 2. Eviction is fair between services: the service with most entries in the full set, the new flow's included, loses
- *    its least recently used one. So a flood at one service evicts that service's entries, not another's. Hints are
- *    evicted first, and evict only hints. Then come entries without the client's acknowledgement of the SYN-ACK
- *    (HALF_OPEN_FLOW), of which a SYN flood consists.
+ * 2. Eviction is fair between services: in a full set the service with most entries, the new flow's included, loses its
+ *    least recently used entry. So a flood at one service evicts only entries of that service. Hints are evicted first,
+ *    and evict only hints. Then entries are evicted whose SYN-ACK the client has not acknowledged (HALF_OPEN_FLOW), as
+ *    in a SYN flood.
  *
- * 3. Entries: every flow of mode HASH_TABLE; with LB-side stamping connections without timestamps, once an answer has
- *    passed; and as hints other connections without timestamps. A hint can be forged, because no answer passes here. A
- *    SYN that the bucket's server cannot take stores its choice as a full entry, since nothing else finds it.
+ * 3. Entries: every flow of mode HASH_TABLE; with LB-side stamping every plain connection, once a reply has passed; and
+ *    as hints other connections without timestamps. A hint can be forged, because no reply passes here. If the bucket's
+ *    server takes no new connections, the SYN's server is stored as a full entry, since no other state finds it.
  *
  * 4. An entry unused for FLOW_IDLE_* counts as free. The clock is the daemon's.
  *
- * 5. Filter. With LB-side stamping every packet asks whether its connection is plain, and few are. Bits of the hash
- *    select a bit in 16 KiB, which stay in the cache: while it is 0, no entry was ever stored there, and the set need
- *    not be read. Only a new table clears it.
+ * 5. Filter. With LB-side stamping every packet needs a look-up, and few connections are plain. Bits of the hash select
+ *    a bit in 16 KiB, which stay in the cache. While the bit is 0, no flow with these hash bits was ever stored, and
+ *    the set need not be read. Only a new table clears the bits.
  *
- * 6. Concurrency. A decision depends on the word `flow` only. It is replaced by compare-and-swap: of two CPUs that
- *    choose the same entry one chooses again. `use` is written after it: for some ns a new entry may look old and be
- *    evicted.
+ * 6. Concurrency. A decision depends on the word `flow` only, which is replaced by compare-and-swap: of two CPUs that
+ *    select the same entry one selects again. `use` is written after `flow`: for some ns a new entry may look old and
+ *    be evicted.
  */
 #ifndef COREWARD_LB_FLOW_TABLE_H
 #define COREWARD_LB_FLOW_TABLE_H
@@ -76,7 +76,7 @@ static __always_inline __u32 flow_tag(__u64 hash)
 	return hash >> 32 | 1;
 }
 
-/* Returns 1 for 0, else 0; of a number below 2^63. Branch-free: the verifier would follow both ways for each entry. */
+/* Returns 1 if a number below 2^63 is 0, else 0. No branch: the verifier would follow both paths for each entry. */
 static __always_inline __u64 is_zero(__u64 number)
 {
 	number--;
@@ -101,8 +101,8 @@ static __always_inline __u64 is_flow_idle(__u64 use)
 }
 
 /*
- * Fills `entry` and returns true if the flow with this connection_hash() is known. The caller initialises it: clang may
- * spill undefined values, which the verifier rejects.
+ * Fills `entry` and returns true if the flow with this connection_hash() is known. The caller initialises `entry`:
+ * clang may spill undefined values, which the verifier rejects.
  */
 static __always_inline bool find_flow_by_hash(__u64 hash, struct flow_table_entry *entry)
 {
@@ -138,7 +138,7 @@ static __always_inline __u64 *flow_filter_word(__u64 hash)
 {
 	__u32 word = (hash & 0xffffffff) >> (32 - FLOW_FILTER_BITS + FLOW_FILTER_WORD_SHIFT);
 
-	/* Kernel 6.1's verifier must see the mask on the very register that becomes an index. */
+	/* Kernel 6.1's verifier must see the mask on the register that becomes an index. */
 	barrier_var(word);
 	return &lb_state.flow_filter[word & (FLOW_FILTER_WORDS - 1)];
 }
@@ -148,7 +148,7 @@ static __always_inline __u64 flow_filter_bit(__u64 hash)
 	return 1ull << ((hash & 0xffffffff) >> (32 - FLOW_FILTER_BITS) & (FLOW_FILTER_WORD_BITS - 1));
 }
 
-/* find_flow() of a service that the load balancer stamps: most of its connections have no entry (essay, 5). */
+/* find_flow() for a service with LB-side stamping, of which most connections have no entry (section 5). */
 static __always_inline bool find_plain_flow(__u32 service, const struct packet *packet, struct flow_table_entry *entry)
 {
 	__u64 hash = connection_hash(service, packet->client_address, packet->ports);
@@ -162,11 +162,11 @@ static __always_inline __u32 service_of_use(__u64 use)
 }
 
 /* Bits of flow_rank(): the order of replacement, most important first. */
-#define FLOW_RANK_SAME_SHIFT 59 /* it is the flow's own */
-#define FLOW_RANK_FREE_SHIFT 58 /* or was not used for too long */
+#define FLOW_RANK_SAME_SHIFT 59 /* the entry is of the same flow */
+#define FLOW_RANK_FREE_SHIFT 58 /* the entry is free, or has expired */
 #define FLOW_RANK_HINT_SHIFT 57
 #define FLOW_RANK_COUNT_SHIFT 40 /* entries of its service in the set */
-#define FLOW_RANK_OWN_SHIFT 39 /* its service is the flow's */
+#define FLOW_RANK_OWN_SHIFT 39 /* the entry is of the flow's service */
 #define FLOW_RANK_HALF_OPEN_SHIFT 38
 /* The lower bits are the age of the entry, and its position. */
 #define FLOW_POSITION_BITS 3
@@ -183,7 +183,7 @@ static __always_inline bool is_set_of_service(const struct flow_set *set, __u32 
 }
 
 /*
- * Returns the rank of an entry for replacement by a flow of `service` with `tag`: the highest goes first (essay, 2).
+ * Returns the rank of an entry for replacement by a flow of `service` with `tag`: the highest is replaced (section 2).
  * `alone`: all entries of the set are of that service.
  */
 static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 position, __u32 tag, __u32 service, bool alone)
@@ -202,7 +202,7 @@ static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 positio
 	       flow_age(use);
 }
 
-/* Returns the highest rank in the set, its entry's position below it (the first of equals). */
+/* Returns the highest rank in the set, with the position of its entry in the lowest bits (of equals the first). */
 static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag, __u32 service, bool alone)
 {
 	__s64 highest = 0;
@@ -222,7 +222,7 @@ static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag,
 
 /*
  * Stores a flow, or changes its entry. `entry`: server id, and `before` above it; `hint`: FLOW_HINT or 0. Returns
- * whether it is stored: a hint needs room. A global function, as decide() is.
+ * whether the flow is stored: a hint evicts no full entry. A global function, as decide() is.
  */
 __noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry, __u32 hint)
 {
@@ -237,7 +237,7 @@ __noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry,
 	set = flow_set_of(hash);
 	if (!set)
 		return 0;
-	/* Set before the entry. If the entry is not stored after all, a bit too many is set, which is harmless. */
+	/* The bit is set before the entry. If the entry is not stored, the superfluous bit is harmless. */
 	if (!(*(volatile __u64 *)flow_filter_word(hash) & flow_filter_bit(hash)))
 		__sync_fetch_and_or(flow_filter_word(hash), flow_filter_bit(hash));
 	use = (__u64)(hint & FLOW_HINT) << FLOW_HINT_SHIFT |
@@ -275,7 +275,7 @@ static __always_inline void insert_flow(struct xdp_md *ctx, __u32 service, const
 		count_event(ctx, service, LB_EVENT_FLOW_INSERTED);
 }
 
-/* Marks the SYN-ACK as acknowledged by the client. */
+/* Marks the flow as open: the client has acknowledged the SYN-ACK. */
 static __always_inline void open_flow(__u32 service, const struct packet *packet, struct flow_table_entry entry)
 {
 	set_flow(service, packet, flow_entry_word(entry.server_id, NO_SERVER), 0);

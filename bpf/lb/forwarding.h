@@ -15,7 +15,7 @@ const volatile __u32 forwarding_in_use;
 
 #define ONLY_FORWARDING(forwarding) (1u << (forwarding))
 
-/* Reads no memory if all services have one kind. */
+/* Returns the kind of forwarding of a service. Reads no memory if all services have one kind. */
 static __always_inline enum forwarding forwarding_of(__u32 service)
 {
 	if (forwarding_in_use == ONLY_FORWARDING(FORWARDING_L2))

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Fragments of UDP datagrams: the first one has the ports and goes as a whole datagram would; later ones follow it.
- * (TCP avoids fragments; later ones of ICMP have no receiver.)
+ * Fragments of UDP datagrams: the first fragment has the ports and is forwarded like a whole datagram; later fragments
+ * follow it. (TCP avoids fragments, and later fragments of ICMP have no receiver.)
  *
- * A later fragment that overtakes the first one is dropped and counted. User space adds the room that CPUs hold back
- * (crates/dataplane/src/lru.rs). The table is small: a flood of first fragments costs the service its other fragmented
- * datagrams only, which live for ms.
+ * A later fragment that overtakes the first is dropped and counted. User space enlarges the table by the entries that
+ * CPUs reserve (crates/dataplane/src/lru.rs). The table is small: a flood of first fragments affects only other
+ * fragmented datagrams, whose entries are needed for some ms.
  */
 #ifndef COREWARD_LB_FRAGMENT_H
 #define COREWARD_LB_FRAGMENT_H

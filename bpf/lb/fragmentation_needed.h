@@ -2,9 +2,9 @@
 /*
  * ICMP "fragmentation needed" (RFC 1191) to the sender of a packet that its outer header makes longer than the MTU.
  *
- * Packets without DF get it, too: nothing here can fragment them, and Linux then sends shorter fragments. The source is
- * the VIP, which has a route from wherever the packet came; the address of this host may have none. ICMP, later
- * fragments and sources that are no host get no error (RFC 1122, Sect. 3.2.2). Rates bound errors as they bound
+ * Packets without DF get the error, too: the program cannot fragment them, and Linux then sends shorter fragments. The
+ * error's source is the VIP, which the sender can reach; the sender may have no route to this host's address. ICMP,
+ * later fragments and sources that are no host get no error (RFC 1122, Sect. 3.2.2). Errors are limited by rates like
  * broadcasts (broadcast.h).
  */
 #ifndef COREWARD_LB_FRAGMENTATION_NEEDED_H
@@ -28,7 +28,7 @@
 #define ICMP_UNREACHABLE 3
 #define ICMP_FRAGMENTATION_NEEDED 4
 #define ICMP_HEADER_LENGTH 8
-/* The longest IP header and 8 bytes (RFC 792), or a TCP header with 28 bytes of options. */
+/* Bytes of the quoted packet: the longest IP header and 8 bytes (RFC 792), or a TCP header with 28 of options. */
 #define QUOTED_LENGTH 68
 #define ICMP_ERROR_LENGTH (sizeof(struct iphdr) + ICMP_HEADER_LENGTH + QUOTED_LENGTH)
 /* 224.0.0.0 and above are multicast, reserved or broadcast. */
@@ -46,7 +46,7 @@ static __always_inline bool may_answer(const void *data, const void *data_end)
 	       !(PACKET_U16(data, IP_AT(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET));
 }
 
-/* Turns the frame into an error about its packet, to its sender. Returns false if the frame could not change. */
+/* Turns the frame into an error to the sender of its packet. Returns false if the frame could not be resized. */
 static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;

@@ -16,9 +16,9 @@
 #include "service_mode.h"
 
 /*
- * CONSISTENCY_HASH_TABLE: new flows are placed and stored. A datagram is a new flow if none is known, or if the flow's
- * server is down; a SYN if no entry has a server that takes new connections, so that a forged one moves no open
- * connection. Other TCP packets begin none, or forged ones would fill the table.
+ * CONSISTENCY_HASH_TABLE: new flows are placed and stored. A datagram begins a new flow if it has no entry, or if the
+ * entry's server is down. A SYN does if it has no entry with a server that takes new connections, so that a forged SYN
+ * moves no open connection. Other TCP packets begin no flow, because forged packets would fill the table.
  */
 static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struct service *service,
 						 struct service_state *state, const struct packet *packet,

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
  * ICMP errors to a VIP ("fragmentation needed" (RFC 1191), "port unreachable", "time exceeded" and others) about a
- * packet from a server to a client. Without them a path with a smaller MTU than the ends assume stalls every
- * connection.
+ * packet from a server to a client. Without these errors every connection stalls on a path whose MTU is smaller than
+ * client and server assume.
  *
- * The error quotes the packet's IP header and at least 8 bytes behind it (RFC 792; most routers more: RFC 1812, Sect.
- * 4.3.2.3), so VIP, client and both ports are there. If the quote has the TCP timestamp, its TSval is a stamped one,
- * whose cookie names the server or an entry of a connection table. Otherwise the flow table decides, or the error is
- * broadcast, and the server with the quoted connection accepts it (server.bpf.c). A quote proves nothing: the server's
- * kernel checks it against its sockets.
+ * The error quotes the packet's IP header and at least 8 bytes after it (RFC 792; most routers quote more: RFC 1812,
+ * Sect. 4.3.2.3), so it has VIP, client and both ports. If the quote has the TCP timestamp, the cookie in TSval names
+ * the server or an entry of a connection table. Otherwise the flow table decides, or the error is broadcast, and the
+ * server with the quoted connection accepts it (server.bpf.c). A quote may be forged: the server's kernel checks it
+ * against its sockets.
  *
  * Errors that quote no service pass to the kernel, as does all other ICMP.
  */
@@ -36,7 +36,7 @@ struct icmp_header {
 	__u8 type;
 	__u8 code;
 	__be16 checksum;
-	/* Content by type: the next hop's MTU, the position of a fault, the identifier of an echo. */
+	/* Content that depends on the type: the next hop's MTU, the position of a fault, the identifier of an echo. */
 	__be32 rest;
 };
 
@@ -46,7 +46,7 @@ struct icmp_error {
 	struct iphdr quoted;
 };
 
-/* Minimum of the quoted payload, which includes the ports. */
+/* Minimum length of the quoted payload, which includes the ports. */
 #define QUOTED_BYTES 8
 
 static __always_inline bool has_quoted_packet(__u8 type)
@@ -91,7 +91,7 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	return 0;
 }
 
-/* Reads TSval of a quoted TCP packet, if the quote reaches that far. Returns 0, or the end of parsing. */
+/* Reads the TSval of a quoted TCP packet, if the quote is long enough. Returns 0, or the end of parsing. */
 static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct packet *quoted)
 {
 	struct timestamp_words words = {};
@@ -108,7 +108,7 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 		header_end = quoted->end;
 	if (header_end <= quoted->transport + sizeof(struct tcphdr))
 		return 0;
-	/* Truncated options look malformed: then there is no timestamp. */
+	/* Truncated options look malformed, and count as options without a timestamp. */
 	found = load_timestamp(ctx, quoted->transport + sizeof(struct tcphdr),
 			       header_end - quoted->transport - sizeof(struct tcphdr), &words);
 	if (found < 0)
@@ -125,7 +125,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 	struct connection *connection;
 	struct flow_table_entry entry = {};
 
-	/* A plain connection's timestamp may look like any cookie: the flow table has the plain ones. */
+	/* A plain connection's timestamp may look like any cookie: the flow table has the plain connections. */
 	if (quoted->has_timestamp && is_lb_stamped(service) && !find_flow(decision->service, quoted, &entry)) {
 		__u32 id = lb_stamped_id(ctx, quoted);
 

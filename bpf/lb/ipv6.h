@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* The way of an IPv6 packet: fast path, and everything else. lb.bpf.c has that of IPv4. */
+/* Processing of IPv6 packets: fast path and slow path. lb.bpf.c has both for IPv4. */
 #ifndef COREWARD_LB_IPV6_H
 #define COREWARD_LB_IPV6_H
 

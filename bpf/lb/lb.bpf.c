@@ -8,10 +8,11 @@
  *    that is not the VIPs' (vlan.h), and frames to a group address or another machine, so that no second load balancer
  *    on the wire takes the broadcasts of section 7.
  *
- * 2. Forwarding. The frame gets the MAC addresses of a server (destination) and of this device (source) and leaves by
- *    the device it came on (XDP_TX). Above Ethernet nothing changes but for sections 5 and 6: the server holds the VIP,
- *    answers the client directly and restores what it stamped (server.bpf.c). No checksum is verified, and changed ones
- *    are updated by the difference: a damaged packet stays damaged, and its server drops it.
+ * 2. Forwarding. The frame gets the MAC addresses of a server (destination) and of this device (source), and is sent by
+ *    the receiving device (XDP_TX). Except for sections 5 and 6 the packet above Ethernet stays unchanged: the server
+ *    holds the VIP, answers the client directly and restores stamped timestamps (server.bpf.c). No checksum is
+ *    verified, and changed checksums are updated by the difference: a damaged packet stays damaged, and its server
+ *    drops it.
  *
  * 3. The fast path: established packets. TSecr has the cookie; the keyed hash of the 4-tuple (cookie.h) reveals the
  *    server's id, an index into `servers`. For any number of connections it reads the frame, one slot of the service
@@ -36,13 +37,13 @@
  * 6. Stateful services (connection_table.h). A SYN with timestamps takes an entry of the connection table. Its TSecr, 0
  *    on the wire, carries the entry's index to the server. Cookies then hold the slot and the owner number (kind 1),
  *    and the entry names the server and counts. Established packets stay on the fast path, with a second keyed hash and
- *    one cache line more. A packet whose cookie names another load balancer's table is passed to that one, or broadcast
- *    if that one is lost. Without a free entry or an owner number a connection is treated like one of a stateless
- *    service.
+ *    one cache line more. A packet whose cookie has an index of another load balancer's table is forwarded to that load
+ *    balancer, or broadcast if it is lost. Without a free entry or an owner number a connection is treated like one of
+ *    a stateless service.
  *
- * 7. Broadcast fallback (broadcast.h): a bare reset or ICMP error that the flow table does not know, and a cookie of no
- *    server or connection go to the broadcast MAC address; the server with the socket accepts. Token buckets limit each
- *    kind per source, per service and in all.
+ * 7. Broadcast fallback (broadcast.h): packets whose server is unknown go to the broadcast MAC address, and the server
+ *    with the socket accepts them. These are bare resets and ICMP errors without a flow table entry, and cookies of no
+ *    server or connection. Token buckets limit each kind per source, per service and in all.
  *
  * 8. Outcomes. Each packet has one, counted per service (enum lb_counter). Shorter than 34 bytes: passed. A broken IP
  *    header (TCP, UDP with a UDP service, or ICMP to a VIP): drop_malformed_ipv4 or drop_malformed_ipv6, for all ports
@@ -81,7 +82,7 @@
 
 /* ---- section 3, the fast path ---------------------------------------------------------------------------------- */
 
-/* Fills `packet`, of the fast path's form, if the frame holds it. `tsecr_at`: offset of TSecr. */
+/* Fills `packet` from a frame of the fast path; false: the frame is too short. `tsecr_at`: offset of TSecr. */
 static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 tsecr_at, struct packet *packet)
 {
 	void *data = (void *)(long)ctx->data;
@@ -106,7 +107,7 @@ static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 tsecr_at, s
 }
 
 /*
- * A packet of the fast path for which a cookie does not suffice: one without a cookie, or a SYN. Not inlined: its stack
+ * Forwards a packet of the fast path that needs decide(): a packet without a cookie, or a SYN. Not inlined: its stack
  * would count in every call of lb(), and the kernel allows 512 bytes for a call chain.
  */
 static __noinline int forward_fast_path_decided(struct xdp_md *ctx, __u32 number, __u32 tsecr_at)
@@ -121,7 +122,7 @@ static __noinline int forward_fast_path_decided(struct xdp_md *ctx, __u32 number
 }
 
 /*
- * A SYN of a service with cookies: forward_fast_path_decided() with everything inlined. A return costs 7 ns where
+ * Forwards a SYN of a service with cookies: forward_fast_path_decided() with all calls inlined. A return costs 7 ns if
  * returns are protected (retbleed, SRSO). A global function, as decide() is.
  */
 __noinline int forward_new_connection(struct xdp_md *ctx, __u32 number, __u32 tsecr_at)
@@ -242,7 +243,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 	return emit_fast_path(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, client_address, ports);
 }
 
-/* ---- everything else ------------------------------------------------------------------------------------------- */
+/* ---- slow path ------------------------------------------------------------------------------------------------- */
 
 /* Parses a TCP packet to a VIP and decides. Returns 0, or the end of parsing. */
 static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packet *packet, struct decision *decision)

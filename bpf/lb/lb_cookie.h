@@ -1,31 +1,33 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
  * `timestamps = "lb"`: cookies for servers without an agent. The load balancer stamps the servers' replies, which must
- * pass it, and restores TSecr of the clients; its kernel routes the replies on.
+ * pass it, and restores TSecr of clients' packets; its kernel routes the replies to the clients.
  *
- * 1. The clock. TSecr must reach the server as TSval was sent: otherwise Linux rejects the third packet of a handshake.
- *    The cookie leaves 20 bits of TSval; the load balancer adds the others by the connection's clock. With
+ * 1. The clock. TSecr must be the TSval that the server sent: otherwise Linux rejects the third packet of a handshake.
+ *    The cookie leaves 20 bits of TSval; the load balancer adds the other bits by the connection's clock. With
  *    net.ipv4.tcp_timestamps=2 all connections of a server show one clock (struct lb_stamped_server): new connections
  *    are stamped once SYN-ACKs of LB_STAMPING_AGREEING connections in a row agree, until one does not.
  *
- *    With 1, Linux' default, each connection has a random offset. Every answer shows it, so new connections are stamped
- *    once LB_STAMPING_AGREEING samples of connections have shown that the clock ticks in ms. `lb_stamped_offsets` has
- *    the offsets. It is a cache: connections overwrite entries of others, and the next answer restores an entry.
- *    Without one TSecr is 0, which Linux ignores (RFC 7323, Sect. 3.2): the server measures no round trip by it.
+ *    With 1, Linux' default, each connection has a random offset, which every reply shows. New connections are stamped
+ *    once LB_STAMPING_AGREEING samples of connections have shown that TSval grows by 1 per ms. `lb_stamped_offsets`
+ *    caches the offsets: connections overwrite entries of others, and the next reply restores an entry. Without an
+ *    entry the load balancer sends TSecr 0, which Linux ignores (RFC 7323, Sect. 3.2): the server measures no round
+ *    trip by that packet.
  *
- * 2. Plain connections. A connection is stamped from its SYN-ACK on or not at all, or time would jump. A plain one is
- *    in the flow table, from its SYN-ACK or a later answer without timestamps (a client's packet proves nothing); all
- *    others are stamped. So doubts about the clock affect no open connection, and a restarted load balancer learns
- *    clocks from any answer. A later connection of the same ports stays plain while the entry exists. A SYN goes to the
- *    entry's server while that takes new connections, and a SYN-ACK of another server is dropped then. A connection
- *    whose entry is evicted breaks: the table should hold all connections of servers whose clocks are unknown.
+ * 2. Plain connections. A connection is stamped from its SYN-ACK on or not at all ("plain"), because TSval must not
+ *    jump. The flow table has the plain connections, from the SYN-ACK or a later reply without timestamps on (a
+ *    client's packet may be forged); all others are stamped. So doubts about the clock affect no open connection, and
+ *    a restarted load balancer learns clocks from any reply. A later connection of the same ports stays plain while
+ *    the entry exists. A SYN goes to the entry's server while that server takes new connections, and a SYN-ACK of
+ *    another server is dropped then. A connection whose entry is evicted breaks: the table should hold all connections
+ *    of servers whose clocks are unknown.
  *
- * 3. Packets to the server. The cookie names it; TSecr is restored. Packets with neither entry nor known cookie are
+ * 3. Packets to the server. The cookie holds the server's id. Packets with neither entry nor known cookie are
  *    dropped, because these servers reject broadcasts.
  *
  * 4. Limits. Clients may drop connections idle for more than 524 s (half of 2^20 ms); 2,048 server ids; bare resets of
- *    stamped connections reach no server; a connection's answers must pass the load balancer of its client's packets,
- *    which learns the clock from them.
+ *    stamped connections reach no server; a connection's replies must pass the load balancer that gets its client's
+ *    packets, which learns the clock from the replies.
  *
  *    Replies: reply.h. Packets of clients: lb_stamping.h.
  *
@@ -95,8 +97,8 @@ static __always_inline __u32 lb_stamped_id(struct xdp_md *ctx, const struct pack
 }
 
 /*
- * Returns the TSval that the server at `mac` sent: the latest one of the connection's clock with these 20 bits; 0 ("no
- * TSecr") if that clock is not known.
+ * Returns the TSval that the server at `mac` sent: the latest time of the connection's clock with the cookie's 20 bits;
+ * 0 ("no TSecr") if the clock is not known.
  */
 static __always_inline __u32 lb_stamped_tsecr(struct xdp_md *ctx, __u32 service, __u64 mac, const struct packet *packet)
 {

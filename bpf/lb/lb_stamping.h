@@ -15,8 +15,8 @@
 #include "placement.h"
 
 /*
- * Handles a SYN of a plain connection in the flow table: a repeated one, one that reuses the ports, or a forged one.
- * Another server's SYN-ACK would differ, and the flow table has one server only.
+ * Decides a SYN of a plain connection in the flow table: retransmitted, of a new connection of the same ports, or
+ * forged. The SYN goes to the entry's server, because the flow table holds only one server per connection.
  */
 static __always_inline bool decide_plain_syn(const struct packet *packet, struct decision *decision)
 {
@@ -30,8 +30,8 @@ static __always_inline bool decide_plain_syn(const struct packet *packet, struct
 }
 
 /*
- * Decides a packet that begins no stamped connection: by the flow table (plain), or by its cookie, with TSecr restored
- * (lb_cookie.h).
+ * Decides an established packet, or a SYN of a plain connection: by the flow table, or by the cookie, with TSecr
+ * restored (lb_cookie.h).
  */
 static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct service_state *state,
 						    const struct packet *packet, struct decision *decision)
@@ -49,7 +49,7 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 	}
 	if (!packet->has_timestamp && !(packet->flags & TCP_RST)) {
 		decide_by_bucket(ctx, state, packet, decision);
-		/* The SYN-ACK stores it. */
+		/* The SYN-ACK stores the connection. */
 		if (syn && decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)
 			decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 		decision->previous_server = KEEP_IDENTIFICATION;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Services that another load balancer serves, too: docs/deployment.md. */
+/* Services in migration, which another load balancer serves as well: docs/deployment.md. */
 #ifndef COREWARD_LB_MIGRATION_H
 #define COREWARD_LB_MIGRATION_H
 
@@ -13,7 +13,7 @@
 #include "placement.h"
 #include "service_mode.h"
 
-/* Forwards to the load balancer that has some of the service's connections, which forwards it no further. */
+/* Decides to forward to the other load balancer of a migration. NO_SERVER prevents that the packet is returned. */
 static __always_inline void decide_other_balancer(const struct service *service, struct decision *decision)
 {
 	server_entry_t balancer = server_at(decision->service, other_balancer_id(service));

@@ -28,7 +28,7 @@
 #define OUTER_TTL 64
 #define IP_DONT_FRAGMENT 0x4000
 
-/* For services that encapsulate. Aligned, so that an entry is one load. */
+/* Outer headers of servers, for services that encapsulate. Aligned, so that an entry is one load. */
 struct server_tunnels tunnels SEC(".bss.tunnels") __attribute__((aligned(16)));
 
 static __always_inline struct server_tunnel tunnel_of(__u32 server_id)
@@ -43,14 +43,14 @@ static __always_inline bool has_ipv6_tunnel(__u32 server_id)
 
 /* Fields of an outer header that differ between packets. */
 struct outer {
-	/* Bytes behind the Ethernet header. */
+	/* Length in bytes after the Ethernet header. */
 	__u16 length;
 	/* IPv4: the type of service. */
 	__u8 traffic_class;
 	__u8 protocol;
 };
 
-/* The checksum of an IPv4 header in five words, one of them zero instead of the checksum. */
+/* Returns the checksum of an IPv4 header, given as five words with 0 in place of the checksum. */
 static __always_inline __u16 header_checksum(__u32 first, __u32 second, __u32 third, __u32 source, __u32 destination)
 {
 	__u64 sum = (__u64)first + second + third + source + destination;
@@ -59,7 +59,7 @@ static __always_inline __u16 header_checksum(__u32 first, __u32 second, __u32 th
 	return ~fold_checksum(sum);
 }
 
-/* An Ethernet header to `neighbour` and an IPv4 header. `data`: ETH_HLEN and 20 bytes are there. */
+/* Writes an Ethernet header to `neighbour` and an IPv4 header. `data` has ETH_HLEN and 20 bytes. */
 static __always_inline void write_headers(void *data, __u64 neighbour, const struct outer *outer, __u32 source,
 					  __u32 destination)
 {
@@ -77,7 +77,7 @@ static __always_inline void write_headers(void *data, __u64 neighbour, const str
 	PACKET_U32(data, IP_AT(daddr)) = destination;
 }
 
-/* The same in IPv6. `data`: ETH_HLEN and 40 bytes are there. Addresses in two words each. */
+/* write_headers() for IPv6. `data` has ETH_HLEN and 40 bytes. Addresses are two words each. */
 static __always_inline void write_headers_ipv6(void *data, __u64 neighbour, const struct outer *outer, __u32 flow_label,
 					       const __u64 *source, const __u64 *destination)
 {

@@ -3,9 +3,9 @@
  * ICMPv6 "packet too big" (RFC 4443, Sect. 3.2) to the sender of a packet that its outer header makes longer than the
  * MTU: fragmentation_needed.h in IPv6.
  *
- * Only packets of more than 1280 bytes are answered: every link takes those that long (RFC 8200, Sect. 5), and hosts
- * ignore a smaller MTU (RFC 8201, Sect. 4). ICMPv6 and sources that are no host get no error (RFC 4443, Sect. 2.4). The
- * quote is shorter than allowed: bpf_csum_diff() takes 512 bytes.
+ * Only packets of more than 1280 bytes get an error: every IPv6 link has an MTU of at least 1280 bytes (RFC 8200, Sect.
+ * 5), and hosts ignore a smaller MTU (RFC 8201, Sect. 4). ICMPv6 and sources that are no host get no error (RFC 4443,
+ * Sect. 2.4). The quote is shorter than allowed, because bpf_csum_diff() takes at most 512 bytes.
  */
 #ifndef COREWARD_LB_PACKET_TOO_BIG_H
 #define COREWARD_LB_PACKET_TOO_BIG_H
@@ -28,7 +28,7 @@
 #define ICMPV6_PACKET_TOO_BIG 2
 #define ICMPV6_HEADER_LENGTH 8
 #define IPV6_MIN_MTU 1280
-/* Headers with all extension headers that are read, and a TCP header with its options. */
+/* Bytes of the quoted packet: all headers that the program reads, and a TCP header with its options. */
 #define QUOTED_IPV6_LENGTH 504
 #define ICMPV6_MESSAGE_LENGTH (ICMPV6_HEADER_LENGTH + QUOTED_IPV6_LENGTH)
 #define ICMPV6_TOO_BIG_LENGTH (sizeof(struct ipv6_header) + ICMPV6_MESSAGE_LENGTH)
@@ -46,7 +46,7 @@ static __always_inline bool may_answer_ipv6(const void *data, const void *data_e
 	       (PACKET_U64(source, 0) || PACKET_U64(source, 8));
 }
 
-/* Writes the ICMPv6 message about the quoted packet behind it. `data`: ETH_HLEN and ICMPV6_TOO_BIG_LENGTH are there. */
+/* Writes the ICMPv6 header in front of the quoted packet. `data` has ETH_HLEN and ICMPV6_TOO_BIG_LENGTH bytes. */
 static __always_inline void write_too_big_message(void *data, __u32 mtu)
 {
 	__u32 sum;
@@ -60,7 +60,7 @@ static __always_inline void write_too_big_message(void *data, __u32 mtu)
 	PACKET_U16(data, IPV6_TRANSPORT + 2) = ~fold_checksum(sum);
 }
 
-/* Turns the frame into an error about its packet, to its sender. Returns false if the frame could not change. */
+/* Turns the frame into an error to the sender of its packet. Returns false if the frame could not be resized. */
 static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;

@@ -2,11 +2,11 @@
 /*
  * Parsing of a frame.
  *
- * is_fast_path_frame() recognises the common form of an established packet by a few masked compares: Ethernet, IPv4
+ * is_fast_path_frame() recognises the common form of an established packet by a few masked comparisons: Ethernet, IPv4
  * without options, TCP with ACK whose options begin with NOP NOP TIMESTAMP (98 to 99.9 % of the packets that Linux, the
  * BSDs and Windows send). parse_*() read everything else and check every field.
  *
- * Every parse_*() returns 0, or -1 - enum lb_counter when the packet ends there.
+ * Every parse_*() returns 0 to continue, or -1 - enum lb_counter ("the end of parsing") if the outcome is decided.
  */
 #ifndef COREWARD_LB_PARSE_H
 #define COREWARD_LB_PARSE_H
@@ -28,7 +28,7 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "parse.h is written for little-endian machines");
 
-/* Words in the packet's byte order, unaligned ones too: the CPUs read them in one piece. */
+/* Words in the packet's byte order. They may be unaligned: the supported CPUs read them in one access. */
 typedef __u64 __attribute__((may_alias)) packet_u64;
 typedef __u32 __attribute__((may_alias)) packet_u32;
 typedef __u16 __attribute__((may_alias)) packet_u16;
@@ -39,7 +39,7 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 
 #define IP_AT(field) (ETH_HLEN + __builtin_offsetof(struct iphdr, field))
 
-/* RFC 8200, Sect. 4.5: above the reserved bits and "more fragments". */
+/* Mask of the fragment offset (RFC 8200, Sect. 4.5), above the reserved bits and "more fragments". */
 #define IPV6_FRAGMENT_OFFSET 0xfff8
 #define IPV6_ADDRESS_BYTES 16
 
@@ -50,7 +50,7 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 
-/* Bounds of offsets for the verifier. */
+/* Masks by which the verifier gets the bounds of offsets. */
 #define TRANSPORT_MASK 0x7f
 #define OPTION_MASK 0xff
 _Static_assert(ETH_HLEN + 60 + TCP_CHECKSUM_OFFSET <= TRANSPORT_MASK, "60 bytes are the longest IPv4 header");
@@ -61,9 +61,9 @@ struct packet {
 	/* IPv6: client_word_ipv6(). */
 	__u32 client_address;
 	union {
-		/* IPv4. */
+		/* IPv4 address of the VIP. */
 		__u32 vip_address;
-		/* IPv6: of a packet with timestamps. */
+		/* IPv6: cookie of a packet with timestamps. */
 		__u32 cookie;
 	};
 	/* Source port in the low half, destination port in the high one. */
@@ -78,14 +78,14 @@ struct packet {
 	union {
 		/* IPv4 identification, in the packet's byte order. */
 		__u16 identification;
-		/* IPv6: offset in the frame of the client's address; the VIP is in front of it or behind it. */
+		/* IPv6: offset in the frame of the client's address, next to which is the VIP. */
 		__u16 client_at;
 	};
-	/* 0: the packet is complete; else the field of its offset and "more fragments". */
+	/* Fragment offset and "more fragments" as in the packet; 0: the packet is no fragment. */
 	__u16 fragment;
 	/* Offset of TSecr in the frame; 0: none. */
 	__u16 tsecr_offset;
-	/* Offsets in the frame of the header behind IP, and of the packet's end according to IP. */
+	/* Offsets in the frame of the transport header, and of the packet's end according to the IP header. */
 	__u16 transport;
 	__u32 end;
 };
@@ -147,7 +147,7 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define SYN_OPTIONS_NOP_SCALE 0x00030301u
 #define SYN_OPTIONS_SACK_TIMESTAMP 0x0a080204u
 #define SYN_OPTIONS_NOPS_TIMESTAMP 0x0a080101u
-/* Offsets of TSecr in both, from the TCP header on. */
+/* Offsets of TSecr in both lists of options, from the TCP header on. */
 #define SYN_LINUX_TSECR (sizeof(struct tcphdr) + 12)
 #define SYN_BSD_TSECR (sizeof(struct tcphdr) + 16)
 #define FAST_PATH_SYN_HEADER (SYN_BSD_TSECR + sizeof(__u32))
@@ -179,8 +179,8 @@ static __always_inline bool is_fast_path_frame(const void *data, const void *dat
 }
 
 /*
- * Returns the offset of TSecr in the TCP header, of which FAST_PATH_SYN_HEADER bytes are there, of a SYN with the first
- * options above; 0 for any other segment.
+ * Returns the offset of TSecr in the TCP header of a SYN with the first options above; 0 for any other segment. `tcp`
+ * has FAST_PATH_SYN_HEADER bytes.
  */
 static __always_inline __u32 common_syn_tsecr(const void *tcp)
 {
@@ -253,7 +253,7 @@ static __always_inline __u32 bounded_transport(const struct packet *packet)
 	return packet->transport & TRANSPORT_MASK;
 }
 
-/* Reads the ports of TCP and UDP. `malformed`: the outcome when the packet ends before. */
+/* Reads the ports of TCP and UDP. `malformed`: the outcome if the packet ends before the ports. */
 static __always_inline int parse_ports(const void *data, const void *data_end, enum lb_counter malformed,
 				       struct packet *packet)
 {
@@ -318,7 +318,7 @@ static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32
 	return 0;
 }
 
-/* Reads the TCP header behind the ports, whatever its flags. */
+/* Reads the TCP header after the ports, and accepts any flags. */
 static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data, const void *data_end,
 					    struct packet *packet)
 {
@@ -352,8 +352,8 @@ static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const
 }
 
 /*
- * Reads the UDP header behind the ports. Its length may be less than in IP (padding), but not more; a first fragment
- * has the whole datagram's.
+ * Reads the UDP header after the ports. Its length may be less than that of the IP packet (padding), but not more. In a
+ * first fragment it is the length of the whole datagram.
  */
 static __always_inline int parse_udp(const void *data, const void *data_end, const struct packet *packet)
 {

@@ -2,11 +2,11 @@
 /*
  * Parsing of IPv6 frames, as parse.h does it for IPv4.
  *
- * Below it no step reads an address: struct packet has a word for the client (client_word_ipv6()) and, for packets with
+ * Later steps do not read addresses: struct packet has a word for the client (client_word_ipv6()) and, for packets with
  * timestamps, the cookie. Only the Toeplitz hash of a new connection reads the client's address again.
  *
- * Extension headers (RFC 8200, Sect. 4.1) are walked over as far as the frame's first TRANSPORT_MASK bytes. Whatever
- * needs more is dropped and counted, as are fragments of TCP.
+ * Extension headers (RFC 8200, Sect. 4.1) are skipped within the frame's first TRANSPORT_MASK bytes. Packets with
+ * longer extension headers are dropped and counted, as are fragments of TCP.
  */
 #ifndef COREWARD_LB_PARSE_IPV6_H
 #define COREWARD_LB_PARSE_IPV6_H
@@ -27,7 +27,7 @@
 #include "service.h"
 #include "state.h"
 
-/* An address in one word: two rounds of multiply and shift by a key. Two clients share a word once in 2^32. */
+/* Returns an address folded into one word by two rounds of multiply and shift. Two clients share it once in 2^32. */
 static __always_inline __u32 address_word_ipv6(const struct cookie_key *key, __u64 first_half, __u64 second_half)
 {
 	__u64 hash = (first_half ^ key->k0) * (key->k1 | 1);
@@ -36,15 +36,15 @@ static __always_inline __u32 address_word_ipv6(const struct cookie_key *key, __u
 	return hash >> 32;
 }
 
-/* For hashes of this load balancer alone, by its secret: connection_hash() gives the reason. */
+/* Returns the client's word for hashes of this load balancer, by its secret key (connection_hash()). */
 static __always_inline __u32 client_word_ipv6(const void *address)
 {
 	return address_word_ipv6(&lb_state.connection_key, PACKET_U64(address, 0), PACKET_U64(address, 8));
 }
 
 /*
- * Walks over the extension headers: fills protocol, transport and fragment. Returns 0, or the end of parsing. A
- * fragment that is the whole packet (RFC 6946) is none.
+ * Skips the extension headers, and fills protocol, transport and fragment. Returns 0, or the end of parsing. A fragment
+ * that is the whole packet (RFC 6946) does not count as a fragment.
  */
 static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct packet *packet)
 {
@@ -92,7 +92,7 @@ static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, cons
 	return parse_extension_headers(ctx, packet);
 }
 
-/* Returns the number of a service; port and protocol 0: of its VIP. */
+/* Returns the number of a service, or with port and protocol 0 of its VIP. */
 static __always_inline __u32 service_of_ipv6(const void *vip, __u16 port, __u8 protocol)
 {
 	struct service_key_ipv6 key = service_key_ipv6(vip, port, protocol);

@@ -31,7 +31,7 @@ struct {
 	__uint(value_size, MIN_PLACEMENT_MEMORY + PLACEMENT_MEMORY_SLACK);
 } placement_memory SEC(".maps");
 
-/* The memory's size without PLACEMENT_MEMORY_SLACK, - 1; fixed at load time. */
+/* Size of the memory without PLACEMENT_MEMORY_SLACK, minus 1; fixed at load time. */
 const volatile __u32 placement_memory_mask;
 
 /* Aligned, so that an entry is one load. */
@@ -44,7 +44,7 @@ typedef __u64 __attribute__((may_alias)) server_entry_t;
 #define SERVER_FLAGS_SHIFT 48
 #define SERVER_MAC_MASK 0xffffffffffffull
 
-/* Members tried when the chosen server cannot take a connection; then the packet is dropped. */
+/* Number of members that are tried if the selected server cannot take a connection; then the packet is dropped. */
 #define FALLBACK_MEMBERS 16
 
 static __always_inline server_entry_t server_at(__u32 service, __u32 id)
@@ -52,7 +52,7 @@ static __always_inline server_entry_t server_at(__u32 service, __u32 id)
 	__u32 word = (service & (MAX_SERVICES - 1)) * MEMBERSHIP_WORDS;
 	__u64 flags;
 
-	/* Otherwise clang makes the sum an OR, and kernel 6.1's verifier loses the bounds of a 32-bit OR. */
+	/* Otherwise clang replaces the sum by an OR, and kernel 6.1's verifier loses the bounds of a 32-bit OR. */
 	barrier_var(word);
 	word += (id & COOKIE_ID_MASK) / SERVER_MEMBERS_PER_WORD;
 	flags = membership[word] >> id % SERVER_MEMBERS_PER_WORD * SERVER_MEMBER_BITS & SERVER_MEMBER_MASK;
@@ -88,7 +88,7 @@ static __always_inline bool is_rule(const struct placement_table *table, enum pl
 	return rules_in_use == 1u << rule || table->rule == rule;
 }
 
-/* Finaliser of MurmurHash3 (64 bits): model's placement::mix(). */
+/* Returns the hash after MurmurHash3's 64-bit finaliser, as model's placement::mix() does. */
 static __always_inline __u64 mix(__u32 hash)
 {
 	__u64 x = hash | 0x9e3779b9ull << 32;
@@ -100,7 +100,7 @@ static __always_inline __u64 mix(__u32 hash)
 	return x ^ x >> 33;
 }
 
-/* Returns a draw below `count` from half of a mixed hash: model's placement::two_draws(). */
+/* Returns a number below `count` from half of a mixed hash, as model's placement::two_draws() does. */
 static __always_inline __u32 draw(__u64 half, __u32 count)
 {
 	return (half & 0xffffffff) * count >> 32;
@@ -154,7 +154,7 @@ static __always_inline __u32 *assigned_counts(const struct placement *placement)
 	return memory_at(placement, placement->table->assigned_offset & ~(__u32)(sizeof(__u32) - 1));
 }
 
-/* Group and number in the bucket, below a candidate's cost, which has 58 bits; 1.0 of load takes 20. */
+/* Bits below a candidate's cost, for group and number in the bucket. The cost has 58 bits; a load of 1.0 needs 20. */
 #define CANDIDATE_NUMBER_BITS 3
 #define CANDIDATE_RANK_BITS 5
 #define NO_COST (-1ull >> 1)
@@ -174,8 +174,8 @@ static __always_inline __s64 with_candidate(__s64 least, const struct candidate 
 }
 
 /*
- * Returns the least cost among a bucket's first `count` candidates, with the number of the first that has it. Even and
- * odd candidates have a minimum each, so that the CPU works on two at a time.
+ * Returns the least cost among a bucket's first `count` candidates, with the number of the first such candidate. Even
+ * and odd candidates have separate minima, so that the CPU works on two at a time.
  */
 static __always_inline __s64 least_assigned_of(const struct candidate *candidates, __u32 count, const __u32 *assigned,
 					       __u64 cost_of_one)
@@ -231,7 +231,7 @@ static __always_inline const struct candidate *least_candidate(struct xdp_md *ct
 	       (least & (MAX_CANDIDATES - 1));
 }
 
-/* Returns the server of the rule, whether or not it can take the connection; NO_SERVER: table unusable. */
+/* Returns the server by the rule, even if it cannot take the connection; NO_SERVER: the table is unusable. */
 static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *placement, struct service_state *state,
 				    __u32 service, __u32 hash, const struct packet *packet)
 {
@@ -247,7 +247,7 @@ static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *
 
 		if (!candidate)
 			return NO_SERVER;
-		/* Counts the connection only if the server gets it. All CPUs share the counter, for the next choice. */
+		/* The connection counts only if the server gets it. The next choices of all CPUs use the counter. */
 		if (has_server_flag(server_at(service, candidate->server_id), TAKES_NEW_CONNECTIONS))
 			__sync_fetch_and_add(&assigned_counts(placement)[candidate->core_slot], 1);
 		return candidate->server_id;
@@ -268,8 +268,8 @@ static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *
 }
 
 /*
- * Rules that choose again each time: a repeated SYN must find its server. A datagram is placed on its own, or its flow
- * is stored elsewhere.
+ * Returns whether the choice is stored, so that a retransmitted SYN finds its server: rules with a state select another
+ * server each time. UDP needs no stored choice: its flows are in the flow table, or each datagram is placed separately.
  */
 static __always_inline bool is_choice_stored(const struct placement_table *table, const struct packet *packet)
 {
@@ -285,7 +285,7 @@ static __always_inline __u64 recent_key(const struct placement_table *table, __u
 	       service << RECENT_SERVICE_SHIFT;
 }
 
-/* Finds the service's table; false: none, or one without members. */
+/* Finds the service's table. Returns false if the service has no table, or a table without members. */
 static __always_inline bool table_of(const struct service_state *state, struct placement *placement)
 {
 	__u32 at = *(const volatile __u32 *)&state->table_at, first = 0;
@@ -298,9 +298,9 @@ static __always_inline bool table_of(const struct service_state *state, struct p
 }
 
 /*
- * Returns the next member that can take the connection, from a position drawn by hash, whatever its load: the chosen
- * server has no known MAC address, or was removed and the next table is on its way. A global function: otherwise kernel
- * 6.1 verifies the loop for each way into it.
+ * Returns the next member that can take the connection, from a position drawn by hash, with any load. It is called if
+ * the selected server has no known MAC address, or was removed and the next table has not come yet. This is a global
+ * function: otherwise kernel 6.1 verifies the loop for each path into it.
  */
 __noinline int fallback(struct service_state *state, __u32 service, __u32 hash)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Replies of servers whose load balancer stamps: lb_cookie.h. The kernel routes them to the client. */
+/* Stamping of servers' replies by the load balancer: lb_cookie.h. The kernel routes the replies to the client. */
 #ifndef COREWARD_LB_REPLY_H
 #define COREWARD_LB_REPLY_H
 
@@ -36,7 +36,7 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 	return current & 1;
 }
 
-/* Returns TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no TSecr"). */
+/* Returns TSval with the cookie; never 0, which would mean "no TSecr" (RFC 7323, Sect. 3.2). */
 static __always_inline __u32 lb_stamped_value(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					      struct lb_stamped_server *server, struct answer answer)
 {
@@ -50,8 +50,8 @@ static __always_inline __u32 lb_stamped_value(struct xdp_md *ctx, __u32 service,
 }
 
 /*
- * Returns whether another server's SYN-ACK came before. SYNs go to the server of that one while it takes new
- * connections, so that this one is late: its SYN came before the load balancer restarted.
+ * Returns whether the connection has had a SYN-ACK of another server that takes new connections. Since SYNs go to that
+ * server, this SYN-ACK is late: it answers a SYN from before the load balancer's restart.
  */
 static __always_inline bool is_late_syn_ack(__u32 service, const struct packet *packet, __u32 server_id)
 {
@@ -61,7 +61,7 @@ static __always_inline bool is_late_syn_ack(__u32 service, const struct packet *
 	       takes_new_connections(server_at(service, entry.server_id));
 }
 
-/* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, essay, 2). */
+/* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, section 2). */
 static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						    struct lb_stamped_server *server, struct answer answer)
 {
@@ -75,7 +75,7 @@ static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 se
 		if (can_be_stamped(server) && !plain)
 			return true;
 	}
-	/* Also without timestamps: a SYN with timestamps may have a server that is not the bucket's. */
+	/* A SYN-ACK without timestamps is stored, too: the SYN may have gone to another server than the bucket's. */
 	if (!plain || entry.server_id != server->server_id || entry.previous_server != HALF_OPEN_FLOW) {
 		entry = (struct flow_table_entry){.server_id = server->server_id, .previous_server = HALF_OPEN_FLOW};
 		insert_flow(ctx, service, packet, entry, 0);
@@ -93,7 +93,7 @@ static __always_inline bool is_reply_stamped(struct xdp_md *ctx, __u32 service, 
 	if (find_plain_flow(service, packet, &entry))
 		return false;
 	if (!packet->has_timestamp) {
-		/* The table lost the connection, and the answer proves it. A reset answers any forged packet. */
+		/* The flow table lost the connection, and the reply proves that it exists. A reset proves nothing. */
 		entry = (struct flow_table_entry){.server_id = server->server_id, .previous_server = NO_SERVER};
 		if (!(packet->flags & TCP_RST))
 			insert_flow(ctx, service, packet, entry, 0);
@@ -113,7 +113,7 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 
 	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
 		return LB_COUNTER_REPLY_UNCHANGED;
-	/* The client could accept either SYN-ACK, but the flow table has one server only. */
+	/* The client could accept either SYN-ACK, but the flow table holds only one server per connection. */
 	if (is_late_syn_ack(service, packet, server->server_id))
 		return LB_COUNTER_DROP_LATE_SYN_ACK;
 	answer = (struct answer){.milliseconds = bpf_ntohl(value), .now_ms = monotonic_ms()};
@@ -127,8 +127,8 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 }
 
 /*
- * Fills `packet` with addresses and ports as in the client's packets, of a TCP packet in IPv4. Returns the number of
- * the service that it is from, or NO_SERVICE.
+ * Fills `packet` from an IPv4 TCP packet of a server, with addresses and ports as in the client's packets. Returns the
+ * number of the service that sent the packet, or NO_SERVICE.
  */
 static __always_inline __u32 parse_reply_ipv4(const void *data, const void *data_end, struct packet *packet)
 {
@@ -144,7 +144,7 @@ static __always_inline __u32 parse_reply_ipv4(const void *data, const void *data
 	return find_service_of(packet);
 }
 
-/* The same in IPv6. `data`: IPV6_TRANSPORT bytes are there. */
+/* parse_reply_ipv4() for IPv6. `data` has IPV6_TRANSPORT bytes. */
 static __always_inline __u32 parse_reply_ipv6(struct xdp_md *ctx, const void *data, const void *data_end,
 					      struct packet *packet)
 {
@@ -157,7 +157,7 @@ static __always_inline __u32 parse_reply_ipv6(struct xdp_md *ctx, const void *da
 	return service_of_ipv6(data + IPV6_AT(source), packet->ports >> 16, IPPROTO_TCP);
 }
 
-/* Handles a frame that is for no service and may be from one. Returns an XDP action, or -1. Global, as decide() is. */
+/* Processes a frame that may be a reply of a service. Returns an XDP action, or -1. Global, as decide() is. */
 __noinline int forward_reply(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;

@@ -53,7 +53,7 @@ static __always_inline void rewrite_flow_label(void *data, __u16 label)
 
 /*
  * Writes one word of the timestamp option, `offset` bytes into the frame, and updates the TCP checksum (RFC 1624, Eqn.
- * 3). At an odd offset its bytes count in the other half of the checksum's words (RFC 1071, Sect. 2).
+ * 3). At an odd offset, bytes count in the other half of the checksum's words (RFC 1071, Sect. 2).
  */
 static __always_inline void rewrite_timestamp(void *data, const void *data_end, const struct packet *packet,
 					      __u32 offset, __u32 word)

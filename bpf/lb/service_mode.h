@@ -21,12 +21,12 @@ const volatile bool udp_in_use;
 
 #define MODES_WITH_COOKIES (1u << CONSISTENCY_STATELESS | 1u << CONSISTENCY_STATEFUL)
 
-/* A decoded service. `flags` are bit tests: BPF has few registers, and a small stack. */
+/* A decoded service. `flags` are not decoded further, because BPF has few registers and a small stack. */
 struct service {
 	/* Index in lb_state.services and in the counters. */
 	__u32 index;
 	enum consistency consistency;
-	/* SERVICE_TIMESTAMPS_OFF and so on. */
+	/* Bits SERVICE_TIMESTAMPS_OFF and so on of the service's number. */
 	__u32 flags;
 };
 

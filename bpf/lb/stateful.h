@@ -43,8 +43,8 @@ static __always_inline bool is_from_owner(struct xdp_md *ctx)
 }
 
 /*
- * Passes the packet to the load balancer whose table its index is of. A packet from a load balancer is not passed on,
- * so that none circles. Without a reachable owner it is broadcast.
+ * Decides to forward the packet to the load balancer whose table has the cookie's index. If the owner is lost, or the
+ * packet comes from a load balancer, it is broadcast, so that no packet circles.
  */
 static __always_inline void decide_owner(struct xdp_md *ctx, const struct service *service, __u32 source, __u32 owner,
 					 struct decision *decision)
@@ -62,8 +62,8 @@ static __always_inline void decide_owner(struct xdp_md *ctx, const struct servic
 }
 
 /*
- * Decides by the index in `cookie`, counted as `outcome`. Returns false when the entry is free or another connection's,
- * or its server was removed. `found`: the entry, if it is in this load balancer's table.
+ * Decides by the index in `cookie`, counted as `outcome`. Returns false if the entry is free or of another connection,
+ * or its server was removed. `found`: the entry, if this load balancer's table has the index.
  */
 static __always_inline bool decide_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,
 					 const struct packet *packet, enum lb_counter outcome,
@@ -90,7 +90,7 @@ static __always_inline bool decide_index(struct xdp_md *ctx, const struct servic
 
 struct connection_takes connection_takes SEC(".bss.takes");
 
-/* Returns the count of entries of a source's prefix (24 bits, of IPv6 64). `address`: as in struct connection. */
+/* Returns the counter of entries of a source prefix (/24, in IPv6 /64). `address`: as in struct connection. */
 static __always_inline __u64 *entries_by_source(const packet_u64 *address)
 {
 	bool ipv4 = !ipv6_in_use || (!address[0] && (__u32)address[1] == bpf_htonl(0xffff));
@@ -100,7 +100,7 @@ static __always_inline __u64 *entries_by_source(const packet_u64 *address)
 	return &connection_takes.entries_by_source[hash & (SOURCE_SHARDS - 1)];
 }
 
-/* Returns the count of entries of the packet's source prefix. */
+/* Returns the counter of entries of the packet's source prefix. */
 static __always_inline __u64 *entries_of_client(struct xdp_md *ctx, const struct packet *packet)
 {
 	packet_u64 address[2];
@@ -117,7 +117,7 @@ static __always_inline bool may_take_connection(const __u64 *held)
 	return !limit || *(const volatile __u64 *)held < limit;
 }
 
-/* Returns the reason for a new connection without an entry. `taken`: CONNECTION_TABLE_FULL and so on. */
+/* Returns the event for a new connection without an entry. `taken`: CONNECTION_TABLE_FULL and so on. */
 static __always_inline enum lb_event reason_without_entry(int taken)
 {
 	if (taken == CONNECTION_SOURCE_LIMITED)
@@ -138,7 +138,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 {
 	const struct connection_timers *timers = &lb_state.timers;
 	__u32 now = *(volatile __u32 *)&lb_state.clock;
-	/* Below 0: a packet came after the clock was read. */
+	/* The difference is below 0 if a packet came after the clock was read. */
 	__s32 idle = now - connection->last_seen;
 
 	if (!is_server_known(identity >> CONNECTION_SERVICE_SHIFT & CONNECTION_SERVICE_MASK, identity & COOKIE_ID_MASK))
@@ -160,8 +160,8 @@ static __always_inline void uncount_entry(const packet_u64 *client_address)
 }
 
 /*
- * Fills the slot of an expired entry in the connection's partition and returns it, or CONNECTION_TABLE_FULL. A hand
- * moves as in the CLOCK algorithm of page replacement, CONNECTION_HAND_PROBES slots per packet.
+ * Fills the slot of an expired entry in the connection's partition, and returns the slot, or CONNECTION_TABLE_FULL. The
+ * search continues at `hand`, as in the CLOCK algorithm of page replacement, and examines CONNECTION_HAND_PROBES slots.
  */
 static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, __u32 service,
 				       __u32 server_id)
@@ -199,7 +199,7 @@ static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *
 	return CONNECTION_TABLE_FULL;
 }
 
-/* Takes an entry for a new connection, or returns the reason why not. `inlined`: without a call on the common way. */
+/* Takes an entry for a new connection, or returns the reason why not. `inlined`: no call in the common case. */
 static __always_inline int insert_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
 					     const struct decision *decision, bool inlined)
 {
@@ -217,7 +217,7 @@ static __always_inline int insert_connection(struct xdp_md *ctx, const struct pa
 	return taken;
 }
 
-/* Decides a repeated SYN by its entry, in slot `recent`, if the server still takes new connections. */
+/* Decides a retransmitted SYN by its entry in slot `recent`, if the server still takes new connections. */
 static __always_inline bool decide_repeated_syn(__u64 hash, int recent, struct decision *decision)
 {
 	__u32 owner = lb_state.owner, id;
@@ -236,8 +236,8 @@ static __always_inline bool decide_repeated_syn(__u64 hash, int recent, struct d
 }
 
 /*
- * Takes an entry for a placed SYN; TSecr carries its index to the server. Without an entry TSecr becomes 0, and the
- * server stamps its id. `inlined`: as of insert_connection().
+ * Takes an entry for a placed SYN, whose TSecr carries the index to the server. Without an entry TSecr becomes 0, and
+ * the server stamps its id. `inlined`: as in insert_connection().
  */
 static __always_inline void open_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, int recent,
 					    struct decision *decision, bool inlined)

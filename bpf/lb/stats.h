@@ -16,10 +16,10 @@
 /* Native XDP: one CPU at a time polls a receive queue. Generic XDP: several CPUs may run for one queue. */
 const volatile bool counters_by_cpu;
 
-/* Whether a service is watched (capture.h); fixed at load time. */
+/* Whether a service is captured (capture.h); fixed at load time. */
 const volatile bool capture_in_use;
 
-/* Rows - 1; fixed at load time. */
+/* Number of rows minus 1; fixed at load time. */
 const volatile __u32 counter_row_mask;
 
 /* A row of LB_COUNTERS_PER_ROW per receive queue or CPU; user space sets the size. */
@@ -42,7 +42,7 @@ static __always_inline __u32 cpu_row(void)
 	return bpf_get_smp_processor_id() & counter_row_mask;
 }
 
-/* `service`: an index, or LB_COUNTERS_NO_SERVICE. */
+/* Returns a service's counters in a row. `service`: an index, or LB_COUNTERS_NO_SERVICE. */
 static __always_inline struct lb_counters *counters_at(__u32 row, __u32 service)
 {
 	__u32 position = row * LB_COUNTERS_PER_ROW + service;

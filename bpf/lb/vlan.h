@@ -2,9 +2,9 @@
 /*
  * VLANs (IEEE 802.1Q): frames of clients and of servers may have a tag.
  *
- * The tag of a frame to us is removed before anything else reads the frame, so all other steps see untagged frames.
- * The returned action has the VLAN of the server, whose tag is inserted last. Without one the frame leaves as it came:
- * packets that pass, ICMP errors to senders, and packets to other load balancers, which are in the VIPs' VLAN.
+ * The tag of a frame to this device is removed first, so that all other steps see untagged frames. The returned action
+ * has the VLAN of the server, whose tag is inserted last. An action without a VLAN keeps the frame's tag: for packets
+ * that pass, ICMP errors to senders, and packets to other load balancers, which are in the VIPs' VLAN.
  *
  * The driver must leave tags in frames (`ethtool -K DEVICE rxvlan off`): XDP cannot read a stripped tag.
  */
@@ -35,7 +35,7 @@ const volatile __u16 vip_vlan;
 /* Bit above the TCI: the frame has a tag. */
 #define VLAN_TAG_PRESENT 0x10000u
 
-/* Parts of a returned action: the XDP action, and the VLAN in which the frame leaves, if it has one of its own. */
+/* Parts of a returned action: the XDP action, and the VLAN of the sent frame, if it is not that of the received. */
 #define ACTION_MASK 0xff
 #define ACTION_HAS_VLAN 0x100
 #define ACTION_VLAN_SHIFT 16
@@ -71,7 +71,7 @@ static __always_inline int transmit_broadcast(__u32 service)
 	return vlans_in_use ? transmit_in_vlan(broadcast_vlan(service)) : XDP_TX;
 }
 
-/* Tag of the present frame with VLAN_TAG_PRESENT; 0: none. In a map, as lb() has no stack left for it. */
+/* Tag of the present frame with VLAN_TAG_PRESENT; 0: untagged. It is in a map because lb() has no stack left. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 1);
@@ -86,7 +86,7 @@ static __always_inline __u32 *present_tag(void)
 	return bpf_map_lookup_elem(&frame_tag, &zero);
 }
 
-/* Removes the tag of a frame to us. Returns it with VLAN_TAG_PRESENT; 0: the frame is as it was. */
+/* Removes the tag of a frame to this device. Returns the tag with VLAN_TAG_PRESENT; 0: the frame is unchanged. */
 static __always_inline __u32 take_tag(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -111,7 +111,7 @@ static __always_inline __u32 take_tag(struct xdp_md *ctx)
 	return tag;
 }
 
-/* Removes the tag of a frame to us, for tag_frame(). Returns whether the frame is of the VIPs' VLAN. */
+/* Removes and stores the tag of a frame to this device. Returns whether the frame is in the VIPs' VLAN. */
 static __noinline int remove_tag(struct xdp_md *ctx)
 {
 	__u32 *present = present_tag();
@@ -124,7 +124,7 @@ static __noinline int remove_tag(struct xdp_md *ctx)
 	return (tag & VLAN_ID_MASK) == vip_vlan;
 }
 
-/* Inserts a tag. Returns false if the frame could not change. */
+/* Inserts a tag. Returns false if the frame could not be extended. */
 static __always_inline bool insert_tag(struct xdp_md *ctx, __u32 tag)
 {
 	void *data, *data_end;
@@ -147,8 +147,8 @@ static __always_inline bool insert_tag(struct xdp_md *ctx, __u32 tag)
 }
 
 /*
- * Gives the frame the tag with which it leaves: that of the action's VLAN, with the priority of the removed one, or
- * else the removed one. Returns the XDP action.
+ * Inserts the tag of the sent frame: that of the action's VLAN with the priority of the removed tag, or else the
+ * removed tag. Returns the XDP action.
  */
 static __noinline int tag_frame(struct xdp_md *ctx, int action)
 {

@@ -18,10 +18,10 @@
 #include "state.h"
 
 /*
- * Places a SYN without a cookie for which the flow table has no server that takes new connections. `found`: there is an
- * entry, of `stale`. It follows the bucket and makes no entry, as later packets follow the same bucket. If the bucket's
- * server takes no new connections, the placement rule chooses another one, which only the flow table finds again. A
- * server with an older connection of these ports becomes the previous server.
+ * Places a SYN without a cookie for which the flow table has no server that takes new connections. `found`: whether the
+ * flow table has an entry, `stale`. The SYN goes to the bucket's server without an entry, as later packets follow the
+ * same bucket. If that server takes no new connections, the placement rule selects another server, and the flow table
+ * stores it. A server with an older connection of these ports becomes the previous server.
  */
 static __always_inline void decide_new_without_cookie(struct xdp_md *ctx, struct service_state *state,
 						      const struct packet *packet, bool found, __u32 stale,
@@ -85,8 +85,8 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		return;
 	}
 	/*
-	 * Our connections are in the flow table since their second packet; the other load balancer must see all of its
-	 * own.
+	 * This load balancer's connections are in the flow table from their second packet on. All other packets must
+	 * reach the other load balancer.
 	 */
 	if (is_handed_over(service)) {
 		decide_other_balancer(service, decision);
