@@ -5,13 +5,13 @@
  * 1. Requests. Frames to the device's MAC address with a UDP datagram over IPv4 to a listener's address and port,
  *    without VLAN tag, IP options or fragmentation. All other frames pass to the kernel.
  *
- * 2. Doubtful requests pass, too, and are counted by reason: the kernel delivers them to the daemon's UDP socket or
- *    drops them. A source that is a listener's would make the daemon answer itself.
+ * 2. Doubtful requests pass as well, and are counted by reason: the kernel delivers them to the daemon's UDP socket or
+ *    drops them. If the source is a listener's address, the daemon would answer itself.
  *
- * 3. Sockets. One per receive queue; a frame of another queue passes.
+ * 3. Sockets. Each receive queue has one; a frame of a queue without a socket passes.
  *
- * 4. Checksums. A sender on this machine (the other end of a veth) leaves the datagram's to a NIC: the field then has
- *    the sum of the pseudo header, which counts as correct.
+ * 4. Checksums. A sender on this machine (the other end of a veth) leaves the datagram's checksum to a NIC: the field
+ *    then has the sum of the pseudo header, which counts as correct.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -50,7 +50,7 @@ struct {
 /* Written before the program is loaded. */
 const volatile __u8 device_mac[ETH_ALEN] = {};
 
-/* Version 4 and a header of five words. */
+/* First byte of an IPv4 header without options: version 4 and a length of five words. */
 #define IPV4_WITHOUT_OPTIONS 0x45
 #define IPV4_WORDS 5
 #define CORRECT_CHECKSUM 0xffff
@@ -80,7 +80,7 @@ static __always_inline bool is_for_device(const struct ethhdr *ethernet)
 	return true;
 }
 
-/* Adds @length bytes to @sum, at most MAX_INTAKE_DATAGRAM; ends early at @data_end. */
+/* Returns `sum` plus `length` bytes, at most MAX_INTAKE_DATAGRAM; ends early at `data_end`. */
 static __always_inline __u64 add_bytes(__u64 sum, const void *cursor, __u32 length, const void *data_end)
 {
 #pragma clang loop unroll(disable)
@@ -126,7 +126,7 @@ static __always_inline bool is_udp_checksum_correct(const struct iphdr *ip, cons
 {
 	__u64 pseudo_header = (__u64)ip->saddr + ip->daddr + bpf_htons(IPPROTO_UDP) + udp->len;
 
-	/* 0: the sender has computed none. */
+	/* A checksum of 0 means that the sender has computed none. */
 	if (!udp->check || udp->check == fold_long_checksum(pseudo_header))
 		return true;
 	return fold_long_checksum(add_bytes(pseudo_header, udp, bpf_ntohs(udp->len), data_end)) == CORRECT_CHECKSUM;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
  * Time part of the cookie: conversion from and to the server's own TSval, by the clock and by the PAWS clamp
- * (server.bpf.c, "The clock" and "The PAWS clamp"). crates/model/src/tsval_clamp.rs is the same for one connection,
- * with proofs.
+ * (server.bpf.c, "The clock" and "The PAWS clamp"). crates/model/src/tsval_clamp.rs has the same code for one
+ * connection, with proofs.
  */
 #ifndef COREWARD_SERVER_COOKIE_TIME_H
 #define COREWARD_SERVER_COOKIE_TIME_H
@@ -26,7 +26,7 @@ struct {
 	__type(value, struct clamped_timestamp);
 } held_timestamps SEC(".maps");
 
-/* A time part to be sent, and the server's own TSval for it, which selects the fleet's key. */
+/* A time part to send, and the server's own TSval for it, which selects the fleet's key. */
 struct time_part {
 	__u32 sent;
 	__u32 original;
@@ -43,7 +43,7 @@ static __always_inline bool plain_clock(__u32 milliseconds)
 	return clock_ms() + RESTORE_SLACK_MS - milliseconds < PLAIN_CLOCK_WINDOW_MS;
 }
 
-/* Multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4): spread is enough, because a collision costs a look-up. */
+/* Returns the connection's group by multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4). A collision costs a look-up. */
 static __always_inline __u32 clamp_group(const struct flow_key *flow)
 {
 	__u32 client = flow->client_address[1] ^ flow->client_address[3] ^ flow->client_port;
@@ -52,9 +52,9 @@ static __always_inline __u32 clamp_group(const struct flow_key *flow)
 }
 
 /*
- * Returns whether a packet of the group was clamped so recently that an entry may matter although TSecr is less than a
- * largest step old (TSecr may have been restored to a little after now). As signed numbers: another CPU may have
- * clamped a packet of a millisecond that is not over here.
+ * Returns whether a packet of the group was clamped so recently that an entry may matter although TSecr is newer than
+ * MAX_STEP_MS (TSecr may have been restored to slightly after now). The comparison is signed, because another CPU's
+ * clock may be a millisecond ahead.
  */
 static __always_inline bool is_recently_clamped(__u32 group, __u32 milliseconds)
 {
@@ -81,7 +81,7 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 		count(SERVER_COUNTER_TSVAL_CLAMPED);
 		return;
 	}
-	/* Distance from the client's value to now, including full turns of the 16 bits. */
+	/* Distance from the client's value to now, including overflows of the 16 bits. */
 	if ((__u16)(last_tsecr - recent) + (milliseconds - last_tsecr) < MAX_STEP_MS)
 		return;
 	next.sent = recent + MAX_STEP_MS;
@@ -95,8 +95,8 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 }
 
 /*
- * Returns the time part to send for the server's own TSval, when the client's last TSecr was restored to `last_tsecr`
- * (0: none).
+ * Returns the time part to send for the server's own TSval `milliseconds`. The client's last TSecr was restored to
+ * `last_tsecr` (0: none).
  */
 static __always_inline struct time_part select_time(const struct segment *segment, __u32 milliseconds, __u32 last_tsecr)
 {
@@ -104,14 +104,14 @@ static __always_inline struct time_part select_time(const struct segment *segmen
 	__u32 elapsed = milliseconds - last_tsecr;
 	__u32 group = clamp_group(&segment->flow);
 
-	/* Restored values are never ahead by more than the slack: this TSecr was forged, and is ignored. */
+	/* A restored value is never ahead by more than the slack, so a TSecr that is was forged, and is ignored. */
 	if (last_tsecr && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
 	    (elapsed >= MAX_STEP_MS || is_recently_clamped(group, milliseconds)))
 		apply_tsval_clamp(segment, last_tsecr, &time);
 	return time;
 }
 
-/* Returns the server's latest own TSval with these 16 bits that is not after now (and slack). */
+/* Returns the server's latest own TSval with these low 16 bits that is not later than now + RESTORE_SLACK_MS. */
 static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
 {
 	__u32 reference = now + RESTORE_SLACK_MS;
@@ -135,11 +135,11 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 		return held->original;
 	}
 	if (held->confirmed) {
-		/* The client has advanced: these 16 bits may come from the clock again. */
+		/* The client has returned a TSval after the clamped one: the clock decides again. */
 		bpf_map_delete_elem(&held_timestamps, &segment->flow);
 		return restored_by_clock(time, now);
 	}
-	/* Sent before the clamped value, so less than MAX_STEP_MS after the client's TSecr of that time. */
+	/* The TSval was sent before the clamped one, so less than MAX_STEP_MS after the client's previous TSecr. */
 	step = time - held->sent_before;
 	behind = held->original_before - held->sent_before;
 	if (step == 0)

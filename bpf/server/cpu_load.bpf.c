@@ -2,15 +2,15 @@
 /*
  * Busy time of each CPU in ns: tasks, and the interrupts and softirqs that run while the CPU's task is idle.
  *
- * Interrupts and softirqs during a task count as its time: from one switch to the next the CPU is busy. ksoftirqd
- * and threaded NAPI are tasks. Not counted while idle: the local timer and interrupts between CPUs, which have no
- * generic tracepoint (about 1 us each), and the way into and out of the first handler.
+ * Interrupts and softirqs during a task count as its time: from one task switch to the next the CPU is busy. ksoftirqd
+ * and threaded NAPI are tasks. Two kinds of time are not counted while idle: the local timer and interrupts between
+ * CPUs, which have no generic tracepoint (about 1 us each), and the entry into the first handler and exit from it.
  *
- * Sources that were not taken: /proc/stat has ticks of 10 ms, samples at the timer interrupt on most kernels and does
- * not separate a softirq in a task from one while idle; /proc/schedstat is not in every kernel.
+ * Other sources are less exact. /proc/stat has ticks of 10 ms, samples at the timer interrupt on most kernels, and does
+ * not separate softirqs during a task from softirqs while idle. /proc/schedstat is not in every kernel.
  *
- * The tracepoints fire up to a million times a second, so each does little: one cache line of this CPU, and the clock
- * only where the CPU becomes busy or idle.
+ * The tracepoints fire up to a million times a second, so each program does little: it uses one cache line of this CPU,
+ * and reads the clock only when the CPU becomes busy or idle.
  *
  * Limits: at start a CPU counts as idle until its first switch between idle and a task. CPUs from MAX_CPUS on are not
  * counted. A virtual CPU's stolen time counts as time of the task that it interrupts.
@@ -21,7 +21,7 @@
 
 #include "intf.h"
 
-/* Fields of the kernel's struct that are read here; libbpf relocates it to the running kernel's. */
+/* Fields of the kernel's struct that are read here; libbpf relocates them to the running kernel's layout. */
 struct task_struct {
 	int pid;
 } __attribute__((preserve_access_index));
@@ -42,11 +42,11 @@ static __always_inline void set_busy(struct cpu_busy_time *time, __u32 busy)
 	if ((encoded & 1) == busy)
 		return;
 	now = 2 * bpf_ktime_get_ns();
-	/* One store, because user space reads the word at any time. */
+	/* The word is written by one store, because user space reads it at any time. */
 	time->encoded_busy_ns = busy ? encoded - now + 1 : encoded + now - 1;
 }
 
-/* TP_PROTO(bool preempt, struct task_struct *prev, struct task_struct *next, unsigned int prev_state) */
+/* Arguments: bool preempt, struct task_struct *prev, struct task_struct *next, unsigned int prev_state. */
 SEC("tp_btf/sched_switch")
 int task_switch(__u64 *arguments)
 {
@@ -67,8 +67,8 @@ int task_switch(__u64 *arguments)
 }
 
 /*
- * Interrupts nest in softirqs. `depth` changes before the account is opened and after it was read as open, so a nested
- * interrupt, which leaves `depth` as it was, leaves the account of the outer one alone.
+ * Begins an interrupt or softirq while the CPU is idle. Handlers nest, and only the outermost handler changes the busy
+ * time: `depth` grows before the busy period begins, and a nested handler restores `depth` before it returns.
  */
 static __always_inline int begin_busy(void)
 {

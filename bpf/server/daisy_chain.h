@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Daisy chaining: packets of unknown connections go to the server that may have them (server.bpf.c, "The server
- * before").
+ * Daisy chaining: packets of unknown connections go to the server that may have the connection (server.bpf.c, "Daisy
+ * chaining").
  */
 #ifndef COREWARD_SERVER_DAISY_CHAIN_H
 #define COREWARD_SERVER_DAISY_CHAIN_H
@@ -19,7 +19,7 @@
 #include "socket.h"
 #include "state.h"
 
-/* Returns whether the load balancer has written the previous server into the packet. `number`: the service's. */
+/* Returns whether the load balancer has written a previous server into the packet. `number`: number of the service. */
 static __always_inline bool has_previous_server(__u32 number, const struct segment *segment)
 {
 	return number & SERVER_NUMBER_CHAINED ||
@@ -32,7 +32,7 @@ static __always_inline long remove_previous_server(struct __sk_buff *skb, const 
 	__be16 before = bpf_htons(segment->previous_server), none = bpf_htons(NO_SERVER);
 	long error;
 
-	/* These are the last two bytes of the flow label, which no checksum covers. */
+	/* In IPv6 it is in the last two bytes of the flow label, which no checksum covers. */
 	if (segment->family == ADDRESS_FAMILY_IPV6)
 		return bpf_skb_store_bytes(skb, IPV6_AT(version_class_label) + 2, &none, sizeof(none), 0);
 	error = bpf_l3_csum_replace(skb, ETH_HLEN + __builtin_offsetof(struct iphdr, check), before, none,
@@ -54,8 +54,8 @@ static __noinline int forward_to_previous(struct __sk_buff *skb, const struct se
 	server = &chained_servers[before & (SERVER_ID_COUNT - 1)];
 	/*
 	 * The load balancer may use the bucket's new server before it knows the old server's MAC address.
-	 * Keeping the packet would end the connection by an RST. A lost packet is resent, and the address is known
-	 * by then.
+	 * If the packet passed, an RST would end the connection. A dropped packet is retransmitted, and the address is
+	 * known by then.
 	 */
 	if (!(server->flags & SERVER_RESOLVED)) {
 		count(SERVER_COUNTER_DROP_CHAIN_UNRESOLVED);

@@ -2,18 +2,19 @@
 /*
  * At a server's NIC, in XDP: removes the outer header from packets of load balancers (bpf/lb/encapsulate.h).
  *
- * 1. Place. Before tc, so that server.bpf.c gets the packets as on a segment without routers. In native mode also
- *    before GRO, which then merges inner TCP segments; in generic mode GRO has merged encapsulated ones.
+ * 1. Place. The program runs before tc, so that server.bpf.c gets packets as on a segment without routers. In native
+ *    mode it also runs before GRO, which then merges inner TCP segments. In generic mode GRO runs first, and merges
+ *    encapsulated segments.
  *
- * 2. Packets. IPv4 and IPv6, in IPv4 or IPv6, directly or in UDP to GUE_PORT. All others pass, also those with IP
- *    options or extension headers in the outer header. An encapsulated packet can carry any inner source past a
- *    firewall that reads outer addresses, so it must come from a configured load balancer and go to a VIP of this
- *    server. Others are dropped and counted, as are fragments (load balancers set DF), packets whose lengths contradict
- *    each other, and packets with another tunnel inside.
+ * 2. Packets. IPv4 and IPv6, in IPv4 or IPv6, directly or in UDP to GUE_PORT. All other packets pass, also those with
+ *    IP options or extension headers in the outer header. An encapsulated packet can carry any inner source past a
+ *    firewall that reads outer addresses. So its source must be a configured load balancer, and its inner destination a
+ *    VIP of this server. Other encapsulated packets are dropped and counted, as are fragments (load balancers set DF),
+ *    packets whose lengths contradict each other, and packets with another tunnel inside.
  *
- * 3. Congestion experienced (CE) in the outer header goes to the inner one (RFC 6040, Sect. 4.2).
+ * 3. Congestion experienced (CE) is copied from the outer to the inner header (RFC 6040, Sect. 4.2).
  *
- * 4. Checksums. The outer UDP checksum is 0. The inner packet keeps its own, and the kernel verifies it.
+ * 4. Checksums. The outer UDP checksum is 0. The kernel verifies the inner packet's checksum.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -58,11 +59,11 @@ struct {
 	__type(value, __u64);
 } decap_counters SEC(".maps");
 
-/* RFC 3168, Sect. 5. */
+/* ECN bits of the type of service or traffic class (RFC 3168, Sect. 5). */
 #define ECN_MASK 3
 #define ECN_CE 3
 
-/* Bound of outer headers' lengths for the verifier. */
+/* Mask by which the verifier gets the bound of an outer header's length. */
 #define OVERHEAD_MASK 63
 
 /* Fields of an IP header of either family. */
@@ -150,7 +151,7 @@ static __always_inline __u32 overhead_of(struct xdp_md *ctx, const struct ip_fie
 	return outer->header_length + sizeof(struct udphdr);
 }
 
-/* Reads the inner header. The outer protocol gives its family; in UDP, the header's first bits do. */
+/* Reads the inner header. Its address family follows from the outer protocol, or after UDP from its first bits. */
 static __always_inline bool read_inner(const void *inner, const void *data_end, __u8 outer_protocol,
 				       struct ip_fields *fields)
 {
@@ -180,7 +181,7 @@ static __always_inline bool are_lengths_valid(struct xdp_md *ctx, const struct i
 	       bpf_ntohs(length) == outer->length - outer->header_length;
 }
 
-/* Walks over the extension headers behind `*at`, as far as load balancers do. Returns the protocol behind them. */
+/* Skips the extension headers at `*at` that load balancers skip, and moves `*at`. Returns the next protocol. */
 static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 next, __u32 *at)
 {
 	struct extension_header header;
@@ -196,7 +197,7 @@ static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 ne
 	return next;
 }
 
-/* Returns whether the inner packet is a tunnel again. `at`: offset of the inner header in the frame. */
+/* Returns whether the inner packet is encapsulated as well. `at`: offset of the inner header in the frame. */
 static __always_inline bool is_tunnel(struct xdp_md *ctx, const struct ip_fields *inner, __u32 at)
 {
 	__u32 protocol = inner->protocol;
@@ -209,7 +210,7 @@ static __always_inline bool is_tunnel(struct xdp_md *ctx, const struct ip_fields
 	return protocol == IPPROTO_IPIP || protocol == IPPROTO_IPV6 || protocol == IPPROTO_GRE;
 }
 
-/* Returns 0 or the reason to drop the packet, and fills `inner`. `overhead`: length of the outer header. */
+/* Fills `inner`, and returns 0 or the reason to drop the packet. `overhead`: length of the outer header. */
 static __always_inline __u32 check(struct xdp_md *ctx, const struct ip_fields *outer, __u32 overhead,
 				   struct ip_fields *inner)
 {
@@ -243,7 +244,7 @@ static __always_inline void mark_congestion(void *ip, bool ipv6)
 	__u32 sum;
 
 	if (ipv6) {
-		/* The traffic class is between version and flow label. */
+		/* In IPv6 the traffic class is between version and flow label. */
 		*(__u8 *)(ip + 1) |= ECN_CE << 4;
 		return;
 	}
@@ -253,7 +254,7 @@ static __always_inline void mark_congestion(void *ip, bool ipv6)
 	inner->check = ~fold_checksum(sum);
 }
 
-/* Moves the Ethernet header over the outer header's place. Returns 0 or the reason to drop the packet. */
+/* Moves the Ethernet header in front of the inner header. Returns 0 or the reason to drop the packet. */
 static __always_inline __u32 remove_outer_header(struct xdp_md *ctx, __u32 overhead, bool inner_ipv6, bool congestion)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;

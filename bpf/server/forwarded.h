@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Services whose sockets are elsewhere, behind DNAT or a bridge of this host (server.bpf.c, "Forwarded services"). */
+/* Services whose sockets are not on this host, but behind its DNAT or a bridge (server.bpf.c, "Forwarded services"). */
 #ifndef COREWARD_SERVER_FORWARDED_H
 #define COREWARD_SERVER_FORWARDED_H
 
@@ -15,7 +15,7 @@ static __always_inline __u64 *forwarded_slot(__u64 word)
 	return &state.forwarded_services[word * FORWARDED_SERVICE_FACTOR >> FORWARDED_SERVICE_SHIFT];
 }
 
-/* Records whether this host forwarded the service's SYN-ACK or sent it itself. */
+/* Records whether this host forwarded the service's SYN-ACK, or a socket of this host sent the SYN-ACK. */
 static __always_inline void record_handshake(__u64 word, bool forwarded)
 {
 	volatile __u64 *slot = forwarded_slot(word);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* ICMP errors that the load balancer broadcast (server.bpf.c, "Sent to all servers"). */
+/* ICMP errors that the load balancer broadcasts (server.bpf.c, "Broadcast packets"). */
 #ifndef COREWARD_SERVER_ICMP_H
 #define COREWARD_SERVER_ICMP_H
 
@@ -28,7 +28,7 @@
 #define ICMP_HEADER_LENGTH 8
 #define QUOTED_IPV6 (IPV6_TRANSPORT + ICMP_HEADER_LENGTH)
 
-/* Returns whether this host has the socket that sent the quoted packet. `length`: of the family's tuple. */
+/* Returns whether this host has the socket that sent the quoted packet. `length`: length of the family's tuple. */
 static __always_inline bool has_quoted_socket(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple,
 					      __u32 length)
 {

@@ -31,8 +31,8 @@ struct {
 /* ---- from the SYN ---------------------------------------------------------------------------------------------- */
 
 /*
- * Moves the index out of a SYN's TSecr, which TCP must see as 0 (RFC 7323, Sect. 3.2). A SYN without one may be a new
- * connection of a 4-tuple that had one before.
+ * Removes the index from a SYN's TSecr, which TCP must read as 0 (RFC 7323, Sect. 3.2), and stores it. A SYN without
+ * index removes the stored index of a former connection with the same 4-tuple.
  */
 static __noinline int learn_index(struct __sk_buff *skb, const struct segment *segment)
 {
@@ -50,7 +50,7 @@ static __noinline int learn_index(struct __sk_buff *skb, const struct segment *s
 
 /* ---- egress ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the index's entry in the socket's storage, created on first use. */
+/* Returns the index in the socket's storage, which is created on first use. */
 static __always_inline struct connection_index *index_of_socket(const struct flow_key *flow, struct tcp_sock *socket)
 {
 	struct connection_index first = {.index = NO_CONNECTION_INDEX}, *kept;
@@ -69,8 +69,8 @@ static __always_inline struct connection_index *index_of_socket(const struct flo
 }
 
 /*
- * Returns the index with which to stamp the server's own TSval `milliseconds`, or NO_CONNECTION_INDEX. An index that
- * was given up still stamps its earlier TSvals, so that none steps back.
+ * Returns the index that stamps the server's own TSval `milliseconds`, or NO_CONNECTION_INDEX. After an index was given
+ * up, it still stamps TSvals up to `newest_ms`, so that stamped TSvals do not decrease.
  */
 static __always_inline __u32 select_index(const struct segment *segment, struct tcp_sock *socket, __u32 milliseconds)
 {
@@ -92,8 +92,8 @@ static __always_inline __u32 select_index(const struct segment *segment, struct 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
 /*
- * Returns whether this host may have stamped a TSecr of kind "index": its number does not show it. A connection older
- * than coreward has a clock of its own, or no socket on this host.
+ * Returns whether this host may have stamped a TSecr with an index, which does not name the server. If the connection
+ * is older than coreward, its TSval has another offset, or this host has no socket for it.
  */
 static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segment *segment)
 {
@@ -104,7 +104,7 @@ static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segmen
 	if (!sk)
 		return false;
 	/*
-	 * A listening socket: the handshake is answered with a SYN cookie, or the packet is rejected whatever its
+	 * With a listening socket the packet ends a handshake with a SYN cookie, or the kernel rejects it with any
 	 * TSecr.
 	 */
 	plain = sk->state == SOCKET_REQUEST || sk->state == SOCKET_TIME_WAIT || sk->state == SOCKET_LISTEN;
@@ -116,7 +116,7 @@ static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segmen
 	return plain;
 }
 
-/* Drops an index that no load balancer knows any more: later packets carry the server's id. */
+/* Gives up an index that no load balancer knows any more: later packets carry the server's id. */
 static __noinline void give_up_index(struct __sk_buff *skb, const struct segment *segment, __u32 index)
 {
 	struct connection_index first = {.index = index, .newest_ms = clock_ms()}, *kept;

@@ -32,7 +32,7 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	struct rss_sample *sample;
 
 	predicted = predicted_queue_of(segment, &hash);
-	/* skb_record_rx_queue() keeps queue + 1; 0: none was recorded. */
+	/* skb_record_rx_queue() stores queue + 1; 0: no queue was recorded. */
 	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping) {
 		count(SERVER_COUNTER_RSS_UNPREDICTED);
 		return;
@@ -51,7 +51,7 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	sample->sequence = sequence + 1;
 }
 
-/* Counts a packet of an open connection: it shows the NIC's behaviour, not the connection's. */
+/* Counts a packet of an open connection, and compares the queue of one in RSS_ESTABLISHED_SAMPLING packets. */
 static __noinline void sample_established(struct __sk_buff *skb, const struct segment *segment)
 {
 	__u32 hash = 0, predicted;

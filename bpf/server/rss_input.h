@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Transformation of addresses and ports before the NIC hashes them. */
+/* Transform of addresses and ports that a NIC applies before hashing. */
 #ifndef COREWARD_SERVER_RSS_INPUT_H
 #define COREWARD_SERVER_RSS_INPUT_H
 
@@ -8,13 +8,13 @@
 
 #include "intf.h"
 
-/* Bytes of both ports. */
+/* Length of both ports in bytes. */
 #define RSS_INPUT_PORT_BYTES 4
 #define RSS_INPUT_IPV4_ADDRESS_BYTES (RSS_INPUT_IPV4_BYTES - RSS_INPUT_PORT_BYTES)
 
 /*
- * `transform`: RSS_INPUT_*; `input`: source address, destination address, source port, destination port, together
- * `length` bytes.
+ * Applies a transform (RSS_INPUT_*) to `input`: source address, destination address, source port, destination port,
+ * together `length` bytes.
  */
 static __always_inline void transform_rss_input(__u32 transform, __u8 *input, __u32 length)
 {

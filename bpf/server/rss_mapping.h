@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The server's own RSS: the NIC's receive queue of a connection. The agent fills the map; server.bpf.c compares
- * prediction and fact, steer.bpf.c sends the connection after its queue. They share one map.
+ * The server's RSS: the NIC's receive queue of a connection. The agent fills a map that two programs share:
+ * server.bpf.c compares the predicted with the actual queue, steer.bpf.c selects a socket by the predicted queue.
  */
 #ifndef COREWARD_SERVER_RSS_MAPPING_H
 #define COREWARD_SERVER_RSS_MAPPING_H
@@ -25,7 +25,7 @@ struct {
 
 /*
  * Returns the receive queue of a connection to this server, and its Toeplitz hash; QUEUE_UNKNOWN while the table is
- * unknown. `input`: as of transform_rss_input(), which changes it.
+ * unknown. `input`: as in transform_rss_input(), which changes it.
  */
 static __always_inline __u32 queue_of_input(__u8 *input, __u32 length, __u32 *hash)
 {

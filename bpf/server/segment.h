@@ -18,7 +18,7 @@
 #include "state.h"
 #include "timestamp.h"
 
-/* Offsets of TCP headers are at most this: 14 bytes of Ethernet and 60 of IPv4, or 73 of IPv6's extension headers. */
+/* Mask of TCP header offsets: 14 bytes of Ethernet and 60 of IPv4, or 113 of IPv6 with extension headers. */
 #define TCP_OFFSET_MASK 0x7f
 /* Maximum length of all headers together. */
 #define HEADERS_MAX (TCP_OFFSET_MASK + 60)
@@ -29,8 +29,8 @@ enum segment_direction {
 };
 
 /*
- * A parsed TCP packet without pointers: helpers that write invalidate those. The flow is aligned for reads of half an
- * IPv6 address.
+ * A parsed TCP packet. It has no pointers, because helpers that write packets invalidate them. The flow is aligned for
+ * reads of half an IPv6 address.
  */
 struct segment {
 	struct flow_key flow __attribute__((aligned(8)));
@@ -40,7 +40,7 @@ struct segment {
 	__u32 timestamp;
 	__be32 value;
 	__be32 tsecr;
-	/* IP identification, or the lower 16 bits of the flow label. */
+	/* Previous server: IP identification, or the lower 16 bits of the flow label. */
 	__u16 previous_server;
 	/* Address family: ADDRESS_FAMILY_*. */
 	__u8 family;
@@ -111,8 +111,8 @@ static __always_inline enum segment_location locate_ipv4(struct __sk_buff *skb, 
 }
 
 /*
- * Returns the offset of the TCP header behind an IPv6 header and its extension headers, as far as the load balancer
- * walks over them; 0: another protocol, or a fragment. `next`: of the IPv6 header.
+ * Returns the offset of the TCP header after an IPv6 header and the extension headers that the load balancer skips; 0:
+ * another protocol, or a fragment. `next`: next header of the IPv6 header.
  */
 static __always_inline __u32 tcp_offset_ipv6(struct __sk_buff *skb, __u32 next)
 {
@@ -159,7 +159,7 @@ static __always_inline void take_timestamp(struct segment *segment, __u32 offset
 	segment->tsecr = ((const struct timestamp_words *)(option + 2))->tsecr;
 }
 
-/* Finds the timestamp option of a segment of locate_pulled(), on a packet that may have been pulled since. */
+/* Finds the timestamp option of a segment that locate_pulled() has parsed. The packet may have been pulled since. */
 static __always_inline enum segment_location locate_timestamp(struct __sk_buff *skb, struct segment *segment)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
@@ -204,7 +204,7 @@ static __always_inline int pull_headers(struct __sk_buff *skb)
 	return failed;
 }
 
-/* Finds the TCP header, and pulls headers that are not linear. A packet that cannot be pulled passes. */
+/* Finds the TCP header, and makes headers linear. A packet whose headers cannot be pulled passes. */
 static __always_inline enum segment_location locate_pulled(struct __sk_buff *skb, struct segment *segment,
 							   enum segment_direction direction)
 {
@@ -220,7 +220,7 @@ static __always_inline enum segment_location locate_pulled(struct __sk_buff *skb
 	return segment_location;
 }
 
-/* Calls locate_timestamp(), and pulls headers that are not linear. */
+/* Calls locate_timestamp(), and makes headers linear. */
 static __always_inline enum segment_location locate_timestamp_pulled(struct __sk_buff *skb, struct segment *segment)
 {
 	enum segment_location segment_location = locate_timestamp(skb, segment);
@@ -240,7 +240,7 @@ static __always_inline int rewrite(struct __sk_buff *skb, const struct segment *
 		count(SERVER_COUNTER_DROP_NO_MEMORY);
 		return TC_ACT_SHOT;
 	}
-	/* The checksum adds 16-bit words: at an odd offset each byte counts in the other half (RFC 1071, Sect. 2 B). */
+	/* The checksum adds 16-bit words: at an odd offset a byte counts in the other half (RFC 1071, Sect. 2 B). */
 	if (option_offset & 1) {
 		old = old << 8 | old >> 24;
 		new = new << 8 | new >> 24;

@@ -8,7 +8,7 @@
  *    before.
  *
  * 2. Egress. TCP from a service's VIP and port with a timestamp option gets TSval' = time part | cookie. This needs
- *    only TSval and the 4-tuple, so SYN-ACKs, cookie SYN-ACKs (no socket), TIME-WAIT's ACKs and RSTs are stamped, too.
+ *    only TSval and the 4-tuple, so SYN-ACKs, cookie SYN-ACKs (no socket), TIME-WAIT's ACKs and RSTs are also stamped.
  *    The fleet's keys hide the id and rotate; the time part is masked with the server's own key, so time continues at a
  *    rotation. The packet's own TSval selects the stamping key (switch_ms): packets of one millisecond are equal then,
  *    and later ones are larger. A clamped value keeps the key of its millisecond. So no client sees TSval decrease.
@@ -33,8 +33,8 @@
  *    too. Entries need no deletion: one that does not fit the last TSecr is ignored and overwritten. Losing one (LRU)
  *    costs a wrong round-trip sample, at worst a retransmission.
  *
- * 5. Ingress. TSecr's key bit names the key; if the rest names this server, TSecr is restored; any other TSecr is left
- *    as it is (a connection that is older than coreward, or a forged one). SYNs carry no TSecr.
+ * 5. Ingress. TSecr's key bit selects the key. If the cookie has this server's id, TSecr is restored. Any other TSecr
+ *    stays unchanged: its connection is older than coreward, or it was forged. SYNs carry no TSecr.
  *
  * 6. The index (index.h; services with SERVER_NUMBER_STATEFUL). The load balancer writes the index of the connection's
  *    entry into the SYN's TSecr, 0 on the wire. This program removes it and keeps it in an LRU map until the connection
@@ -44,10 +44,10 @@
  *    packet with an index shows that no load balancer has the entry: the index is dropped, and after one round trip the
  *    client returns the id. TSvals up to the last one stamped with the index still get it.
  *
- * 7. Sent to all servers. What the load balancer cannot attribute (a bare RST has no timestamp) it sends to the
- *    broadcast address. Here it is accepted, by turning it into a packet for this host, only if this host has a socket
- *    of exactly that 4-tuple; a listening socket does not count, or every server would answer. Else it is dropped. ICMP
- *    errors likewise (icmp.h), by the packet that they quote.
+ * 7. Broadcast packets. The load balancer broadcasts packets whose server it does not know (a bare RST has no
+ *    timestamp). This program accepts such a packet, by turning it into a packet for this host, only if this host has a
+ *    socket of exactly its 4-tuple. A listening socket does not count, or every server would answer. Other broadcast
+ *    packets are dropped. ICMP errors are treated likewise (icmp.h), by the packet that they quote.
  *
  * 8. Daisy chaining (daisy_chain.h). Packets without a cookie follow the bucket, which may have changed hands since the
  *    connection began. The load balancer writes the previous server into the IP identification, or the IPv6 flow
@@ -59,11 +59,11 @@
  *    from then on the service's packets stay here: new connections work, and those of the previous server end. Such a
  *    connection carries the server's id instead of an index, which could neither be kept nor restored.
  *
- * 9. Stalls (stall.h). Something between client and server may drop what does not look like a timestamp. SYN-ACKs
- *    sent four times and segments sent five times are counted, and the agent compares them with the handshakes.
+ * 9. Stalls (stall.h). A firewall between client and server may drop stamped packets, whose TSvals look unusual.
+ *    SYN-ACKs sent four times and segments sent five times are counted. The agent compares them with the handshakes.
  *
- * 10. RSS (rss.h). Of each SYN the queue that Toeplitz and the table predict is compared with the one it came
- *    by: what a NIC displays is not always what is in force.
+ * 10. RSS (rss.h). For each SYN, the queue that Toeplitz hash and table predict is compared with the actual queue,
+ *    because a NIC may not use the table that it reports.
  *
  * 11. MSS (mss.h). Packets of some services arrive with an outer header (decap.bpf.c), for which SYN-ACKs leave room.
  *
@@ -102,7 +102,7 @@
 typedef __u64 __attribute__((may_alias)) switch_word;
 _Static_assert(__builtin_offsetof(struct server_state, keys.current) % 8 == 0, "current and switch_ms are one word");
 
-/* For `coreward agent rss`: every TCP SYN is sampled, even without a service. */
+/* 1: every TCP SYN is sampled, even without a service (for `coreward agent rss`). */
 const volatile __u8 sample_every_syn = 0;
 
 /* Not inlined: IPv4 keeps the registers. */
@@ -140,8 +140,8 @@ static __always_inline __u32 service_of(const struct segment *segment, __u64 *wo
 /* ---- egress ---------------------------------------------------------------------------------------------------- */
 
 /*
- * Returns the index of the fleet's key that stamps the server's own TSval `milliseconds` (essay, 2). `current` and
- * `switch_ms` are read in one piece, as the agent writes them.
+ * Returns the index of the fleet's key that stamps the server's own TSval `milliseconds` (section 2). `current` and
+ * `switch_ms` are one word, which the agent writes by one store.
  */
 static __always_inline __u32 stamping_key(__u32 milliseconds)
 {
@@ -150,7 +150,7 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 
 	if ((__s32)(milliseconds - switch_ms) < 0)
 		current = ~current;
-	/* Kernel 6.1's verifier must see the mask on the very register that becomes an index. */
+	/* Kernel 6.1's verifier must see the mask on the register that becomes an index. */
 	barrier_var(current);
 	return current & 1;
 }
@@ -171,8 +171,8 @@ static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, 
 }
 
 /*
- * Returns the cookie's content for the server's own TSval `milliseconds`: kind, and id or index. `number`: the
- * service's.
+ * Returns the cookie's content for the server's own TSval `milliseconds`: kind, and id or index. `number`: number of
+ * the service.
  */
 static __always_inline __u32 cookie_to_send(const struct segment *segment, __u32 number, struct tcp_sock *socket,
 					    __u32 milliseconds, bool forwarded)
@@ -196,7 +196,7 @@ int server_egress(struct __sk_buff *skb)
 	__u32 milliseconds, last_tsecr = 0, number, cookie;
 	struct time_part time;
 	__u64 word;
-	/* A SYN-ACK of a SYN cookie has no socket either, but came from no device. */
+	/* A SYN-ACK with a SYN cookie has no socket either, but no ingress device. */
 	bool forwarded = !skb->sk && skb->ingress_ifindex;
 
 	if (locate_pulled(skb, &segment, FROM_SERVER) != LOCATED_TCP)
@@ -331,7 +331,7 @@ int server_ingress(struct __sk_buff *skb)
 		count(SERVER_COUNTER_BROADCAST_ACCEPTED);
 		bpf_skb_change_type(skb, PACKET_HOST);
 	}
-	/* RSS hashed the outer header of encapsulated packets, so the inner header does not predict the queue. */
+	/* The NIC hashed the outer header of encapsulated packets, so the inner header does not predict the queue. */
 	if (!segment.syn && !(number & SERVER_NUMBER_ENCAPSULATED))
 		count_established(skb, &segment);
 	else if (segment.syn && !sample_every_syn && !segment.ack && !(number & SERVER_NUMBER_ENCAPSULATED))

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Sockets of this host: the fields that are read, and look-ups. */
+/* Sockets of this host: fields of the kernel's structs, and look-ups. */
 #ifndef COREWARD_SERVER_SOCKET_H
 #define COREWARD_SERVER_SOCKET_H
 
@@ -13,7 +13,7 @@
 #include "intf.h"
 #include "segment.h"
 
-/* include/net/tcp_states.h */
+/* Socket states of include/net/tcp_states.h. */
 enum {
 	SOCKET_TIME_WAIT = 6,
 	SOCKET_CLOSE = 7,
@@ -21,7 +21,7 @@ enum {
 	SOCKET_REQUEST = 12,
 };
 
-/* Fields of the kernel's structs that are read here; libbpf relocates them to the running kernel's. */
+/* Fields of the kernel's structs that are read here; libbpf relocates them to the running kernel's layouts. */
 struct tcp_options_received {
 	__u32 rcv_tsecr;
 } __attribute__((preserve_access_index));
@@ -49,7 +49,7 @@ struct tcp_request_sock {
 	struct inet_request_sock req;
 } __attribute__((preserve_access_index));
 
-/* Returns whether the socket's TSvals are not the plain clock in ms. */
+/* Returns whether the socket's TSval is not CLOCK_MONOTONIC in ms. */
 static __always_inline bool has_other_clock(struct tcp_sock *socket)
 {
 	return socket->tsoffset ||
@@ -59,7 +59,7 @@ static __always_inline bool has_other_clock(struct tcp_sock *socket)
 _Static_assert(sizeof(struct flow_key) == sizeof(((struct bpf_sock_tuple *)0)->ipv6),
 	       "a client's packet has its flow as 4-tuple");
 
-/* Returns the socket that receives a client's packet, to be released; a listening one if there is no other. */
+/* Returns the socket that receives a client's packet, possibly a listening socket. The caller releases the socket. */
 static __always_inline struct bpf_sock *find_socket(struct __sk_buff *skb, const struct segment *segment)
 {
 	const struct flow_key *flow = &segment->flow;
@@ -75,8 +75,8 @@ static __always_inline struct bpf_sock *find_socket(struct __sk_buff *skb, const
 }
 
 /*
- * Returns whether this host has a socket of exactly that 4-tuple: established, requested or in TIME-WAIT; not a
- * listening one.
+ * Returns whether this host has a socket of exactly this 4-tuple: established, half-open or in TIME-WAIT. Listening
+ * sockets do not count.
  */
 static __noinline bool has_socket(struct __sk_buff *skb, const struct segment *segment)
 {
@@ -91,8 +91,8 @@ static __noinline bool has_socket(struct __sk_buff *skb, const struct segment *s
 }
 
 /*
- * Returns whether the segment completes a handshake that the listening socket answered with a SYN cookie: no other
- * socket exists yet.
+ * Returns whether the segment completes a handshake that the listening socket answered with a SYN cookie, so that the
+ * connection has no socket yet.
  */
 static __always_inline bool ends_cookie_handshake(struct __sk_buff *skb, struct bpf_sock *listener,
 						  const struct segment *segment)

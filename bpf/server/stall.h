@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Connections that stall although, or because, they are stamped (server.bpf.c, "Stalls"). */
+/* Stalled stamped connections, which a firewall may cause (server.bpf.c, "Stalls"). */
 #ifndef COREWARD_SERVER_STALL_H
 #define COREWARD_SERVER_STALL_H
 
@@ -12,13 +12,13 @@
 #include "state.h"
 
 /*
- * The kernel counts a retransmitted SYN-ACK after sending it (tcp_rtx_synack()), and a segment before
- * (tcp_retransmit_timer()). Each is counted here once, when the number is exactly this.
+ * Numbers of retransmissions at which a stall is counted, once. The kernel increments its number after it sends a
+ * SYN-ACK (tcp_rtx_synack()), but before it sends a segment (tcp_retransmit_timer()).
  */
 #define FOURTH_SYN_ACK_RETRANSMITS 2
 #define FIFTH_SEGMENT_RETRANSMITS 4
 
-/* Counts a stamped SYN-ACK; `sk`: its socket. Cookie SYN-ACKs have no socket, and are never resent. */
+/* Counts a stamped SYN-ACK of the socket `sk`. SYN-ACKs with SYN cookies have no socket, and are not retransmitted. */
 static __always_inline void watch_handshake(struct bpf_sock *sk)
 {
 	struct tcp_request_sock *request = bpf_skc_to_tcp_request_sock(sk);
@@ -33,7 +33,7 @@ static __always_inline void watch_handshake(struct bpf_sock *sk)
 		count(SERVER_COUNTER_HANDSHAKE_STALLED);
 }
 
-/* Counts a stamped segment of an established connection. */
+/* Counts a stall if the stamped segment of an established connection is retransmitted too often. */
 static __always_inline void watch_connection(const struct segment *segment, struct tcp_sock *socket)
 {
 	if (segment->has_payload && socket->inet_conn.icsk_retransmits == FIFTH_SEGMENT_RETRANSMITS)

@@ -10,10 +10,10 @@
 
 struct server_state state __attribute__((aligned(64)));
 
-/* MAC addresses of the servers for daisy chaining, by id; without SERVER_RESOLVED: unknown. */
+/* MAC addresses of servers for daisy chaining, by id. Without SERVER_RESOLVED the address is unknown. */
 struct server_entry chained_servers[SERVER_ID_COUNT] SEC(".bss.chained");
 
-/* Returns the counter's new value on this CPU. */
+/* Increments a counter, and returns its new value on this CPU. */
 static __always_inline __u64 count(enum server_counter counter)
 {
 	__u32 row = bpf_get_smp_processor_id() & (MAX_CPUS - 1);
