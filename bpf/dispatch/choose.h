@@ -98,7 +98,7 @@ static __always_inline __u32 choose(__u32 class, __u32 hash, bool *over_bound)
 	__u64 rank;
 
 	if (policy == DISPATCH_POLICY_RANDOM && count)
-		/* As reuseport_select_sock_by_hash in net/core/sock_reuseport.c. */
+		/* The selection is that of reuseport_select_sock_by_hash in net/core/sock_reuseport.c. */
 		return by_order((__u64)hash * count >> 32);
 	if (policy == DISPATCH_POLICY_RR && count)
 		return by_order(__sync_fetch_and_add(&state.turn, 1) % count);

@@ -321,7 +321,7 @@ struct placement_table {
 
 #define NO_BROADCAST_VLAN 0xffffu
 
-/* 64 bytes: a cache line of its own for each service. */
+/* State of a service: 64 bytes, so that each service has a separate cache line. */
 struct service_state {
 	/* Offset of the service's placement table; 0: none. */
 	__u32 table_at;

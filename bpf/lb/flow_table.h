@@ -84,7 +84,7 @@ static __always_inline __u64 is_zero(__u64 number)
 	return number >> 63;
 }
 
-/* Returns the ticks since an entry was last used; 0 if another CPU has used a later tick meanwhile. */
+/* Returns the ticks since an entry was last used; 0 if another CPU's packet has stored a later tick since. */
 static __always_inline __u64 flow_age(__u64 use)
 {
 	__s64 age = (__s32)(lb_state.clock - (__u32)use), negative = age >> 63;
@@ -119,7 +119,7 @@ static __always_inline bool find_flow_by_hash(__u64 hash, struct flow_table_entr
 		use = *(volatile __u64 *)&set->use[i];
 		if (is_flow_idle(use))
 			return false;
-		/* Another CPU may have replaced the flow meanwhile. */
+		/* Another CPU may have replaced the flow since it was read. */
 		if ((__u32)use != now && *(volatile __u64 *)&set->flow[i] == flow)
 			*(volatile __u64 *)&set->use[i] = (use >> FLOW_SERVICE_SHIFT << FLOW_SERVICE_SHIFT) | now;
 		entry->server_id = flow;

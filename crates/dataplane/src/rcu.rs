@@ -130,7 +130,8 @@ impl GracePeriods {
         self.0.ended.load(Ordering::SeqCst) >= moment.0
     }
 
-    /// Waits for [`has_passed`](Self::has_passed). Fails when the kernel has refused to wait for a grace period.
+    /// Waits until [`has_passed`](Self::has_passed) is true. Fails when the kernel has refused to wait for a grace
+    /// period.
     pub fn wait(&self, moment: GraceTicket) -> anyhow::Result<()> {
         let mut wishes = self.0.wishes();
         while !self.has_passed(moment) {

@@ -39,7 +39,7 @@ pub struct Options {
 pub struct Captured {
     /// Time of arrival by CLOCK_MONOTONIC.
     pub time: Duration,
-    /// Length of the frame in bytes; a longer frame than `capture_length` is captured in part.
+    /// Length of the frame in bytes. Of a frame longer than `capture_length` only the first bytes are captured.
     pub length: u32,
     /// Captured bytes of the frame at its arrival.
     pub frame_in: Vec<u8>,
@@ -260,7 +260,7 @@ impl Records {
 }
 
 fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
-    // SAFETY: takes a number.
+    // SAFETY: the function takes no pointer.
     let result = unsafe { libbpf_sys::bpf_prog_get_fd_by_id(id) };
     ensure!(result >= 0, "program {id}: {}", std::io::Error::from_raw_os_error(-result));
     // SAFETY: a new descriptor that nothing else owns.

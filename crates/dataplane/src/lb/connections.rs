@@ -177,7 +177,7 @@ impl Pinned {
         self.maps.connections.size()
     }
 
-    /// Returns the time as packets see it.
+    /// Returns the time of the packets' clock.
     pub fn clock(&self) -> Clock {
         clock(&self.maps)
     }
@@ -239,7 +239,7 @@ impl LoadBalancer {
         self.maps.state.store(CLOCK, owner | u64::from(Clock::at(monotonic).0));
     }
 
-    /// Returns the time as packets see it.
+    /// Returns the time of the packets' clock.
     pub fn clock(&self) -> Clock {
         clock(&self.maps)
     }

@@ -1,4 +1,4 @@
-//! Counters of packets.
+//! Counters of packets and events, by service.
 
 use std::mem::offset_of;
 
@@ -17,9 +17,9 @@ pub const EVENTS: usize = intf::LB_EVENT_COUNT as usize;
 pub struct Counters {
     /// Packets by outcome, in the order of [`COUNTER_NAMES`](super::COUNTER_NAMES). Each packet has one outcome.
     pub packets: [u64; COUNTERS],
-    /// Events, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
+    /// Number of events, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
     pub events: [u64; EVENTS],
-    /// Frame bytes of forwarded packets.
+    /// Number of bytes in frames of forwarded packets.
     pub forwarded_bytes: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Attaching the program to a device: replacement of an earlier one, and the device's own MAC address.
+//! Attaching the program to a device: replacement of an earlier program, and the device's MAC address.
 
 use std::mem::offset_of;
 use std::os::fd::AsFd as _;

@@ -36,8 +36,7 @@ impl LoadBalancer {
 
     /// Replaces the rule and the candidates of a service's table by the result of `choose`. `choose` gets the table
     /// without candidates and keys. Established packets depend on the rest, which stays: hash, consistent choices,
-    /// members, generation.
-    /// Nothing happens when the service has no table with members, or `choose` returns no candidates.
+    /// members, generation. Nothing happens without a table with members, or if `choose` returns no candidates.
     pub fn replace_candidates(
         &mut self,
         service: ServiceIndex,

@@ -395,7 +395,7 @@ fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
     MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
 
-/// Service that `coreward capture` watches.
+/// Service whose packets `coreward capture` captures.
 pub(super) struct Watched {
     pub vip: SocketAddr,
     pub protocol: Protocol,

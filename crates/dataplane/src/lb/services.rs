@@ -42,7 +42,7 @@ pub enum ModeError {
     /// The consistency mode needs TCP: a datagram carries no cookie, and a server cannot recognise its UDP flows.
     #[error("service {0}: consistency {name:?} needs TCP: expected \"hash-table\" or \"none\"", name = .1.name())]
     NeedsTcp(ServiceAddress, Consistency),
-    /// LB-side stamping needs a stateless TCP service, because its cookie holds only a server's id.
+    /// LB-side stamping needs a stateless TCP service, because the cookie holds only a server's id.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
     /// The service cannot be migrated, because a server could not recognise packets of other connections.
@@ -218,7 +218,7 @@ impl LoadBalancer {
     /// Removes the fragmented datagrams of these indexes.
     fn forget_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         let fragments = self.maps.fragments();
-        // All keys first: the kernel's iteration restarts when its current key is deleted.
+        // Keys are collected first, because the kernel's iteration restarts when its current key is deleted.
         let keys: Vec<Vec<u8>> = fragments.keys().collect();
         for key in keys {
             let Some(value) = fragments.lookup(&key, MapFlags::ANY).context("a fragmented datagram")? else { continue };

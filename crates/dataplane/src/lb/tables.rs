@@ -133,8 +133,8 @@ pub(super) enum Hashing {
     Kept,
 }
 
-/// Key of source tables: the RSS key, the address family, and the service where the NIC mixes source and destination
-/// before it hashes them.
+/// Key of Toeplitz tables: the RSS key, the address family, and the VIP if the NIC combines source and destination
+/// before hashing.
 type SourceKey = (RssKey, Family, Option<SocketAddr>);
 
 /// Address family of a service, which decides the size of its source tables.
@@ -167,7 +167,7 @@ struct Source {
     users: usize,
 }
 
-/// The memory of all services' tables.
+/// Memory of the placement tables of all services.
 #[derive(Debug)]
 pub(super) struct Tables {
     memory: MmapArray<[u64]>,

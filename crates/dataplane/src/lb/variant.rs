@@ -25,7 +25,7 @@ pub(super) struct EnabledFeatures {
 }
 
 impl EnabledFeatures {
-    /// Returns the features of both.
+    /// Returns the features that are enabled in `self` or `other`.
     pub fn union(self, other: Self) -> Self {
         Self {
             rules: self.rules | other.rules,

@@ -1,5 +1,5 @@
-//! The broadcast fallback of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): no sender, service or kind of packet starves
-//! another.
+//! Tests of the broadcast fallback of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): no sender, service or kind of packet
+//! uses up the rate of another.
 
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
