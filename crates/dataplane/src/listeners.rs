@@ -79,7 +79,7 @@ fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
     let (local, state) = (words.nth(1)?, words.nth(1)?);
     let inode = words.nth(5)?.parse().ok()?;
     let (address, port) = local.split_once(':')?;
-    // The address is its 32-bit words in memory order, the port a number.
+    // The address is written as 32-bit words in memory order, the port as a number.
     let word = |at: usize| u32::from_str_radix(address.get(at * 8..at * 8 + 8)?, 16).ok().map(u32::to_ne_bytes);
     let ip: IpAddr = match address.len() {
         8 => Ipv4Addr::from(word(0)?).into(),

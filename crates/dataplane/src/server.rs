@@ -394,9 +394,9 @@ fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Re
     Ok(())
 }
 
-/// Maximum age of a stored clamp time: nothing was clamped recently.
+/// Maximum age of a stored clamp time; an older time is set to this age.
 const LAST_CLAMP_OLDEST_MS: i32 = 1 << 29;
-/// Limit of clamp times in the future, which another CPU's clock may have.
+/// Maximum time by which a stored clamp time may be in the future, because another CPU's clock may be ahead.
 const LAST_CLAMP_AHEAD_MS: i32 = 60_000;
 
 const KEYS: usize = offset_of!(intf::server_state, keys);

@@ -1,4 +1,4 @@
-//! Sockets of connections in this network namespace, by the kernel's sock_diag(7).
+//! Look-up of connections' sockets in this network namespace by the kernel's sock_diag(7).
 
 pub mod counts;
 

@@ -25,8 +25,8 @@ pub fn surrounding_function<F>(_inner: F) -> &'static str {
     std::any::type_name::<F>().rsplit("::").find(|part| !["here", "{{closure}}"].contains(part)).unwrap_or_default()
 }
 
-/// Returns what a test that loads BPF programs lacks; `None`: the process may load programs. scripts/test sets the
-/// variable if scripts/capabilities reported a missing requirement.
+/// Returns the requirement that is missing for tests that load BPF programs; `None`: the process may load programs.
+/// scripts/test sets COREWARD_WITHOUT_RIGHTS if scripts/capabilities reported a missing requirement.
 pub fn missing_bpf_rights() -> Option<&'static str> {
     let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
     (!allowed).then_some("needs root, to load BPF programs")

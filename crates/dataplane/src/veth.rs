@@ -1,4 +1,4 @@
-//! The other end of a veth device, by rtnetlink(7), also in another network namespace.
+//! Look-up of a veth device's other end by rtnetlink(7), also in another network namespace.
 //!
 //! veth puts a frame from XDP into the ring of the other end. It wakes the other end's poll only if an XDP program is
 //! attached there (veth_xdp_flush() in drivers/net/veth.c). With GRO but no program, frames wait until the kernel

@@ -12,9 +12,9 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 use crate::ethtool::{self, ETH_FLAG_RXVLAN};
 use crate::lb::mac_of;
 
-/// linux/sockios.h
+/// Request number of linux/sockios.h.
 const SIOCGIFVLAN: libc::c_ulong = 0x8982;
-/// `enum vlan_ioctl_cmds` of linux/if_vlan.h.
+/// Commands of `enum vlan_ioctl_cmds` in linux/if_vlan.h.
 const GET_REAL_DEVICE: c_int = 8;
 const GET_ID: c_int = 9;
 const NAME_BYTES: usize = 24;

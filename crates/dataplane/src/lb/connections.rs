@@ -99,7 +99,7 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Stores the owner number. It shares a word with the clock, which only user space writes.
+/// Stores the owner number. It shares a word with the clock: a packet's concurrent update of the clock may be lost.
 fn set_owner_word(maps: &Maps, owner: Option<OwnerNumber>) {
     let number = owner.map_or(intf::MAX_OWNERS, |owner| u32::from(owner.get()));
     let clock = maps.state.load(CLOCK) as u32;
