@@ -112,7 +112,7 @@ static __always_inline struct time_part select_time(const struct segment *segmen
 }
 
 /* Returns the server's latest own TSval with these low 16 bits that is not later than now + RESTORE_SLACK_MS. */
-static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
+static __always_inline __u32 restore_time_by_clock(__u16 time, __u32 now)
 {
 	__u32 reference = now + RESTORE_SLACK_MS;
 
@@ -126,7 +126,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 	__u16 time = time_bits, step, behind;
 
 	if (!held)
-		return restored_by_clock(time, now);
+		return restore_time_by_clock(time, now);
 	if (held->sent == time) {
 		if (!held->confirmed) {
 			held->confirmed = 1;
@@ -137,7 +137,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 	if (held->confirmed) {
 		/* The client has returned a TSval after the clamped one: the clock decides again. */
 		bpf_map_delete_elem(&held_timestamps, &segment->flow);
-		return restored_by_clock(time, now);
+		return restore_time_by_clock(time, now);
 	}
 	/* The TSval was sent before the clamped one, so less than MAX_STEP_MS after the client's previous TSecr. */
 	step = time - held->sent_before;
@@ -146,7 +146,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 		return held->original_before;
 	if (step >= behind && step < MAX_STEP_MS)
 		return held->original_before + (step - behind);
-	return restored_by_clock(time, now);
+	return restore_time_by_clock(time, now);
 }
 
 /* Returns the server's own TSval of a TSecr's time part. Never 0, which the kernel reads as "no TSecr". */
@@ -154,7 +154,7 @@ static __always_inline __u32 restored(const struct segment *segment, __u16 time)
 {
 	__u32 now = clock_ms(), group = clamp_group(&segment->flow);
 	__u32 original =
-		is_recently_clamped(group, now) ? restored_by_clamp(segment, now, time) : restored_by_clock(time, now);
+		is_recently_clamped(group, now) ? restored_by_clamp(segment, now, time) : restore_time_by_clock(time, now);
 
 	return original ? original : -1u;
 }

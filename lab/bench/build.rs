@@ -19,7 +19,9 @@ fn main() {
     // target/PROFILE/build/coreward-bench-HASH/out
     let profile = out.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
     println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());
-    for name in ["fresh_packets", "fresh_segments", "live_frames", "units", "empty_reuseport", "empty_tracepoint"] {
+    for name in
+        ["generated_packets", "generated_segments", "live_frames", "units", "empty_reuseport", "empty_tracepoint"]
+    {
         let source = here.join(format!("bpf/{name}.bpf.c"));
         SkeletonBuilder::new()
             .source(&source)

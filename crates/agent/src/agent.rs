@@ -49,10 +49,10 @@ use crate::{connections, dispatch, timestamps};
 /// Interval of reports until the controller sets another one.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Lifetime of a report, in report intervals.
-const INTERVALS_TO_LIVE: u32 = 5;
+const REPORT_INTERVALS_TO_LIVE: u32 = 5;
 /// Minimum lifetime of a report: a busy machine delays a report now and then.
 const MIN_TIME_TO_LIVE: Duration = Duration::from_millis(500);
-const HAZARDS_INTERVAL: Duration = Duration::from_secs(20);
+const CONFLICT_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
     config: Config,
@@ -82,7 +82,7 @@ pub struct Agent {
     load_problem: Option<String>,
     warnings: Vec<String>,
     rss_conflicts: Vec<String>,
-    hazards_at: Option<Instant>,
+    conflicts_checked_at: Option<Instant>,
     dispatcher: Option<Dispatcher>,
     connection_counter: ConnectionCounter,
 }
@@ -149,7 +149,7 @@ impl Agent {
             load_problem: None,
             warnings: vec![],
             rss_conflicts: vec![],
-            hazards_at: None,
+            conflicts_checked_at: None,
             dispatcher,
             connection_counter: ConnectionCounter::default(),
         };
@@ -311,9 +311,9 @@ impl Agent {
         self.warnings.extend(self.load.warnings());
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
-        if self.hazards_at.is_none_or(|at| at.elapsed() > HAZARDS_INTERVAL) {
+        if self.conflicts_checked_at.is_none_or(|at| at.elapsed() > CONFLICT_CHECK_INTERVAL) {
             self.rss_conflicts = RssConflicts::gather(&self.nic).describe(&self.nic);
-            self.hazards_at = Some(Instant::now());
+            self.conflicts_checked_at = Some(Instant::now());
         }
         self.warnings.extend(self.rss_conflicts.iter().cloned());
     }
@@ -442,7 +442,7 @@ impl Agent {
         });
         let report = Report {
             sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
-            time_to_live: (self.report_interval() * INTERVALS_TO_LIVE).max(MIN_TIME_TO_LIVE),
+            time_to_live: (self.report_interval() * REPORT_INTERVALS_TO_LIVE).max(MIN_TIME_TO_LIVE),
             readings: CoreReadings { sequence: self.sequence, measured_ns, busy_ns: self.readings.clone() },
             open_connections: connections::open(),
             rss_generation: generation,

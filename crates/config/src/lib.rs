@@ -28,7 +28,7 @@ pub use host::{AbsolutePath, Interface};
 pub use reader::{Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret, reject_foreign_secrets};
 pub use source::Source;
-pub use time::{HOUR, MICROSECOND, MILLISECOND, MINUTE, Period, SECOND, format_time};
+pub use time::{BoundedDuration, HOUR, MICROSECOND, MILLISECOND, MINUTE, SECOND, format_time};
 pub use toml::Spanned;
 #[doc(hidden)]
 pub use {serde_json, toml};

@@ -12,7 +12,8 @@
 ///         /// Entries of its table.
 ///         pub entries: u32 as coreward_config::Number<1, 64> = coreward_config::Number(8),
 ///         /// Interval of polls.
-///         pub interval: Option<coreward_config::Period<{ coreward_config::SECOND }, { coreward_config::MINUTE }>>,
+///         pub interval:
+///             Option<coreward_config::BoundedDuration<{ coreward_config::SECOND }, { coreward_config::MINUTE }>>,
 ///         /// Names of services.
 ///         pub services as "service": Vec<String>,
 ///         /// Enables debug logs.

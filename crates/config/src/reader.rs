@@ -36,7 +36,7 @@ struct Syntax {
     has_error: bool,
     lines: BTreeSet<usize>,
     /// Line of the first syntax error after which tables may be incomplete.
-    doubtful_from: Option<usize>,
+    unreliable_from_line: Option<usize>,
 }
 
 impl<'a> Reader<'a> {
@@ -65,7 +65,8 @@ impl<'a> Reader<'a> {
         self.syntax.has_error = true;
         self.syntax.lines.insert(line);
         if self.source.line_text(line).trim_start().starts_with('[') {
-            self.syntax.doubtful_from = Some(self.syntax.doubtful_from.map_or(line, |first| first.min(line)));
+            self.syntax.unreliable_from_line =
+                Some(self.syntax.unreliable_from_line.map_or(line, |first| first.min(line)));
         }
         // The parser returns an empty span for a missing value, which has no key.
         let key = span.is_empty().then(String::new);
@@ -117,7 +118,8 @@ impl<'a> Reader<'a> {
     fn push(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
         if self.syntax.has_error {
             let line = self.source.line(&span);
-            if self.syntax.lines.contains(&line) || self.syntax.doubtful_from.is_some_and(|first| first <= line) {
+            if self.syntax.lines.contains(&line) || self.syntax.unreliable_from_line.is_some_and(|first| first <= line)
+            {
                 return;
             }
         }

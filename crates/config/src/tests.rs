@@ -10,8 +10,8 @@ use serde_json::json;
 
 use crate::secret::read_secret_of;
 use crate::{
-    Diagnostics, Field, MILLISECOND, Name, Number, Period, SECOND, Secret, Source, Spanned, config_enum, config_struct,
-    schema,
+    BoundedDuration, Diagnostics, Field, MILLISECOND, Name, Number, SECOND, Secret, Source, Spanned, config_enum,
+    config_struct, schema,
 };
 
 config_struct! {
@@ -21,7 +21,7 @@ config_struct! {
         /// Name of the part.
         name: Field<Name>,
         /// How often it looks.
-        interval: Option<Period<{ 10 * MILLISECOND }, { SECOND }>>,
+        interval: Option<BoundedDuration<{ 10 * MILLISECOND }, { SECOND }>>,
         /// How many.
         count: Number<1, 9> = Number(3),
         /// Position of the part.

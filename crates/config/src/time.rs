@@ -8,7 +8,7 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// One microsecond in nanoseconds, the unit of the bounds of a [`Period`].
+/// One microsecond in nanoseconds, the unit of the bounds of a [`BoundedDuration`].
 pub const MICROSECOND: u64 = 1_000;
 /// One millisecond in nanoseconds.
 pub const MILLISECOND: u64 = 1_000_000;
@@ -21,10 +21,10 @@ pub const HOUR: u64 = 60 * MINUTE;
 
 /// Time from `MIN` to `MAX` nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Period<const MIN: u64, const MAX: u64>(pub Duration);
+pub struct BoundedDuration<const MIN: u64, const MAX: u64>(pub Duration);
 
-impl<const MIN: u64, const MAX: u64> From<Period<MIN, MAX>> for Duration {
-    fn from(period: Period<MIN, MAX>) -> Self {
+impl<const MIN: u64, const MAX: u64> From<BoundedDuration<MIN, MAX>> for Duration {
+    fn from(period: BoundedDuration<MIN, MAX>) -> Self {
         period.0
     }
 }
@@ -41,7 +41,7 @@ pub fn format_time(time: Duration) -> String {
     }
 }
 
-impl<const MIN: u64, const MAX: u64> Period<MIN, MAX> {
+impl<const MIN: u64, const MAX: u64> BoundedDuration<MIN, MAX> {
     fn parse(text: &str) -> Result<Self, String> {
         let time = humantime::parse_duration(text)
             .map_err(|reason| format!("{text:?} is no time ({reason}): expected {}", Self::expected()))?;
@@ -50,7 +50,7 @@ impl<const MIN: u64, const MAX: u64> Period<MIN, MAX> {
     }
 }
 
-impl<const MIN: u64, const MAX: u64> FromToml for Period<MIN, MAX> {
+impl<const MIN: u64, const MAX: u64> FromToml for BoundedDuration<MIN, MAX> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::String(text) => reader.ok_or_report(Self::parse(text), value.span()),
@@ -88,15 +88,15 @@ mod tests {
         ] {
             let time = Duration::from_nanos(ns);
             assert_eq!(format_time(time), text);
-            assert_eq!(Period::<0, { 48 * HOUR }>::parse(text), Ok(Period(time)));
+            assert_eq!(BoundedDuration::<0, { 48 * HOUR }>::parse(text), Ok(BoundedDuration(time)));
         }
     }
 
     #[test]
     fn bounds_are_inclusive() {
-        type Interval = Period<{ 10 * MILLISECOND }, SECOND>;
-        assert_eq!(Interval::parse("1s"), Ok(Period(Duration::from_secs(1))));
-        assert_eq!(Interval::parse("0.01s"), Ok(Period(Duration::from_millis(10))));
+        type Interval = BoundedDuration<{ 10 * MILLISECOND }, SECOND>;
+        assert_eq!(Interval::parse("1s"), Ok(BoundedDuration(Duration::from_secs(1))));
+        assert_eq!(Interval::parse("0.01s"), Ok(BoundedDuration(Duration::from_millis(10))));
         assert_eq!(
             Interval::parse("9ms").unwrap_err(),
             "\"9ms\": expected a time with its unit, from \"10ms\" to \"1s\""

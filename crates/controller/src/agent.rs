@@ -10,7 +10,7 @@ use coreward_model::rss::Rss;
 use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
 
 use super::Now;
-use super::rejection::{CLOCK_TOLERANCE, REGISTRATIONS, REPORTS_AT_ONCE, Rejection};
+use super::rejection::{CLOCK_TOLERANCE, REGISTRATIONS, REPORT_BURST, Rejection};
 use super::token_bucket::{Quota, TokenBucket};
 use super::traffic::Totals;
 
@@ -216,7 +216,7 @@ impl Agent {
 
 /// Limit of reports: twice the configured rate, because intervals change and clocks differ.
 fn reports_allowed(interval: Duration) -> Quota {
-    Quota { interval: interval / 2, burst: REPORTS_AT_ONCE }
+    Quota { interval: interval / 2, burst: REPORT_BURST }
 }
 
 impl KnownRss {

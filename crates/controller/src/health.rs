@@ -19,7 +19,7 @@ pub struct Health {
     agents: BTreeMap<Target, AgentCheck>,
     /// Inputs of the newest verdicts: the generation of the configuration, and the versions of the load balancers'
     /// results.
-    made_of: Option<(u64, Vec<(String, u64)>)>,
+    inputs: Option<(u64, Vec<(String, u64)>)>,
 }
 
 #[derive(Debug)]
@@ -40,11 +40,11 @@ impl Health {
     ) {
         self.check_agents(fleet, now, reports);
         let printed = load_balancers.verdict_versions(now);
-        let made_of = Some((fleet.generation, printed));
-        if self.made_of == made_of {
+        let inputs = Some((fleet.generation, printed));
+        if self.inputs == inputs {
             return;
         }
-        self.made_of = made_of;
+        self.inputs = inputs;
         let checked = checked_by_load_balancers(fleet);
         let before = std::mem::take(&mut self.verdicts);
         let was = |target: &Target| before.get(target).copied().unwrap_or(Verdict::Up);

@@ -19,7 +19,7 @@ use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
 /// Number of servers and services that are polled before other work, plus at most one shard: a few milliseconds.
-const MEMBERS_AT_ONCE: usize = 512;
+const MEMBERS_PER_POLL: usize = 512;
 
 /// Position at which [`Controller::poll_inputs_from`] continues; by default the first service.
 #[derive(Debug, Default)]
@@ -91,7 +91,7 @@ impl Controller {
         }
     }
 
-    /// Polls the next [`MEMBERS_AT_ONCE`] servers, and returns the position at which to continue.
+    /// Polls the next [`MEMBERS_PER_POLL`] servers, and returns the position at which to continue.
     pub fn poll_inputs_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
         let InputCursor { mut position, mut shards } = from;
         if position == 0 && shards.is_empty() {
@@ -100,11 +100,11 @@ impl Controller {
         }
         // Each service counts as one more server, because thousands of services may have no servers.
         let mut read = 0;
-        while position < self.services.len() && read < MEMBERS_AT_ONCE {
+        while position < self.services.len() && read < MEMBERS_PER_POLL {
             if shards.is_empty() {
                 shards = self.due_shards(position, now, interval_ended);
             }
-            while read < MEMBERS_AT_ONCE
+            while read < MEMBERS_PER_POLL
                 && let Some(shard) = shards.pop_front()
             {
                 read += shard.members(&self.services[position].fleet().members).count();

@@ -69,7 +69,7 @@ impl Controller {
     pub(super) fn with_context(&self, service: &Service, pool: Pool, now: Now) -> Pool {
         let fleet = service.fleet();
         let pool = pool.for_next_table(self.load_balancers.count() as u32);
-        let pool = pool.behind_racks(self.racks.summaries(fleet.index, now).cloned().collect());
+        let pool = pool.with_rack_summaries(self.racks.summaries(fleet.index, now).cloned().collect());
         if places_requests(fleet) { pool.counting_requests() } else { pool }
     }
 

@@ -13,7 +13,7 @@ pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 /// Limit of registrations under one name, for a daemon that restarts again and again.
 pub const REGISTRATIONS: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
 /// Burst of reports: after an interruption of the network they arrive together.
-pub const REPORTS_AT_ONCE: u32 = 64;
+pub const REPORT_BURST: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;
 
 /// Reason for rejecting a report or a registration. Running components continue.
@@ -96,7 +96,7 @@ impl Rejection {
         "foreign_rack",
         "superseded",
         "out_of_order",
-        "clock_stood_still",
+        "clock_stalled",
         "no_cores",
         "malformed_rss",
         "time_to_live",
@@ -119,7 +119,7 @@ impl Rejection {
             Rejection::ForeignRack { .. } => "foreign_rack",
             Rejection::Superseded(_) => "superseded",
             Rejection::Readings(ReadingsRejection::OutOfOrder { .. }) => "out_of_order",
-            Rejection::Readings(ReadingsRejection::ClockStoodStill { .. }) => "clock_stood_still",
+            Rejection::Readings(ReadingsRejection::ClockStalled { .. }) => "clock_stalled",
             Rejection::Readings(ReadingsRejection::NoCores) => "no_cores",
             Rejection::Malformed(ReportError::Rss(_)) => "malformed_rss",
             Rejection::Readings(ReadingsRejection::Impossible { .. }) => "impossible_load",

@@ -109,9 +109,9 @@ impl Controller {
         };
         let reason = match eligibility {
             Eligibility::Left => "has left".to_owned(),
-            Eligibility::Drained => self.why_drained(fleet, id),
+            Eligibility::Drained => self.drain_reason(fleet, id),
             Eligibility::Unreachable => "no load balancer can find its MAC address".to_owned(),
-            Eligibility::Unhealthy => self.why_unhealthy(fleet, id, now),
+            Eligibility::Unhealthy => self.unhealthy_reason(fleet, id, now),
             Eligibility::Eligible if state == ServerState::Joining => {
                 format!("slow start: {:.0} %", service.ramp(id, now) * 100.0)
             }
@@ -120,7 +120,7 @@ impl Controller {
         StateReason::since(state, reason, since, now)
     }
 
-    fn why_drained(&self, service: &FleetService, id: ServerId) -> String {
+    fn drain_reason(&self, service: &FleetService, id: ServerId) -> String {
         let server = &self.fleet.servers[&id];
         if server.is_drained_in(&service.name) {
             return BY_COMMAND.to_owned();
@@ -131,7 +131,7 @@ impl Controller {
         }
     }
 
-    fn why_unhealthy(&self, service: &FleetService, id: ServerId, now: Now) -> String {
+    fn unhealthy_reason(&self, service: &FleetService, id: ServerId, now: Now) -> String {
         if service.check.as_ref().is_some_and(|check| check.probe == Probe::Agent) {
             return "its agent does not report".to_owned();
         }

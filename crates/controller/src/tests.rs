@@ -223,7 +223,7 @@ fn rejected_reports_are_counted_and_change_nothing() {
         ("out_of_order", "report 2 after report 2: out of order".into())
     );
     assert_eq!(refuse(Ok(report(3, at(150), &[]))), ("no_cores", "a report without cores".into()));
-    assert_eq!(refuse(Ok(report(3, at(100), &[90_000_000; 4]))).0, "clock_stood_still");
+    assert_eq!(refuse(Ok(report(3, at(100), &[90_000_000; 4]))).0, "clock_stalled");
     assert_eq!(refuse(Err(ReportError::TimeToLive(0))).0, "time_to_live");
     assert_eq!(harness.status_of("s0", at(150)).core_load, before);
     harness.controller.report(&session, Ok(report(3, at(1_150), &[100_000_000; 4])), at(150)).unwrap();

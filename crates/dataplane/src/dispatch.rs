@@ -82,7 +82,7 @@ impl Dispatch {
             open.load().with_context(|| format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", another()))?;
         let ledger = RequestLedger::new(&loaded.maps.bss_state, &loaded.maps.bss_requests)?;
         if taken_over {
-            ensure!(ledger.is_of_this_version(), another());
+            ensure!(ledger.has_this_version(), another());
         } else {
             ledger.start()?;
         }
@@ -215,7 +215,7 @@ pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     let map =
         |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
     let ledger = RequestLedger::new(&map(PIN_STATE)?, &map(PIN_REQUESTS)?)?;
-    ensure!(ledger.is_of_this_version(), "{} is of another version", pins.display());
+    ensure!(ledger.has_this_version(), "{} is of another version", pins.display());
     Ok(ledger)
 }
 

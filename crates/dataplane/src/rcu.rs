@@ -59,7 +59,7 @@ struct Shared {
     begun: AtomicU64,
     /// Number of grace periods that have ended.
     ended: AtomicU64,
-    wishes: Mutex<Requests>,
+    requests: Mutex<Requests>,
     changed: Condvar,
 }
 
@@ -72,28 +72,28 @@ struct Requests {
 }
 
 impl Shared {
-    fn wishes(&self) -> MutexGuard<'_, Requests> {
-        self.wishes.lock()
+    fn requests(&self) -> MutexGuard<'_, Requests> {
+        self.requests.lock()
     }
 
     fn run(&self) {
         loop {
-            let mut wishes = self.wishes();
-            while !wishes.over && wishes.requested <= self.ended.load(Ordering::SeqCst) {
-                self.changed.wait(&mut wishes);
+            let mut requests = self.requests();
+            while !requests.over && requests.requested <= self.ended.load(Ordering::SeqCst) {
+                self.changed.wait(&mut requests);
             }
-            if wishes.over {
+            if requests.over {
                 return;
             }
-            drop(wishes);
+            drop(requests);
             let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
             let outcome = wait_for_programs();
-            let mut wishes = self.wishes();
+            let mut requests = self.requests();
             match outcome {
                 Ok(()) => self.ended.store(number, Ordering::SeqCst),
                 Err(error) => {
-                    wishes.failed = Some(format!("{error:#}"));
-                    wishes.over = true;
+                    requests.failed = Some(format!("{error:#}"));
+                    requests.over = true;
                 }
             }
             self.changed.notify_all();
@@ -118,9 +118,9 @@ impl GracePeriods {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
         let moment = self.0.begun.load(Ordering::SeqCst) + 1;
-        let mut wishes = self.0.wishes();
-        wishes.requested = wishes.requested.max(moment);
-        drop(wishes);
+        let mut requests = self.0.requests();
+        requests.requested = requests.requested.max(moment);
+        drop(requests);
         self.0.changed.notify_all();
         GraceTicket(moment)
     }
@@ -133,12 +133,12 @@ impl GracePeriods {
     /// Waits until [`has_passed`](Self::has_passed) is true. Fails when the kernel has refused to wait for a grace
     /// period.
     pub fn wait(&self, moment: GraceTicket) -> anyhow::Result<()> {
-        let mut wishes = self.0.wishes();
+        let mut requests = self.0.requests();
         while !self.has_passed(moment) {
-            if let Some(error) = &wishes.failed {
+            if let Some(error) = &requests.failed {
                 bail!("{error}");
             }
-            self.0.changed.wait(&mut wishes);
+            self.0.changed.wait(&mut requests);
         }
         Ok(())
     }
@@ -146,7 +146,7 @@ impl GracePeriods {
 
 impl Drop for GracePeriods {
     fn drop(&mut self) {
-        self.0.wishes().over = true;
+        self.0.requests().over = true;
         self.0.changed.notify_all();
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_config::serde_json::Value;
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    AbsolutePath, Diagnostics, Field, FromToml, HOUR, Number, Period, Reader, Source, Spanned, config_struct,
+    AbsolutePath, BoundedDuration, Diagnostics, Field, FromToml, HOUR, Number, Reader, Source, Spanned, config_struct,
     string_enum,
 };
 use coreward_dataplane::dispatch::{
@@ -108,9 +108,9 @@ config_struct! {
         /// Number of outstanding requests up to which a reserved worker accepts other classes.
         reserved_bound: Number<0, 65535> = Number(0),
         /// Age at which a request that has left the queue without a response is given up.
-        response_timeout: Option<Period<MIN_RESPONSE_TIMEOUT, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
+        response_timeout: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
         /// Time without a response after which a worker with queued requests gets no further ones until it responds.
-        stall_after: Option<Period<MIN_RESPONSE_TIMEOUT, HOUR>>,
+        stall_after: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT, HOUR>>,
         /// Position of the id that request and response share.
         request_id: Option<FieldTable>,
         /// Position of the type; without it each type has a prefix.
@@ -138,7 +138,7 @@ config_struct! {
     }
 }
 
-type ExpectedTime = Period<1, { Weight::MAX.as_nanos() as u64 }>;
+type ExpectedTime = BoundedDuration<1, { Weight::MAX.as_nanos() as u64 }>;
 type Class = Number<0, { MAX_CLASSES as u64 - 1 }>;
 
 config_struct! {
@@ -243,10 +243,10 @@ impl ServiceTable {
         service.bound = self.bound.0 as u32;
         service.reserved = self.reserved.0 as u16;
         service.reserved_bound = self.reserved_bound.0 as u32;
-        if let Some(Period(timeout)) = self.response_timeout {
+        if let Some(BoundedDuration(timeout)) = self.response_timeout {
             service.timeouts.response_timeout = timeout;
         }
-        if let Some(Period(time)) = self.stall_after {
+        if let Some(BoundedDuration(time)) = self.stall_after {
             service.timeouts.stall_after = time;
         }
         service.options.request_id = self.request_id.as_ref().map(|field| {
@@ -270,12 +270,12 @@ impl ServiceTable {
             let matched = matched(kind, self.type_field.as_ref());
             let Some((value, mask)) = reader.ok_or_report(matched, spanned.span()) else { continue };
             service.options.types.push(RequestType { value, mask, class: kind.class.0 as u8 });
-            service.expected.push(kind.expected.map(|Period(time)| time));
+            service.expected.push(kind.expected.map(|BoundedDuration(time)| time));
         }
         let lowest = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
         // Requests of no type have the lowest priority.
         service.options.other_class = self.other.class.map_or(lowest, |class| class.0 as u8);
-        service.expected.push(self.other.expected.map(|Period(time)| time));
+        service.expected.push(self.other.expected.map(|BoundedDuration(time)| time));
         service.classes = lowest.max(service.options.other_class) + 1;
         service.options.learn =
             service.options.policy == Policy::LightestQueue && service.expected.iter().any(Option::is_none);

@@ -41,7 +41,7 @@ pub struct Candidate {
 /// Result of reading the leader's key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LeaderState {
-    Nobody,
+    NoLeader,
     /// Content of the leader's key.
     Leader(String),
     /// etcd did not answer, for this reason.
@@ -76,10 +76,10 @@ impl Candidate {
                         seen(now.clone());
                     }
                     reported = Some(now);
-                    self.until_changed(&cluster, revision).await;
+                    self.wait_for_change(&cluster, revision).await;
                     continue;
                 }
-                Ok(Attempt::Nobody) => LeaderState::Nobody,
+                Ok(Attempt::NoLeader) => LeaderState::NoLeader,
                 Err(error) => LeaderState::Unknown(error.to_string()),
             };
             let unknown = matches!(now, LeaderState::Unknown(_));
@@ -98,14 +98,14 @@ impl Candidate {
         match self.attempt(&cluster).await? {
             Attempt::Elected(leadership) => Ok(leadership),
             Attempt::Lost { leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
-            Attempt::Nobody => Err(EtcdError::Deposed("other controllers campaign at the same time".to_owned())),
+            Attempt::NoLeader => Err(EtcdError::Deposed("other controllers campaign at the same time".to_owned())),
         }
     }
 
     pub async fn read_leader(&self, cluster: &Cluster) -> Result<LeaderState, EtcdError> {
         let found = self.leader_of(cluster).await?;
         let value = found.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());
-        Ok(value.map_or(LeaderState::Nobody, LeaderState::Leader))
+        Ok(value.map_or(LeaderState::NoLeader, LeaderState::Leader))
     }
 
     async fn leader_of(&self, cluster: &Cluster) -> Result<GetResponse, EtcdError> {
@@ -161,22 +161,35 @@ impl Candidate {
         let outcome = cluster.call(lease_end, take).await?;
         let revision = outcome.header().map_or(0, etcd_client::ResponseHeader::revision);
         if outcome.succeeded() {
-            return Ok(Attempt::Elected(self.won(cluster, lease, revision, time, lease_end)));
+            return Ok(Attempt::Elected(self.new_leadership(cluster, lease, revision, time, lease_end)));
         }
         for response in outcome.op_responses() {
             let TxnOpResponse::Get(found) = response else { continue };
             // An earlier attempt succeeded, and its answer was lost.
             if let Some(mine) = found.kvs().iter().find(|leader| leader.lease() == lease) {
-                return Ok(Attempt::Elected(self.won(cluster, lease, mine.create_revision(), time, lease_end)));
+                return Ok(Attempt::Elected(self.new_leadership(
+                    cluster,
+                    lease,
+                    mine.create_revision(),
+                    time,
+                    lease_end,
+                )));
             }
             if let Some(leader) = found.kvs().first() {
                 return Ok(Attempt::lost(leader));
             }
         }
-        Ok(Attempt::Nobody)
+        Ok(Attempt::NoLeader)
     }
 
-    fn won(&self, cluster: &Arc<Cluster>, lease: i64, term: i64, time: Duration, lease_end: Deadline) -> Leadership {
+    fn new_leadership(
+        &self,
+        cluster: &Arc<Cluster>,
+        lease: i64,
+        term: i64,
+        time: Duration,
+        lease_end: Deadline,
+    ) -> Leadership {
         let (ending, ended) = watch::channel(None);
         let lease_end = Arc::new(AtomicU64::new(lease_end.since_boot().as_nanos() as u64));
         let renewing = cluster.spawn(renew(cluster.clone(), lease, time, lease_end.clone(), ending)).abort_handle();
@@ -184,7 +197,7 @@ impl Candidate {
     }
 
     /// Waits until the leader's key is no longer at `revision`, at most [`POLL_INTERVAL`].
-    async fn until_changed(&self, cluster: &Cluster, revision: i64) {
+    async fn wait_for_change(&self, cluster: &Cluster, revision: i64) {
         let from = WatchOptions::new().with_start_revision(revision + 1);
         let watch = |mut client: Client| {
             let (key, from) = (self.key(), from.clone());
@@ -204,7 +217,7 @@ impl Candidate {
 enum Attempt {
     Elected(Leadership),
     Lost { leader: String, revision: i64 },
-    Nobody,
+    NoLeader,
 }
 
 impl Attempt {

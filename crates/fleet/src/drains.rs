@@ -36,7 +36,7 @@ pub enum DrainError {
     },
     /// The server is the last one of these services.
     #[error("no other server of {} takes new connections: expected one, or `force`", services.join(", "))]
-    LastOne { services: Vec<String> },
+    LastServer { services: Vec<String> },
 }
 
 impl DrainRequest {
@@ -63,7 +63,7 @@ impl DrainRequest {
         };
         let last: Vec<String> =
             services.iter().filter(covered).filter(is_last).map(|service| service.name.clone()).collect();
-        if last.is_empty() { Ok(()) } else { Err(DrainError::LastOne { services: last }) }
+        if last.is_empty() { Ok(()) } else { Err(DrainError::LastServer { services: last }) }
     }
 }
 

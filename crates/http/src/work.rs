@@ -25,7 +25,7 @@ pub enum Size {
 }
 
 static LARGE: Semaphore = Semaphore::const_new(LARGE_THREADS);
-static LARGE_PLACES: Semaphore = Semaphore::const_new(LARGE_THREADS + LARGE_WAITING);
+static LARGE_ANSWER_SLOTS: Semaphore = Semaphore::const_new(LARGE_THREADS + LARGE_WAITING);
 
 /// An encoded answer in JSON.
 #[derive(Debug)]
@@ -70,7 +70,7 @@ async fn acquire_permits(size: Size) -> Result<Option<(SemaphorePermit<'static>,
     if size == Size::Small {
         return Ok(None);
     }
-    let place = LARGE_PLACES.try_acquire().map_err(|_| {
+    let place = LARGE_ANSWER_SLOTS.try_acquire().map_err(|_| {
         let detail = format!("{LARGE_WAITING} requests with large bodies wait already: expected fewer");
         Problem::new(ProblemKind::TooManyRequests, detail).retry_after(1)
     })?;

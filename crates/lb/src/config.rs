@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, Diagnostics, HOUR, Interface, MINUTE, Name, Number, Period, SECOND, Source, config_struct,
+    AbsolutePath, BoundedDuration, Diagnostics, HOUR, Interface, MINUTE, Name, Number, SECOND, Source, config_struct,
     string_enum,
 };
 use coreward_daemon::Controllers;
@@ -70,7 +70,7 @@ config_struct! {
         /// Treatment of announced VIPs at the daemon's end: "withdraw", or "keep", as the data plane continues.
         pub on_stop: OnStop = OnStop::Withdraw,
         /// Time between the withdrawal of VIPs and the end, for routers to learn of the withdrawal.
-        pub drain: Duration as Period<0, MINUTE> = Period(Duration::from_secs(5)),
+        pub drain: Duration as BoundedDuration<0, MINUTE> = BoundedDuration(Duration::from_secs(5)),
     }
 }
 
@@ -81,7 +81,7 @@ string_enum!(
 );
 
 /// Range of a timer: an entry is checked at least once a day, and at most once a second.
-type Timer = Period<SECOND, { 24 * HOUR }>;
+type Timer = BoundedDuration<SECOND, { 24 * HOUR }>;
 
 config_struct! {
     /// Times without packets after which a server is queried about a connection.

@@ -22,9 +22,9 @@ pub type Target = (ServiceIndex, ServerId);
 /// Checks of this load balancer. The fields are dropped in order: connections end before their NAT entries.
 pub struct Health {
     checker: Checker<Target>,
-    changes: watch::Receiver<u64>,
-    /// Counter of changes, for [`Health::servers_down_if_changed`].
-    changes_of_down: watch::Receiver<u64>,
+    reported_changes: watch::Receiver<u64>,
+    /// Counter of reported_changes, for [`Health::servers_down_if_changed`].
+    mask_changes: watch::Receiver<u64>,
     /// Time of the last message; `None`: no message in this stream.
     reported: Option<Instant>,
     interface: String,
@@ -55,9 +55,9 @@ impl Health {
     /// Starts without checks. `interface` leads to the servers. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
-        let changes = checker.changes();
-        let changes_of_down = checker.changes();
-        Ok(Self { checker, changes, changes_of_down, reported: None, interface, paths: None, problem: None })
+        let reported_changes = checker.changes();
+        let mask_changes = checker.changes();
+        Ok(Self { checker, reported_changes, mask_changes, reported: None, interface, paths: None, problem: None })
     }
 
     /// Replaces the checks by those of these services.
@@ -106,11 +106,11 @@ impl Health {
 
     /// Returns the next message: at once after a change, and every two seconds.
     pub fn next_message(&mut self) -> Option<HealthMessage> {
-        let changed = self.changes.has_changed().unwrap_or(false);
+        let changed = self.reported_changes.has_changed().unwrap_or(false);
         if !changed && self.reported.is_some_and(|reported| reported.elapsed() < MESSAGE_INTERVAL) {
             return None;
         }
-        self.changes.mark_unchanged();
+        self.reported_changes.mark_unchanged();
         self.reported = Some(Instant::now());
         let servers: Vec<_> = self.results().collect();
         // The end of all checks is a change, too.
@@ -119,10 +119,10 @@ impl Health {
 
     /// Returns the servers that are down by these checks, if they may have changed since the last call.
     pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<Target>> {
-        if !self.changes_of_down.has_changed().unwrap_or(false) {
+        if !self.mask_changes.has_changed().unwrap_or(false) {
             return None;
         }
-        self.changes_of_down.mark_unchanged();
+        self.mask_changes.mark_unchanged();
         let down = self.checker.results().into_iter().filter(|(_, found)| found.verdict() == Some(Verdict::Down));
         Some(down.map(|(target, _)| target).collect())
     }

@@ -57,7 +57,7 @@ struct OpenQuery {
 #[derive(Debug)]
 struct AbsentAgent {
     since: Duration,
-    asked_again: Duration,
+    next_query_at: Duration,
 }
 
 impl Sweeper {
@@ -101,7 +101,7 @@ impl Sweeper {
 
     fn can_query(&self, server: ServerId, now: Duration) -> bool {
         let most = match self.absent_agents.get(&server) {
-            Some(away) if now < away.asked_again => 0,
+            Some(away) if now < away.next_query_at => 0,
             Some(_) => 1,
             None => MAX_OPEN_QUERIES_PER_SERVER,
         };
@@ -151,7 +151,7 @@ impl Sweeper {
     pub fn answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
         let Some(asked) = self.take(answer.number) else { return Vec::new() };
         if answer.is_absent() {
-            return self.not_answered(asked, now);
+            return self.mark_agent_absent(asked, now);
         }
         if asked.connections.len() != answer.is_open.len() {
             self.restore_unsent(&asked.connections);
@@ -182,10 +182,10 @@ impl Sweeper {
     }
 
     /// Records that the agent is absent; returns connections that may be freed nevertheless.
-    fn not_answered(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
+    fn mark_agent_absent(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
         self.restore_unsent(&asked.connections);
-        let away = self.absent_agents.entry(asked.server).or_insert(AbsentAgent { since: now, asked_again: now });
-        away.asked_again = now + ABSENT_AGENT_RETRY;
+        let away = self.absent_agents.entry(asked.server).or_insert(AbsentAgent { since: now, next_query_at: now });
+        away.next_query_at = now + ABSENT_AGENT_RETRY;
         if self.is_lost(asked.server, now) { asked.connections } else { Vec::new() }
     }
 
@@ -200,7 +200,7 @@ impl Sweeper {
         let over: Vec<u64> =
             self.open_queries.iter().filter(|(_, asked)| asked.forgotten <= now).map(|(number, _)| *number).collect();
         for asked in over.into_iter().filter_map(|number| self.take(number)).collect::<Vec<_>>() {
-            self.not_answered(asked, now);
+            self.mark_agent_absent(asked, now);
         }
     }
 

@@ -154,7 +154,7 @@ impl SimulatedCluster {
     }
 
     /// Sets the counter with which round-robin policies continue.
-    pub fn set_turn(&mut self, turn: u64) {
+    pub fn set_round_robin_turn(&mut self, turn: u64) {
         self.state.round_robin = turn;
     }
 
@@ -281,7 +281,7 @@ impl Racks {
         });
         let summaries = summaries.collect();
         let servers = servers.into_iter().map(|server| PoolServer { loads: None, ..server });
-        Pool::new(servers.collect(), 1).behind_racks(summaries)
+        Pool::new(servers.collect(), 1).with_rack_summaries(summaries)
     }
 }
 

@@ -51,7 +51,7 @@ pub enum ReadingsRejection {
     },
     /// The clock stopped or went back, although the sequence advanced.
     #[error("measured at {measured_ns} ns, not after the previous report's {newest_ns} ns")]
-    ClockStoodStill {
+    ClockStalled {
         /// Time of the rejected report, ns.
         measured_ns: u64,
         /// Time of the newest accepted report, ns.
@@ -190,7 +190,7 @@ fn rates_since(
     }
     if readings.measured_ns <= newest.measured_ns {
         let (measured_ns, newest_ns) = (readings.measured_ns, newest.measured_ns);
-        return Err(ReadingsRejection::ClockStoodStill { measured_ns, newest_ns });
+        return Err(ReadingsRejection::ClockStalled { measured_ns, newest_ns });
     }
     let rates = rates(newest, readings);
     match rates.iter().copied().enumerate().find(|(_, load)| *load > MAX_LOAD) {

@@ -187,7 +187,7 @@ impl Datacentre {
         let age = match pools.circumstances {
             ReportPhase::Aligned => vec![0; usize::from(pools.servers)],
             ReportPhase::Random => {
-                fleet.set_turn(uniform_below(&mut rng, u32::MAX).into());
+                fleet.set_round_robin_turn(uniform_below(&mut rng, u32::MAX).into());
                 (0..pools.servers).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
             }
         };

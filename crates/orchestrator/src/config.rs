@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, Diagnostics, HOUR, Interface, MILLISECOND, Name, Number, Period, Reader, SECOND, Source, Spanned,
-    config_struct, string_enum,
+    AbsolutePath, BoundedDuration, Diagnostics, HOUR, Interface, MILLISECOND, Name, Number, Reader, SECOND, Source,
+    Spanned, config_struct, string_enum,
 };
 use coreward_model::dispatch::{
     FeoConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, RankRule, Ranking, RateLimit,
@@ -60,9 +60,9 @@ config_struct! {
         /// Bytes of the longest request and response.
         payload: Number<1, MAX_PAYLOAD> = Number(1472),
         /// Time without a completion after which a worker gets no requests until it completes one.
-        stall_after: Period<MILLISECOND, HOUR> = Period(Duration::from_millis(500)),
+        stall_after: BoundedDuration<MILLISECOND, HOUR> = BoundedDuration(Duration::from_millis(500)),
         /// Time that the idle daemon sleeps; "0s": it polls.
-        sleep: Period<0, MILLISECOND> = Period(Duration::from_micros(50)),
+        sleep: BoundedDuration<0, MILLISECOND> = BoundedDuration(Duration::from_micros(50)),
         /// Address at which metrics are served for Prometheus; without it, none are.
         metrics: Option<SocketAddr>,
         /// Sets of services that are ranked as one.
@@ -83,7 +83,7 @@ config_struct! {
         /// Weight among the groups.
         weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
         /// Time from arrival to deadline.
-        deadline: Period<1, MAX_DEADLINE> = Period(Duration::from_millis(1)),
+        deadline: BoundedDuration<1, MAX_DEADLINE> = BoundedDuration(Duration::from_millis(1)),
         /// Requests per second, at most.
         rate: Option<Number<1, SECOND>>,
         /// Requests of a rate that may be dispatched at once.
@@ -106,7 +106,7 @@ config_struct! {
         /// Weight in the group.
         weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
         /// Time from arrival to deadline.
-        deadline: Period<1, MAX_DEADLINE> = Period(Duration::from_millis(1)),
+        deadline: BoundedDuration<1, MAX_DEADLINE> = BoundedDuration(Duration::from_millis(1)),
         /// Requests per second, at most.
         rate: Option<Number<1, SECOND>>,
         /// Requests of a rate that may be dispatched at once.

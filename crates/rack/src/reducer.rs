@@ -189,7 +189,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
 
 #[cfg(test)]
 mod tests {
-    use coreward_controller::rejection::REPORTS_AT_ONCE;
+    use coreward_controller::rejection::REPORT_BURST;
     use coreward_model::load::Alpha;
 
     use super::*;
@@ -214,6 +214,6 @@ mod tests {
             forwarded += u32::from(report.is_some());
             refused += u32::from(matches!(outcome, Err(Rejection::TooOften(_))));
         }
-        assert_eq!((forwarded, refused), (REPORTS_AT_ONCE, 100 - REPORTS_AT_ONCE));
+        assert_eq!((forwarded, refused), (REPORT_BURST, 100 - REPORT_BURST));
     }
 }

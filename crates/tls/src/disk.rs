@@ -58,21 +58,21 @@ pub(crate) mod interruption {
     use std::io;
 
     thread_local! {
-        static CHANGES_LEFT: Cell<Option<usize>> = const { Cell::new(None) };
+        static CHANGES_BEFORE_FAILURE: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
     pub(crate) fn fail_after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
-        CHANGES_LEFT.set(Some(changes));
+        CHANGES_BEFORE_FAILURE.set(Some(changes));
         let outcome = run();
-        CHANGES_LEFT.set(None);
+        CHANGES_BEFORE_FAILURE.set(None);
         outcome
     }
 
     pub(super) fn check() -> io::Result<()> {
-        match CHANGES_LEFT.get() {
+        match CHANGES_BEFORE_FAILURE.get() {
             Some(0) => Err(io::Error::new(io::ErrorKind::Interrupted, "interrupted")),
             left => {
-                CHANGES_LEFT.set(left.map(|left| left - 1));
+                CHANGES_BEFORE_FAILURE.set(left.map(|left| left - 1));
                 Ok(())
             }
         }

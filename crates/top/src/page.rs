@@ -14,7 +14,7 @@ use crate::view::{Order, View};
 /// Limit of lines each for services, load balancers and warnings, if servers need the room.
 const LINES: usize = 4;
 /// Width of a server's line before its cores, in columns.
-const BEFORE_CORES: u16 = 64;
+const COLUMNS_BEFORE_CORES: u16 = 64;
 
 /// Draws the page; stores the number of visible servers in `view`.
 pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
@@ -189,7 +189,7 @@ fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -
         Order::Load => servers.sort_by(|a, b| load(b).unwrap_or(-1.0).total_cmp(&load(a).unwrap_or(-1.0))),
         Order::NewConnections => servers.sort_by(|a, b| rate(b).unwrap_or(-1.0).total_cmp(&rate(a).unwrap_or(-1.0))),
     }
-    let room = usize::from(area.width.saturating_sub(BEFORE_CORES));
+    let room = usize::from(area.width.saturating_sub(COLUMNS_BEFORE_CORES));
     let row = |server: &'a Server| server_row(server, loads.get(server.name.as_str()).copied(), rate(server), room);
     let rows: Vec<Row<'a>> = servers.into_iter().skip(view.first_row).take(view.page_size).map(row).collect();
     let widths = [16, 10, 8, 8, 7, 5, 5].map(Constraint::Length).into_iter().chain([Constraint::Min(0)]);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The next connection's packet, and the measured program: for fresh_packets.bpf.c (XDP) and fresh_segments.bpf.c (tc).
- * The essay of fresh_packets.bpf.c gives the reasons.
+ * The next connection's packet, and the measured program: generated_packets.bpf.c (XDP), generated_segments.bpf.c (tc).
+ * The essay of generated_packets.bpf.c gives the reasons.
  */
 #ifndef COREWARD_BENCH_FEED_H
 #define COREWARD_BENCH_FEED_H
@@ -17,7 +17,7 @@ struct variation {
 	__u32 ports;
 	/* TSecr. */
 	__u32 tsecr;
-	/* Index in `lines` of fresh_packets.bpf.c. */
+	/* Index in `lines` of generated_packets.bpf.c. */
 	__u32 line;
 };
 

@@ -76,7 +76,7 @@ async fn fake_agent(
     }
 }
 
-/// Period of detailed reports for agents that report ten times a second.
+/// BoundedDuration of detailed reports for agents that report ten times a second.
 const REPORTS_PER_DETAILS: u64 = 10;
 
 /// Agent with random loads. Its cores have been up for weeks, so their busy times need eight bytes.

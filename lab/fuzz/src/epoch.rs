@@ -11,7 +11,7 @@ use crate::{frame, generate};
 
 pub const PACKETS: u64 = 200_000;
 /// Packets between comparisons of the whole state.
-const STATE_EVERY: u64 = 4096;
+const STATE_INTERVAL: u64 = 4096;
 
 /// Step of an epoch.
 #[derive(Debug, Clone)]
@@ -119,7 +119,7 @@ impl Epoch {
             let (outcome, difference) = self.packet()?;
             seen(outcome);
             let difference = difference.or_else(|| {
-                let due = self.packets.is_multiple_of(STATE_EVERY) || self.packets == packets;
+                let due = self.packets.is_multiple_of(STATE_INTERVAL) || self.packets == packets;
                 due.then(|| self.harness.compare_state()).flatten()
             });
             if let Some(difference) = difference {

@@ -25,8 +25,8 @@ const VIPS: [Ipv4Addr; 5] = [
     Ipv4Addr::new(10, 200, 0, 1),
     Ipv4Addr::new(10, 200, 0, 2),
     Ipv4Addr::new(192, 0, 2, 255),
-    ipv6::STAND_INS[0],
-    ipv6::STAND_INS[1],
+    ipv6::IPV6_PLACEHOLDERS[0],
+    ipv6::IPV6_PLACEHOLDERS[1],
 ];
 /// Ports of services: few, so that packets to other ports of a VIP often belong to another service.
 const PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
@@ -208,7 +208,7 @@ impl GenState {
             let kept = before.iter().find(|service| service.address == *address);
             let vip = match address.socket.ip() {
                 IpAddr::V4(vip) => vip,
-                IpAddr::V6(vip) => ipv6::stand_in(vip),
+                IpAddr::V6(vip) => ipv6::placeholder(vip),
             };
             let (servers, addresses) =
                 kept.map_or_else(Default::default, |service| (service.servers.clone(), service.addresses.clone()));
@@ -288,7 +288,7 @@ impl GenState {
         let (Some(reported), Some(service_slot)) = (outcome.reported, outcome.service) else { return };
         let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
         let (client, transport) = match ipv6::read(frame) {
-            Some(headers) => (ipv6::stand_in(headers.ends[0]), headers.transport),
+            Some(headers) => (ipv6::placeholder(headers.ends[0]), headers.transport),
             None => (Ipv4Addr::from(bytes(ETHERNET + 12)), ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4),
         };
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);

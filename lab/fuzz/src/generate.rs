@@ -71,7 +71,7 @@ fn client(state: &GenState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
 }
 
 /// Returns a client and a destination: in one of four cases, the service that has the client in its connection table.
-fn both_ends<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'a Planned, (Ipv4Addr, u16)) {
+fn pick_endpoints<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'a Planned, (Ipv4Addr, u16)) {
     if !state.indexed.is_empty() && rng.chance(1, 4) {
         let entry = rng.pick(&state.indexed);
         if let Some(planned) = state.services.iter().find(|planned| planned.service_slot == entry.service_slot) {
@@ -117,7 +117,7 @@ fn ip(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) 
 
 /// Writes a packet of the service's protocol, sometimes of the other protocol.
 fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let (client, planned, vip) = both_ends(state, rng);
+    let (client, planned, vip) = pick_endpoints(state, rng);
     let udp = (planned.address.protocol == Protocol::Udp) != rng.chance(1, 16);
     let payload = payload_length(rng);
     let ip = ip(rng, client.0, vip.0, if udp { frame::UDP } else { frame::TCP });
@@ -175,7 +175,7 @@ fn server_clock(state: &GenState, address: &[u8; 6], client: (Ipv4Addr, u16), rn
 
 /// Writes an ICMP message, mostly an error that quotes a server's packet to a client, cut at any length.
 fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let (client, planned, vip) = both_ends(state, rng);
+    let (client, planned, vip) = pick_endpoints(state, rng);
     let mut quoted = Vec::new();
     let source = if rng.chance(1, 30) { client.0 } else { vip.0 };
     let to_client = Ip {
@@ -189,7 +189,7 @@ fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
             let stamp = tsecr(state, planned, rng, ipv6::tuple(client, vip));
             let time = timestamp(stamp, rng.u32());
             let options = match rng.below(8) {
-                0 => soup(rng, &time),
+                0 => random_options(rng, &time),
                 1 => Vec::new(),
                 2 => [&[2, 4, 5, 0xb4, 4, 2][..], &time, &[1, 3, 3, 7]].concat(),
                 _ => [&[1, 1][..], &time].concat(),
@@ -302,7 +302,7 @@ fn options_with(rng: &mut FuzzRng, flags: u8, time: &[u8]) -> Vec<u8> {
         0..16 => [&[1, 1][..], time].concat(),
         16..19 => Vec::new(),
         19 => vec![1; rng.below(41)],
-        _ => soup(rng, time),
+        _ => random_options(rng, time),
     }
 }
 
@@ -321,7 +321,7 @@ fn options_of_a_syn(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
 }
 
 /// Returns options in any order and at any offset, some of them malformed.
-fn soup(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
+fn random_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     let mut options = Vec::new();
     while options.len() < 40 {
         match rng.below(14) {

@@ -22,8 +22,8 @@ use coreward_model::vlan::Vlan;
 
 use crate::change::{Change, Difference};
 use crate::frame::{ETHERNET, hex, ones_complement_sum, untagged};
+use crate::guarantees::Guarantees;
 use crate::memory::{COUNTER_WORDS, Memory};
-use crate::promises::Promises;
 
 /// linux/bpf.h
 const XDP_TX: i32 = 3;
@@ -237,7 +237,7 @@ pub struct Harness {
     counters: Vec<[u64; COUNTER_WORDS]>,
     /// Frame after the reference model processed it.
     expected: Vec<u8>,
-    promises: Promises,
+    guarantees: Guarantees,
     now_ns: u64,
 }
 
@@ -261,7 +261,7 @@ impl Harness {
             model,
             counters: vec![[0; COUNTER_WORDS]; intf::MAX_SERVICES as usize + 1],
             expected: Vec::new(),
-            promises: Promises::default(),
+            guarantees: Guarantees::default(),
             now_ns: 1,
         })
     }
@@ -312,12 +312,12 @@ impl Harness {
         if let Some(instance) = &mut self.instance {
             instance.change(change, &service_slots, &freed)?;
         }
-        self.promises.apply(change, &service_slots);
+        self.guarantees.apply(change, &service_slots);
         Ok(service_slots)
     }
 
     /// Returns whether the server or service of `change` exists.
-    pub fn makes_sense(&self, change: &Change) -> bool {
+    pub fn is_applicable(&self, change: &Change) -> bool {
         match change {
             Change::Server(service_slot, ..) | Change::Masked(service_slot, ..) | Change::Table(service_slot, _) => {
                 self.model.has_service(*service_slot)
@@ -340,9 +340,9 @@ impl Harness {
         let exceeds_mtu =
             [intf::LB_COUNTER_DROP_EXCEEDS_MTU, intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED].contains(&outcome.counter);
         let is_forwarded = verdict == XDP_TX && !exceeds_mtu;
-        let broken = if is_forwarded { self.promises.broken(&given, &instance.out[..length]) } else { None };
+        let broken = if is_forwarded { self.guarantees.broken(&given, &instance.out[..length]) } else { None };
         if exceeds_mtu {
-            self.promises.placed(&given);
+            self.guarantees.placed(&given);
         }
         let expected_verdict = outcome.verdict().xdp_action();
         let difference = broken

@@ -1,5 +1,5 @@
-//! IPv6 packets, translated from the generator's IPv4 packets: services at [`STAND_INS`] have IPv6 VIPs. Both families
-//! therefore get the same headers, options, errors and faults.
+//! IPv6 packets, translated from the generator's IPv4 packets: services at [`IPV6_PLACEHOLDERS`] have IPv6 VIPs. Both
+//! families therefore get the same headers, options, errors and faults.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -9,7 +9,7 @@ use crate::frame::{ETHERNET, ICMP};
 use crate::fuzz_rng::FuzzRng;
 
 /// IPv4 addresses that represent IPv6 VIPs.
-pub const STAND_INS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
+pub const IPV6_PLACEHOLDERS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
 
 const PREFIX: u128 = 0x2001_0db8 << 96;
 const IPV4_HEADER: usize = 20;
@@ -26,13 +26,13 @@ pub fn address(ipv4: Ipv4Addr) -> Ipv6Addr {
 }
 
 /// Returns the IPv4 address for one of [`address`].
-pub fn stand_in(ipv6: Ipv6Addr) -> Ipv4Addr {
+pub fn placeholder(ipv6: Ipv6Addr) -> Ipv4Addr {
     Ipv4Addr::from_bits(ipv6.to_bits() as u32)
 }
 
 /// Returns the address of a service at this VIP.
 pub fn socket(vip: (Ipv4Addr, u16)) -> SocketAddr {
-    let ip: IpAddr = if STAND_INS.contains(&vip.0) { address(vip.0).into() } else { vip.0.into() };
+    let ip: IpAddr = if IPV6_PLACEHOLDERS.contains(&vip.0) { address(vip.0).into() } else { vip.0.into() };
     SocketAddr::new(ip, vip.1)
 }
 
@@ -60,7 +60,10 @@ pub fn translate(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
     }
     let (header, total) = (usize::from(packet[0] & 0xf) * 4, usize::from(word(packet, 2)));
     let ends = [ipv4_at(packet, 12), ipv4_at(packet, 16)];
-    if header < IPV4_HEADER || total < header || total > packet.len() || !ends.iter().any(|end| STAND_INS.contains(end))
+    if header < IPV4_HEADER
+        || total < header
+        || total > packet.len()
+        || !ends.iter().any(|end| IPV6_PLACEHOLDERS.contains(end))
     {
         return;
     }

@@ -9,7 +9,7 @@
 //! * [`consistency`]: whether connections stay with their server while everything changes
 //! * [`cookies`]: effect of forged TSecr values
 //! * [`memory`]: the BPF program's maps
-//! * [`promises`]: promises of the documentation for every packet, checked without the model
+//! * [`guarantees`]: guarantees of the documentation for every packet, checked without the model
 //! * [`shrink`]: smallest sequence of steps that shows a difference
 
 pub mod campaign;
@@ -22,9 +22,9 @@ pub mod frame;
 pub mod fuzz_rng;
 pub mod gen_state;
 pub mod generate;
+pub mod guarantees;
 pub mod harness;
 mod ipv6;
 pub mod memory;
 pub mod mutate;
-pub mod promises;
 pub mod shrink;

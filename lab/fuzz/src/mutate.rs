@@ -6,15 +6,15 @@ use crate::gen_state::GenState;
 use crate::harness::OWN_MAC;
 
 /// Shortest frame that the kernel accepts for a test run (bytes).
-pub const SHORTEST: usize = 14;
+pub const MIN_FRAME_BYTES: usize = 14;
 /// Longest frame (bytes), far below the page of a test run's packet.
-pub const LONGEST: usize = 2048;
+pub const MAX_FRAME_BYTES: usize = 2048;
 
 const INTERESTING: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
 
 /// Writes random bytes: a whole frame, or a payload behind valid headers.
 pub fn random(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    packet.resize(SHORTEST + rng.below(200), 0);
+    packet.resize(MIN_FRAME_BYTES + rng.below(200), 0);
     rng.fill(packet);
     if packet.len() >= ETHERNET + 20 && rng.chance(15, 16) {
         let vip = state.services[rng.below(state.services.len())].vip;
@@ -38,9 +38,9 @@ pub fn random(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
 pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     for _ in 0..1 + rng.below(3) {
         once(rng, packet);
-        packet.truncate(LONGEST);
-        if packet.len() < SHORTEST {
-            packet.resize(SHORTEST, 0);
+        packet.truncate(MAX_FRAME_BYTES);
+        if packet.len() < MIN_FRAME_BYTES {
+            packet.resize(MIN_FRAME_BYTES, 0);
         }
     }
 }

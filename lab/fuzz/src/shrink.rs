@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::change::Difference;
 use crate::epoch::{Epoch, Step};
 use crate::harness::{Harness, Setup};
-use crate::mutate::SHORTEST;
+use crate::mutate::MIN_FRAME_BYTES;
 
 /// Limit of the shrinking; it then returns the best result so far.
 const TIMEOUT: Duration = Duration::from_secs(90);
@@ -32,7 +32,7 @@ impl Shrinker {
         for step in steps {
             last = match step {
                 // Without earlier steps a change may be invalid: its server's service may not exist.
-                Step::Change(change) if harness.makes_sense(change) => harness.change(change).map(|_| None)?,
+                Step::Change(change) if harness.is_applicable(change) => harness.change(change).map(|_| None)?,
                 Step::Change(_) => None,
                 Step::Packet(frame) => harness.packet(frame)?.1,
             };
@@ -57,16 +57,16 @@ impl Shrinker {
         Ok(differ)
     }
 
-    fn patient(&self) -> bool {
+    fn has_attempts_left(&self) -> bool {
         Instant::now() < self.deadline
     }
 
     /// Removes unnecessary steps, in ever smaller chunks (delta debugging: Zeller and Hildebrandt, TSE 2002).
     fn without_needless_steps(&self, shrunk: &mut Shrunk) -> anyhow::Result<()> {
         let mut part = shrunk.steps.len().div_ceil(2);
-        while part > 0 && self.patient() {
+        while part > 0 && self.has_attempts_left() {
             let mut start = 0;
-            while start + 1 < shrunk.steps.len() && self.patient() {
+            while start + 1 < shrunk.steps.len() && self.has_attempts_left() {
                 let end = (start + part).min(shrunk.steps.len() - 1);
                 let fewer = [&shrunk.steps[..start], &shrunk.steps[end..]].concat();
                 match self.difference(&fewer)? {
@@ -95,12 +95,12 @@ impl Shrinker {
         };
         for part in [256, 64, 16, 4, 1] {
             let frame = last(shrunk);
-            if frame.len() > SHORTEST + part && self.patient() {
+            if frame.len() > MIN_FRAME_BYTES + part && self.has_attempts_left() {
                 with(shrunk, frame[..frame.len() - part].to_vec())?;
             }
         }
         let mut at = 0;
-        while at < last(shrunk).len() && self.patient() {
+        while at < last(shrunk).len() && self.has_attempts_left() {
             let mut frame = last(shrunk);
             let end = (at + 2).min(frame.len());
             if frame[at..end].iter().any(|byte| *byte != 0) {

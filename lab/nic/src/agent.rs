@@ -20,7 +20,7 @@ const NOTICE_LIMIT: Duration = Duration::from_secs(15);
 /// Id of the server in the fleet's file: the seed of its balanced table.
 const SERVER_ID: u64 = 4711;
 /// RSS key of the fleet, in the controller's secret file.
-const FLEET_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
+const RSS_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
                          10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
 
 /// Returns the files of the guest, each with its name without leading slash and its content.
@@ -39,7 +39,7 @@ pub fn files() -> [(&'static str, String); 5] {
         ("etc/lb.toml", balancer.to_owned()),
         ("etc/controller.toml", controller.to_owned()),
         ("etc/fleet.toml", fleet),
-        ("etc/rss.key", FLEET_KEY.to_owned()),
+        ("etc/rss.key", RSS_KEY.to_owned()),
         ("etc/agent.toml", agent.to_owned()),
     ]
 }
@@ -47,7 +47,7 @@ pub fn files() -> [(&'static str, String); 5] {
 /// Returns the settings that an agent with `manage_rss` makes in a NIC with the settings `before`. A driver that does
 /// not show its key does not accept one either.
 pub fn managed(before: &Rss, accepts_key: bool, receive_queues: u16) -> Result<Rss> {
-    let key = if accepts_key { FLEET_KEY.parse()? } else { before.key.clone() };
+    let key = if accepts_key { RSS_KEY.parse()? } else { before.key.clone() };
     let seed = ServerId::try_from(SERVER_ID)?.get().into();
     let entries = before.indirection_table.entry_count();
     Ok(Rss { key, indirection_table: IndirectionTable::balanced(seed, entries, receive_queues)? })

@@ -169,12 +169,12 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         assert!(last.counters.iter().any(|(name, _)| name == "stamped"), "{:?}", last.counters);
         assert!(last.counters.iter().any(|(name, _)| name == "steered"), "{:?}", last.counters);
 
-        ends_in_order(&testbed, agent, &original)
+        check_shutdown(&testbed, agent, &original)
     })
 }
 
 /// An end in order puts RSS back, but goes on stamping; after a kill the next agent still knows what was there first.
-fn ends_in_order(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Result<()> {
+fn check_shutdown(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Result<()> {
     agent.leave()?;
     assert_eq!(&read_registers(&testbed.emulated_rss(1))?, original);
     assert_eq!(sysctl(), "2", "connections are still stamped");

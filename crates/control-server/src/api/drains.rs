@@ -106,7 +106,7 @@ async fn change(
 fn not_drained(refused: &DrainError) -> Problem {
     let kind = match refused {
         DrainError::UnknownServer(_) | DrainError::NotInService { .. } => ProblemKind::NotFound,
-        DrainError::LastOne { .. } => ProblemKind::Conflict,
+        DrainError::LastServer { .. } => ProblemKind::Conflict,
     };
     Problem::new(kind, refused.to_string())
 }

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{FromToml, MINUTE, Period, Reader, SECOND, Span, Spanned, config_struct, parsed, serde_json};
+use coreward_config::{
+    BoundedDuration, FromToml, MINUTE, Reader, SECOND, Span, Spanned, config_struct, parsed, serde_json,
+};
 use serde_json::{Value, json};
 
 use super::StoreLocation;
@@ -47,7 +49,8 @@ config_struct! {
         pub prefix: Prefix = Prefix("/coreward".to_owned()),
         /// Time for which the leader continues without etcd, and for which no controller leads after the leader's
         /// failure; whole seconds.
-        pub lease: Spanned<Period<{ 2 * SECOND }, MINUTE>> = Spanned::new(0..0, Period(DEFAULT_LEASE)),
+        pub lease: Spanned<BoundedDuration<{ 2 * SECOND }, MINUTE>> =
+            Spanned::new(0..0, BoundedDuration(DEFAULT_LEASE)),
         /// This controller's address and port in the daemons' files; default: `listen`.
         pub advertise: Option<SocketAddr>,
         /// https://HOST:PORT of this controller's API, as in its certificate; default: from `api`.
@@ -207,7 +210,7 @@ fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<
         }
         seen.push(text.clone());
     }
-    let Period(time) = *lease.get_ref();
+    let BoundedDuration(time) = *lease.get_ref();
     if time.subsec_nanos() != 0 {
         reader.report(lease.span(), "a lease in parts of a second: expected whole seconds");
     }

@@ -196,7 +196,7 @@ pub async fn campaign(
     let candidate = candidate(config)?;
     let (election, cluster_of) = (election.clone(), cluster.clone());
     let seen = move |seen| match seen {
-        LeaderState::Nobody => {
+        LeaderState::NoLeader => {
             tracing::info!(event = "no-leader", "no controller leads");
             election.become_follower(None);
         }
@@ -229,7 +229,7 @@ pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
             Ok(leader) => format!("controller {leader} leads"),
             Err(_) => format!("{value} leads"),
         },
-        LeaderState::Nobody | LeaderState::Unknown(_) => "no controller leads".to_owned(),
+        LeaderState::NoLeader | LeaderState::Unknown(_) => "no controller leads".to_owned(),
     })
 }
 

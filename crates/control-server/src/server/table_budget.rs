@@ -6,9 +6,9 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// Time for due tables, after which reports are processed.
-const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
+const TABLE_TIME_SLICE: Duration = Duration::from_millis(2);
 /// Pause after tables, as a multiple of their time: they take at most half of a CPU.
-const TABLES_REST: u32 = 1;
+const PAUSE_PER_TABLE_TIME: u32 = 1;
 /// Shortest pause between tables, which collects changes.
 const MIN_TABLE_PAUSE: Duration = Duration::from_millis(1);
 
@@ -24,7 +24,7 @@ impl TableBudget {
         if let Some(later) = next.filter(|next| *next > Instant::now()) {
             return later;
         }
-        let took = make(TABLES_AT_ONCE);
-        *next.insert(Instant::now() + (took * TABLES_REST).max(MIN_TABLE_PAUSE))
+        let took = make(TABLE_TIME_SLICE);
+        *next.insert(Instant::now() + (took * PAUSE_PER_TABLE_TIME).max(MIN_TABLE_PAUSE))
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use coreward_controller::rejection::REPORTS_AT_ONCE;
+use coreward_controller::rejection::REPORT_BURST;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use tokio::sync::mpsc;
@@ -45,7 +45,7 @@ fn report(sequence: u64) -> v1::AgentMessage {
 /// Reports that were decoded, whatever became of them.
 async fn decoded(running: &Running) -> u64 {
     let status = running.status().await;
-    let of_reports = ["too_often", "out_of_order", "clock_stood_still", "impossible_load"];
+    let of_reports = ["too_often", "out_of_order", "clock_stalled", "impossible_load"];
     status.accepted_reports + of_reports.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
 }
 
@@ -71,7 +71,7 @@ async fn flooding_agent_is_read_at_its_limit() {
     let running = Arc::new(running);
     let began = Instant::now();
     let flood = tokio::spawn(flood(running.clone()));
-    let at_once = u64::from(REPORTS_AT_ONCE);
+    let at_once = u64::from(REPORT_BURST);
     with_timeout("the reports that it may send at once", async { while decoded(&running).await < at_once {} }).await;
     // Another agent's reports pass meanwhile.
     let (other, _updates) = agent(&running, "s2").await;

@@ -112,7 +112,7 @@ impl RequestLedger {
         })
     }
 
-    pub(super) fn is_of_this_version(&self) -> bool {
+    pub(super) fn has_this_version(&self) -> bool {
         self.state.load(offset_of!(intf::dispatch_state, layout_version)) == u64::from(intf::DISPATCH_LAYOUT_VERSION)
     }
 

@@ -51,7 +51,7 @@ impl LoadBalancer {
         let (generation, members) = (table.generation, table.members);
         let (consistent, previous_consistent) = (table.consistent, table.previous_consistent);
         let table = PlacementTable { generation, members, consistent, previous_consistent, ..chosen };
-        self.install(service, Hashing::Kept, &table)
+        self.install(service, Hashing::UnchangedMembers, &table)
     }
 
     /// Returns whether the rule of `table` differs from the rule in force: then `install_table` may load a program.

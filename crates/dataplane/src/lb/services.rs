@@ -192,11 +192,11 @@ impl LoadBalancer {
     fn switch_directory(&mut self) -> anyhow::Result<()> {
         self.grace_periods.wait(self.directory_retired_at)?;
         let directory = service_slots::lb_directory(&self.addresses_with_numbers())?;
-        let active = DIRECTORIES + offset_of!(intf::lb_service_directories, active);
+        let active = DIRECTORIES_OFFSET + offset_of!(intf::lb_service_directories, active);
         let idle = self.maps.state.load(active) ^ 1;
         let half =
             offset_of!(intf::lb_service_directories, half) + idle as usize * size_of::<intf::lb_service_directory>();
-        self.maps.state.write(DIRECTORIES + half, &*directory);
+        self.maps.state.write(DIRECTORIES_OFFSET + half, &*directory);
         self.maps.state.store(active, idle);
         self.directory_retired_at = self.grace_periods.now();
         Ok(())
@@ -288,10 +288,10 @@ pub(super) fn service_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
     services_of(maps).into_iter().map(|(address, service)| (address, name(service.index))).collect()
 }
 
-const DIRECTORIES: usize = offset_of!(intf::lb_state, directories);
+const DIRECTORIES_OFFSET: usize = offset_of!(intf::lb_state, directories);
 
 pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
-    let directories = maps.state.read::<intf::lb_service_directories>(DIRECTORIES);
+    let directories = maps.state.read::<intf::lb_service_directories>(DIRECTORIES_OFFSET);
     let named = directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
         let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
         let (index, mode) = parse_number(slot.number)?;

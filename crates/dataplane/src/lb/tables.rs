@@ -130,7 +130,7 @@ pub(super) enum Hashing {
     /// The RSS keys of the new table's groups, with this VIP as destination.
     Keys(SocketAddr),
     /// The first group of the service's present table.
-    Kept,
+    UnchangedMembers,
 }
 
 /// Key of Toeplitz tables: the RSS key, the address family, and the VIP if the NIC combines source and destination
@@ -390,8 +390,8 @@ impl Tables {
     ) -> Result<Vec<(Block, u32)>, MemoryFull> {
         let vip = match (hashing, before) {
             (Hashing::Keys(vip), _) => vip,
-            (Hashing::Kept, None) => return Ok(Vec::new()),
-            (Hashing::Kept, Some(before)) => {
+            (Hashing::UnchangedMembers, None) => return Ok(Vec::new()),
+            (Hashing::UnchangedMembers, Some(before)) => {
                 let header = self.memory.read::<intf::placement_table>(before.offset() as usize);
                 let first = before.sources.first().map(|source| (*source, header.toeplitz_destination[0]));
                 first.iter().for_each(|(source, _)| self.sources.entry(*source).or_default().users += 1);

@@ -59,7 +59,7 @@ fn forwarded(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
 }
 
 /// Returns the number of forwarded packets of all services, also of removed services.
-fn in_all(lb: &LoadBalancer) -> u64 {
+fn total_packets(lb: &LoadBalancer) -> u64 {
     lb.total_counters().packets[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
@@ -118,13 +118,13 @@ fn new_process_takes_over_while_packets_pass() {
         for round in 0..10u64 {
             pass(100);
             // A drop detaches nothing, as if the process had been killed.
-            let counted = in_all(&lb);
+            let counted = total_packets(&lb);
             drop(lb);
             pass(40);
             lb = start();
             assert!(lb.is_taken_over());
             assert!(
-                in_all(&lb) >= counted && counted > 0,
+                total_packets(&lb) >= counted && counted > 0,
                 "round {round}: counts continue before services are configured"
             );
             assert_eq!(lb.services().collect::<Vec<_>>(), [(service(VIP), index)]);

@@ -185,7 +185,7 @@ fn followers_name_the_leader() {
 fn resign_during_election_releases_lease() {
     let etcd = Etcd::start();
     let (cluster, other) = (etcd.cluster(), etcd.cluster());
-    eventually("etcd has started", || read_leader(&cluster) == Ok(LeaderState::Nobody));
+    eventually("etcd has started", || read_leader(&cluster) == Ok(LeaderState::NoLeader));
     // It is not yet known that it has won.
     let lease = Duration::from_secs(60);
     drop(cluster.block_on(candidate("a", lease).campaign_once(cluster.clone())).unwrap());
@@ -193,7 +193,7 @@ fn resign_during_election_releases_lease() {
     assert!(cluster.block_on(cluster.leave()).unwrap());
     // Its campaign goes on until the process has ended, and wins nothing.
     assert!(cluster.block_on(candidate("a", lease).campaign_once(cluster.clone())).is_err());
-    assert_eq!(read_leader(&other), Ok(LeaderState::Nobody));
+    assert_eq!(read_leader(&other), Ok(LeaderState::NoLeader));
     let second = other.block_on(candidate("b", lease).campaign_once(other.clone())).unwrap();
     // A leader that resigned has no key left.
     other.block_on(second.resign()).unwrap();

@@ -15,7 +15,7 @@ pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     match (vip.ip(), vip) {
         (IpAddr::V4(address), _) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
         (IpAddr::V6(_), SocketAddr::V6(scoped)) if scoped.scope_id() != 0 => Some(" has a zone"),
-        (IpAddr::V6(address), _) => why_unusable_ipv6(address),
+        (IpAddr::V6(address), _) => ipv6_address_error(address),
     }
 }
 
@@ -23,11 +23,11 @@ pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
 pub fn server_address_error(address: IpAddr) -> Option<&'static str> {
     match address {
         IpAddr::V4(address) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
-        IpAddr::V6(address) => why_unusable_ipv6(address),
+        IpAddr::V6(address) => ipv6_address_error(address),
     }
 }
 
-fn why_unusable_ipv6(address: Ipv6Addr) -> Option<&'static str> {
+fn ipv6_address_error(address: Ipv6Addr) -> Option<&'static str> {
     let reasons = [
         (address.is_unspecified(), " is the unspecified address"),
         (address.is_loopback(), " is the loopback address"),

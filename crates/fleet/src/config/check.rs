@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use coreward_config::{Period, Reader, Span, Spanned, format_time};
+use coreward_config::{BoundedDuration, Reader, Span, Spanned, format_time};
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::consistency::Timestamps;
@@ -29,7 +29,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let services = services.check(&file.services, reader);
     services_of_servers(&servers, &services, reader);
     FleetConfig {
-        report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |Period(interval)| interval),
+        report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |BoundedDuration(interval)| interval),
         tables: file.table_updates,
         table_lifetime: file.table_lifetime.0,
         alpha: file.load_ewma_alpha,
@@ -57,11 +57,11 @@ fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], rea
 
 /// Checks the interval of rotations. A second rotation overwrites the previous key, so its cookies must have expired.
 fn rotation<const MIN: u64, const MAX: u64>(
-    interval: &Spanned<Period<MIN, MAX>>,
+    interval: &Spanned<BoundedDuration<MIN, MAX>>,
     max_connection_lifetime: Duration,
     reader: &mut Reader<'_>,
 ) -> Duration {
-    let Period(rotation_interval) = *interval.get_ref();
+    let BoundedDuration(rotation_interval) = *interval.get_ref();
     if rotation_interval < max_connection_lifetime {
         let [rotation_interval, max_connection_lifetime] =
             [rotation_interval, max_connection_lifetime].map(format_time);
@@ -164,7 +164,7 @@ impl Services<'_> {
                 mode,
                 other_balancer: transfer::of(service, address, mode, reader),
                 policy: policy.0,
-                slow_start: service.slow_start.map_or(Duration::ZERO, |Period(time)| time),
+                slow_start: service.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
                 buckets: service.buckets.unwrap_or(self.buckets),
                 check,
                 when_all_down: service.when_all_down,

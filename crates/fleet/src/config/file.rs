@@ -1,6 +1,6 @@
 //! Keys of the fleet's document, and the valid values of each key.
 
-use coreward_config::{Field, HOUR, MILLISECOND, Name, Period, SECOND, Spanned, config_struct, string_enum};
+use coreward_config::{BoundedDuration, Field, HOUR, MILLISECOND, Name, SECOND, Spanned, config_struct, string_enum};
 use coreward_model::ServerId;
 use coreward_model::load::Alpha;
 use coreward_model::placement::{BucketCount, DEFAULT_TABLE_LIFETIME};
@@ -17,21 +17,22 @@ config_struct! {
     /// The fleet's document.
     pub struct FleetFile {
         /// Time between two reports of an agent.
-        pub report_interval: Option<Period<{ 10 * MILLISECOND }, SECOND>>,
+        pub report_interval: Option<BoundedDuration<{ 10 * MILLISECOND }, SECOND>>,
         /// Trigger of placement tables: "on-change", as soon as a report changes an input of a table, or "interval",
         /// once per report_interval.
         pub table_updates: TableTiming = TableTiming::OnChange,
         /// Time for which load balancers use a table that depends on loads while no controller leads; afterwards they
         /// place new connections by their own counts.
-        pub table_lifetime: Period<SECOND, HOUR> = Period(DEFAULT_TABLE_LIFETIME),
+        pub table_lifetime: BoundedDuration<SECOND, HOUR> = BoundedDuration(DEFAULT_TABLE_LIFETIME),
         /// Weight of the newest report in a core's load.
         pub load_ewma_alpha: Alpha = Alpha::PUBLISHED,
         /// Default of the services' `buckets`.
         pub buckets: BucketCount = BucketCount::PUBLISHED,
         /// Longest life of a cookie.
-        pub max_connection_lifetime: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_MAX_CONNECTION_LIFETIME),
+        pub max_connection_lifetime: BoundedDuration<SECOND, { 8760 * HOUR }> =
+            BoundedDuration(DEFAULT_MAX_CONNECTION_LIFETIME),
         /// Interval of key rotations, at least max_connection_lifetime.
-        pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
+        pub key_rotation: Option<Spanned<BoundedDuration<HOUR, { 8760 * HOUR }>>>,
         /// Names of the racks that may connect; by default any rack may.
         pub racks: Option<Vec<Spanned<Name>>>,
         /// Names of the load balancers that may connect; by default any load balancer may.

@@ -4,8 +4,8 @@ use std::net::Ipv6Addr;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    FromToml, HOUR, MILLISECOND, MINUTE, Number, Period, Reader, Span, Spanned, config_struct, parsed, serde_json,
-    string_enum,
+    BoundedDuration, FromToml, HOUR, MILLISECOND, MINUTE, Number, Reader, Span, Spanned, config_struct, parsed,
+    serde_json, string_enum,
 };
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::health::{Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verification};
@@ -24,9 +24,9 @@ config_struct! {
         /// Port of the check; by default the service's port.
         pub port: Option<Spanned<Number<1, 65535>>>,
         /// Longest time between two checks.
-        pub interval: Period<{ 100 * MILLISECOND }, HOUR> = Period(DEFAULT_INTERVAL),
+        pub interval: BoundedDuration<{ 100 * MILLISECOND }, HOUR> = BoundedDuration(DEFAULT_INTERVAL),
         /// Longest time until an answer.
-        pub timeout: Period<{ 10 * MILLISECOND }, MINUTE> = Period(DEFAULT_TIMEOUT),
+        pub timeout: BoundedDuration<{ 10 * MILLISECOND }, MINUTE> = BoundedDuration(DEFAULT_TIMEOUT),
         /// Successes in a row that make a server up that was down.
         pub rise: Number<1, 100> = Number(2),
         /// Failures in a row that make a server down.

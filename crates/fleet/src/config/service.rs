@@ -1,6 +1,6 @@
 //! A service's keys, and the valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
 
-use coreward_config::{Field, HOUR, Name, Period, Reader, Spanned, config_struct, string_enum};
+use coreward_config::{BoundedDuration, Field, HOUR, Name, Reader, Spanned, config_struct, string_enum};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::health::WhenAllDown;
@@ -35,7 +35,7 @@ config_struct! {
         /// Placement policy for new connections.
         pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
         /// Time in which the share of a joining server grows linearly.
-        pub slow_start: Option<Period<0, HOUR>>,
+        pub slow_start: Option<BoundedDuration<0, HOUR>>,
         /// Number of buckets, a power of two; by default the fleet's.
         pub buckets: Option<BucketCount>,
         /// Names of its servers; by default all servers.

@@ -21,7 +21,7 @@ use crate::{FourTuple, ServerId};
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
-const NOT_OURS: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) const BROADCAST: Mac = [0xff; 6];
 
@@ -87,21 +87,21 @@ impl LoadBalancer {
 
     /// Parses the frame and decides. Sets `read` to the service as soon as it is known.
     fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
-        let outer = packet::outer(frame).ok_or(NOT_OURS)?;
+        let outer = packet::outer(frame).ok_or(NOT_A_SERVICE)?;
         if outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
-            return Err(NOT_OURS);
+            return Err(NOT_A_SERVICE);
         }
         // IPv6 names the protocol behind its extension headers.
-        if outer.vip.is_ipv4() && !self.balances(outer.protocol) {
-            return Err(NOT_OURS);
+        if outer.vip.is_ipv4() && !self.is_balanced_protocol(outer.protocol) {
+            return Err(NOT_A_SERVICE);
         }
         let whole = packet::parse_ip(frame)?;
         let sender = Sender { mac: packet::source_mac(frame), bytes: frame.len() as u64 };
         match (whole.protocol, whole.part) {
-            (PROTOCOL_ICMPV6, _) if outer.protocol != PROTOCOL_ICMPV6 => Err(NOT_OURS),
+            (PROTOCOL_ICMPV6, _) if outer.protocol != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
             (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => self.icmp(&whole, sender, now_ns, read),
-            (packet::PROTOCOL_ICMP, _) => Err(NOT_OURS),
-            (protocol, _) if !self.balances(protocol) => Err(NOT_OURS),
+            (packet::PROTOCOL_ICMP, _) => Err(NOT_A_SERVICE),
+            (protocol, _) if !self.is_balanced_protocol(protocol) => Err(NOT_A_SERVICE),
             (UDP, FragmentPart::Later) => self.later_fragment(&whole, read),
             (UDP, _) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
@@ -124,13 +124,13 @@ impl LoadBalancer {
     }
 
     /// Whether the program handles the protocol: UDP is not compiled in while no service needs it.
-    fn balances(&self, protocol: u8) -> bool {
+    fn is_balanced_protocol(&self, protocol: u8) -> bool {
         let udp = || self.by_address.keys().any(|(.., protocol)| *protocol == UDP);
         matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
     }
 
     pub(super) fn service_at(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEnd> {
-        self.by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_OURS)
+        self.by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
     }
 
     /// Sends an ICMP error to the server whose packet it quotes: by the cookie in the quoted TSval, by the flow table,
@@ -219,13 +219,13 @@ impl LoadBalancer {
 
     fn decide(&mut self, service_slot: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
         let Some(transfer) = self.service(service_slot).mode.transfer else {
-            return self.decide_alone(service_slot, packet, sender, now_ns);
+            return self.decide_without_counting(service_slot, packet, sender, now_ns);
         };
         let (other, first) = (transfer.other_balancer(), packet.flags & SYN != 0);
         if first && matches!(transfer, Transfer::HandedOverTo(_)) {
             return self.to_other_balancer(service_slot, other);
         }
-        let decision = self.decide_alone(service_slot, packet, sender, now_ns);
+        let decision = self.decide_without_counting(service_slot, packet, sender, now_ns);
         if decision.server.is_some() && !first { decision.with_previous_server(other.get()) } else { decision }
     }
 
@@ -250,7 +250,13 @@ impl LoadBalancer {
         Decision { server: None, ..to }
     }
 
-    fn decide_alone(&mut self, service_slot: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
+    fn decide_without_counting(
+        &mut self,
+        service_slot: usize,
+        packet: &Packet,
+        sender: &Sender,
+        now_ns: u64,
+    ) -> Decision {
         let service = self.service(service_slot);
         let mode = service.mode;
         let first = packet.flags & SYN != 0;

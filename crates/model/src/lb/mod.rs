@@ -284,7 +284,7 @@ impl LoadBalancer {
     /// Sets the services and returns the slot of each. A known service keeps its slot with its state; a new one gets
     /// the lowest free slot. Panics with more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
-        let stateful = self.stateful_places();
+        let stateful = self.stateful_slots();
         for service_slot in &mut self.services {
             let kept = |service: &Service| services.iter().any(|(address, _)| *address == service.address);
             *service_slot = service_slot.take().filter(kept);
@@ -295,11 +295,12 @@ impl LoadBalancer {
                 service.mode = *mode;
             }
         }
-        let still = self.stateful_places();
+        let still = self.stateful_slots();
         let not_any_more: Vec<usize> =
             stateful.into_iter().filter(|service_slot| !still.contains(service_slot)).collect();
         self.stateful.free_services(&not_any_more);
-        let service_slots: Vec<usize> = services.iter().map(|(address, mode)| self.place_of(*address, *mode)).collect();
+        let service_slots: Vec<usize> =
+            services.iter().map(|(address, mode)| self.allocate_slot(*address, *mode)).collect();
         self.by_address.clear();
         self.vips.clear();
         for ((address, _), service_slot) in services.iter().zip(&service_slots) {
@@ -310,12 +311,12 @@ impl LoadBalancer {
         service_slots
     }
 
-    fn stateful_places(&self) -> Vec<usize> {
+    fn stateful_slots(&self) -> Vec<usize> {
         let stateful = |service_slot: &usize| self.services[*service_slot].as_ref().is_some_and(Service::is_stateful);
         (0..self.services.len()).filter(stateful).collect()
     }
 
-    fn place_of(&mut self, address: ServiceAddress, mode: ServiceMode) -> usize {
+    fn allocate_slot(&mut self, address: ServiceAddress, mode: ServiceMode) -> usize {
         let kept = |service: &Option<Service>| service.as_ref().is_some_and(|service| service.address == address);
         if let Some(service_slot) = self.services.iter().position(kept) {
             return service_slot;

@@ -245,16 +245,16 @@ pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
 
 fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    const NOT_OURS: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+    const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
     if packet.part != FragmentPart::Whole {
-        return Err(NOT_OURS);
+        return Err(NOT_A_SERVICE);
     }
     let message = packet.payload;
     if message.len() < ICMP_HEADER {
         return Err(MALFORMED);
     }
     if !ICMP_ERRORS.contains(&message[0]) {
-        return Err(NOT_OURS);
+        return Err(NOT_A_SERVICE);
     }
     let quoted = &message[ICMP_HEADER..];
     if quoted.len() < IPV4_HEADER {
@@ -265,7 +265,7 @@ fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
         return Err(MALFORMED);
     }
     if address_at(quoted, 12) != packet.vip || part(quoted) == FragmentPart::Later {
-        return Err(NOT_OURS);
+        return Err(NOT_A_SERVICE);
     }
     let segment = &quoted[header..];
     Ok(Quote {

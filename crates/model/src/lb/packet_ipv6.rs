@@ -19,7 +19,7 @@ pub(super) const PROTOCOL_ICMPV6: u8 = 58;
 const FRAGMENT: u8 = 44;
 const AUTHENTICATION: u8 = 51;
 const EXTENSION_HEADERS: [u8; 5] = [0, 43, FRAGMENT, AUTHENTICATION, 60];
-const MOST_EXTENSION_HEADERS: usize = 6;
+const MAX_EXTENSION_HEADERS: usize = 6;
 /// Largest offset in the frame of a transport header.
 const LAST_TRANSPORT: usize = 111;
 
@@ -72,7 +72,7 @@ struct ExtensionChainEnd {
 /// Finds the end of the extension headers.
 fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> {
     let (mut next, mut at) = (packet[6], IPV6_HEADER);
-    for _ in 0..MOST_EXTENSION_HEADERS {
+    for _ in 0..MAX_EXTENSION_HEADERS {
         if !EXTENSION_HEADERS.contains(&next) {
             break;
         }
@@ -101,13 +101,13 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> 
 
 pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    const NOT_OURS: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+    const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
     let message = packet.payload;
     if message.len() < ICMP_HEADER {
         return Err(MALFORMED);
     }
     if !ICMPV6_ERRORS.contains(&message[0]) {
-        return Err(NOT_OURS);
+        return Err(NOT_A_SERVICE);
     }
     let quoted = &message[ICMP_HEADER..];
     if quoted.len() < IPV6_HEADER + QUOTED_BYTES || quoted[0] >> 4 != 6 {
@@ -115,7 +115,7 @@ pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     }
     let protocol = quoted[6];
     if address_at(quoted, 8) != packet.vip || !Protocol::ALL.map(Protocol::number).contains(&protocol) {
-        return Err(NOT_OURS);
+        return Err(NOT_A_SERVICE);
     }
     let segment = &quoted[IPV6_HEADER..];
     Ok(Quote {

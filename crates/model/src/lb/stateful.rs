@@ -77,7 +77,7 @@ impl Stateful {
         &mut self.held[source_shard(&self.key, client)]
     }
 
-    fn may_take(&mut self, client: IpAddr) -> bool {
+    fn may_take_entry(&mut self, client: IpAddr) -> bool {
         let limit = self.entries_per_source;
         limit.is_none_or(|limit| *self.held(client) < limit)
     }
@@ -195,7 +195,7 @@ impl LoadBalancer {
         let decision = self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if tsecr.value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
-        if !self.stateful.may_take(packet.client.ip()) {
+        if !self.stateful.may_take_entry(packet.client.ip()) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
         let new = NewConnection { hash, service: service_slot as u16, client: packet.client, bytes };

@@ -97,7 +97,7 @@ impl Pool {
     pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
         let Self { load_balancers, opened_connections, counts_requests, new_interval, racks, .. } = self;
         let pool = Self { opened_connections, counts_requests, new_interval, ..Self::new(servers, load_balancers) };
-        pool.behind_racks(racks)
+        pool.with_rack_summaries(racks)
     }
 
     /// Returns the pool at the time of the next table, as [`Pool::new`] would.
@@ -142,7 +142,7 @@ impl Pool {
 
     /// Returns the pool with the loads from racks, where no other loads are known. In a pool that is behind racks
     /// already, only new summaries are processed.
-    pub fn behind_racks(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
+    pub fn with_rack_summaries(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
         let before = std::mem::replace(&mut self.racks, racks.clone());
         self.totals = OnceLock::new();
         if self.in_one_rack && before.len() == racks.len() {
@@ -428,9 +428,9 @@ mod tests {
                 for (rack, of_rack) in relayed {
                     racks[rack] = summary(&of_rack);
                 }
-                pool = pool.for_next_table(3).with_opened_connections(4).behind_racks(racks[..count].to_vec());
+                pool = pool.for_next_table(3).with_opened_connections(4).with_rack_summaries(racks[..count].to_vec());
                 let anew = Pool::new(servers.clone(), 3);
-                let anew = anew.with_opened_connections(4).behind_racks(racks[..count].to_vec());
+                let anew = anew.with_opened_connections(4).with_rack_summaries(racks[..count].to_vec());
                 prop_assert_eq!(pool.servers(), anew.servers());
                 prop_assert_eq!(pool.neutral_load(), anew.neutral_load());
                 prop_assert_eq!(pool.has_loads(), anew.has_loads());

@@ -114,13 +114,13 @@ proptest! {
                     ..racked.server.clone()
                 }).collect();
                 let expected = flat.place(&pool_of(&all, requests), buckets, report);
-                let pool = pool_of(&known_above, requests).behind_racks(relayed.clone());
+                let pool = pool_of(&known_above, requests).with_rack_summaries(relayed.clone());
                 let found = above.place(&pool, buckets, report);
                 prop_assert_eq!(&found, &expected, "{}, report {}", name, report);
                 let mut pool = kept.take().unwrap_or_else(|| pool_of(&known_above, requests));
                 known_above.iter().for_each(|server| pool.renew(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
-                let pool = if requests { pool.counting_requests() } else { pool }.behind_racks(relayed);
+                let pool = if requests { pool.counting_requests() } else { pool }.with_rack_summaries(relayed);
                 prop_assert_eq!(&going_on.place(&pool, buckets, report), &expected, "{}, report {}, going \
                  on", name, report);
                 kept = Some(pool);

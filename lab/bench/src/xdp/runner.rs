@@ -1,4 +1,4 @@
-//! Runs an XDP program on many fresh packets: `bpf/fresh_packets.bpf.c` from user space.
+//! Runs an XDP program on many fresh packets: `bpf/generated_packets.bpf.c` from user space.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -13,12 +13,12 @@ use nix::time::{ClockId, clock_gettime};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
-    include!(concat!(env!("OUT_DIR"), "/fresh_packets.skel.rs"));
+    include!(concat!(env!("OUT_DIR"), "/generated_packets.skel.rs"));
 }
 
-use skeleton::FreshPacketsSkelBuilder;
+use skeleton::GeneratedPacketsSkelBuilder;
 
-/// Packets in the memory that `fresh_packet` reads.
+/// Packets in the memory that `generated_packet` reads.
 pub const PACKETS: usize = 1 << 20;
 
 /// Variable fields of a packet: `struct variation` of `bpf/feed.h`.
@@ -55,12 +55,12 @@ pub enum Feed {
     /// Also loads a cache line that the packet needs.
     AfterLine,
     /// Packets of new clients.
-    FreshSource,
+    GeneratedSource,
     /// Removes the outer header that the previous run has added.
     Shortened,
 }
 
-/// Programs of fresh_packets.bpf.c, for one frame and its variations.
+/// Programs of generated_packets.bpf.c, for one frame and its variations.
 pub struct Runner {
     frame: Vec<u8>,
     feeds: [OwnedFd; 5],
@@ -79,8 +79,9 @@ impl Runner {
     pub fn new(frame: &Frame, packets: &[Packet], lines: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
         let mut storage = MaybeUninit::uninit();
-        let mut open = FreshPacketsSkelBuilder::default().open(&mut storage).context("opening fresh_packets.bpf.o")?;
-        let constants = open.maps.rodata_data.as_deref_mut().context("fresh_packets.bpf.o has no constants")?;
+        let mut open =
+            GeneratedPacketsSkelBuilder::default().open(&mut storage).context("opening generated_packets.bpf.o")?;
+        let constants = open.maps.rodata_data.as_deref_mut().context("generated_packets.bpf.o has no constants")?;
         constants.mask = packets.len() as u32 - 1;
         constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
         constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
@@ -90,18 +91,18 @@ impl Runner {
         constants.tsecr_at = frame.tsecr_at;
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
-        let loaded = open.load().context("loading fresh_packets.bpf.c")?;
+        let loaded = open.load().context("loading generated_packets.bpf.c")?;
         let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);
         let programs = &loaded.progs;
         Ok(Self {
             frame: frame.bytes.clone(),
             feeds: [
-                programs.fresh_packet.as_fd().try_clone_to_owned()?,
-                programs.fresh_packet_and_line.as_fd().try_clone_to_owned()?,
-                programs.fresh_packet_after_line.as_fd().try_clone_to_owned()?,
-                programs.fresh_source.as_fd().try_clone_to_owned()?,
-                programs.fresh_packet_shortened.as_fd().try_clone_to_owned()?,
+                programs.generated_packet.as_fd().try_clone_to_owned()?,
+                programs.generated_packet_with_line.as_fd().try_clone_to_owned()?,
+                programs.generated_packet_after_line.as_fd().try_clone_to_owned()?,
+                programs.generated_source.as_fd().try_clone_to_owned()?,
+                programs.generated_packet_shortened.as_fd().try_clone_to_owned()?,
             ],
             empty: programs.empty.as_fd().try_clone_to_owned()?,
             parse_and_swap_macs: programs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,

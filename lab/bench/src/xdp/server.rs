@@ -28,10 +28,10 @@ use crate::report::{Report, Table};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
-    include!(concat!(env!("OUT_DIR"), "/fresh_segments.skel.rs"));
+    include!(concat!(env!("OUT_DIR"), "/generated_segments.skel.rs"));
 }
 
-use skeleton::FreshSegmentsSkelBuilder;
+use skeleton::GeneratedSegmentsSkelBuilder;
 
 /// linux/pkt_cls.h
 const TC_ACT_UNSPEC: i32 = -1;
@@ -149,7 +149,7 @@ impl Server {
     }
 }
 
-/// Programs of fresh_segments.bpf.c, for one frame and its variations.
+/// Programs of generated_segments.bpf.c, for one frame and its variations.
 struct Runner {
     frame: Vec<u8>,
     feed: OwnedFd,
@@ -167,18 +167,18 @@ impl Runner {
         bytes[..6].fill(0);
         let mut storage = MaybeUninit::uninit();
         let mut open =
-            FreshSegmentsSkelBuilder::default().open(&mut storage).context("opening fresh_segments.bpf.o")?;
-        let constants = open.maps.rodata_data.as_deref_mut().context("fresh_segments.bpf.o has no constants")?;
+            GeneratedSegmentsSkelBuilder::default().open(&mut storage).context("opening generated_segments.bpf.o")?;
+        let constants = open.maps.rodata_data.as_deref_mut().context("generated_segments.bpf.o has no constants")?;
         constants.mask = packets.len() as u32 - 1;
         constants.client_at = frame.client_at;
         constants.ports_at = frame.ports_at;
         constants.timestamp_at = frame.tsecr_at;
-        let loaded = open.load().context("loading fresh_segments.bpf.c")?;
+        let loaded = open.load().context("loading generated_segments.bpf.c")?;
         let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);
         let feed = match case.direction {
-            Direction::Ingress => loaded.progs.fresh_request.as_fd().try_clone_to_owned()?,
-            Direction::Egress => loaded.progs.fresh_answer.as_fd().try_clone_to_owned()?,
+            Direction::Ingress => loaded.progs.generated_request.as_fd().try_clone_to_owned()?,
+            Direction::Egress => loaded.progs.generated_response.as_fd().try_clone_to_owned()?,
         };
         Ok(Self {
             frame: bytes,

@@ -157,7 +157,7 @@ impl Case {
         match self {
             Case::Encapsulated(_) | Case::EncapsulatedIpv6(_) => Feed::Shortened,
             // A repeated client might find its last, freed entry among the recent SYNs.
-            Case::NewConnection(_) | Case::NewConnectionIpv6 => Feed::FreshSource,
+            Case::NewConnection(_) | Case::NewConnectionIpv6 => Feed::GeneratedSource,
             _ => Feed::Packet,
         }
     }

@@ -7,7 +7,7 @@ use coreward_model::ServerId;
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::Mac;
 
-use super::server::{self, Life, Socket};
+use super::server::{self, Lifecycle, Socket};
 use super::{Event, MAX_IDLE_MS, Simulation, load_balancer_mac};
 use crate::frame::{self, ETHERNET, Ip, Tcp, UDP, timestamp};
 use crate::ipv6;
@@ -132,7 +132,7 @@ impl Simulation {
 
     pub(super) fn next_packet(&mut self, number: u32) -> anyhow::Result<()> {
         let connection = self.connection(number);
-        if connection.server.is_some_and(|server| self.servers[server].life == Life::Gone) {
+        if connection.server.is_some_and(|server| self.servers[server].life == Lifecycle::Gone) {
             self.report.lost_with_server += 1;
             self.close(number);
             return Ok(());
@@ -310,7 +310,7 @@ impl Simulation {
     /// Delivers to all servers: the server of the connection accepts the packet, the others ignore it.
     fn deliver_broadcast(&mut self, number: u32) -> Delivery {
         let Some(server) = self.connection(number).server else { return Delivery::Lost };
-        if self.servers[server].life == Life::Gone {
+        if self.servers[server].life == Lifecycle::Gone {
             return Delivery::Lost;
         }
         let connection = self.connection(number);
@@ -327,7 +327,7 @@ impl Simulation {
     }
 
     fn deliver(&mut self, number: u32, flags: u8, server: usize, frame: &[u8]) -> Delivery {
-        if self.servers[server].life == Life::Gone {
+        if self.servers[server].life == Lifecycle::Gone {
             return Delivery::Lost;
         }
         if flags == SYN {
@@ -368,7 +368,7 @@ impl Simulation {
         };
         self.report.chained += 1;
         match self.servers[before].life {
-            Life::Gone => Delivery::Lost,
+            Lifecycle::Gone => Delivery::Lost,
             _ if self.connection(number).server == Some(before) => Delivery::Accepted(before),
             _ => Delivery::Rejected,
         }

@@ -12,7 +12,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
 use super::report::Report;
-use super::server::{self, Life, Server};
+use super::server::{self, Lifecycle, Server};
 use super::{Config, Event, LoadBalancer, Simulation, load_balancer_mac};
 use crate::change::Change;
 use crate::fuzz_rng::FuzzRng;
@@ -98,7 +98,7 @@ impl Simulation {
         self.servers.push(Server {
             id,
             mac: server::mac(position),
-            life: Life::Serving,
+            life: Lifecycle::Serving,
             healthy: true,
             connections: 0,
             keys: self.controller.keys,
@@ -110,13 +110,13 @@ impl Simulation {
 
     /// Returns the servers that take new connections.
     fn eligible(&self) -> Vec<ServerId> {
-        let takes = |server: &&Server| server.life == Life::Serving && server.healthy;
+        let takes = |server: &&Server| server.life == Lifecycle::Serving && server.healthy;
         let mut ids: Vec<ServerId> = self.servers.iter().filter(takes).map(|server| server.id).collect();
         ids.sort();
         ids
     }
 
-    fn pick_server(&mut self, life: Life) -> Option<usize> {
+    fn pick_server(&mut self, life: Lifecycle) -> Option<usize> {
         let candidates: Vec<usize> = (0..self.servers.len()).filter(|at| self.servers[*at].life == life).collect();
         (!candidates.is_empty()).then(|| self.rng.pick(&candidates))
     }
@@ -187,7 +187,7 @@ impl Simulation {
         let mut harness = Harness::new(setup, self.config.with_program)?;
         let address = ServiceAddress { socket: ipv6::socket(self.config.vip()), protocol: Protocol::Tcp };
         let service_slot = harness.change(&Change::Services(vec![(address, self.config.mode())]))?[0];
-        for server in self.servers.iter().filter(|server| server.life != Life::Gone) {
+        for server in self.servers.iter().filter(|server| server.life != Lifecycle::Gone) {
             harness.change(&Change::Server(service_slot, server.id, Some(known(server))))?;
         }
         harness.change(&Change::Table(service_slot, self.controller.table.clone()))?;
@@ -231,7 +231,7 @@ impl Simulation {
             let open = &self.open;
             let ended = |client| match client {
                 SocketAddr::V4(client) => !open.contains(&(*client.ip(), client.port())),
-                SocketAddr::V6(client) => !open.contains(&(ipv6::stand_in(*client.ip()), client.port())),
+                SocketAddr::V6(client) => !open.contains(&(ipv6::placeholder(*client.ip()), client.port())),
             };
             let ended: Vec<_> =
                 harness.model.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();
@@ -254,7 +254,7 @@ impl Simulation {
         let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         let server = &self.servers[server];
         if *alive {
-            let known = (server.life != Life::Gone).then(|| known(server));
+            let known = (server.life != Lifecycle::Gone).then(|| known(server));
             harness.change(&Change::Server(*service_slot, server.id, known))?;
         }
         Ok(())
@@ -316,7 +316,7 @@ impl Simulation {
 
     /// Applies a random change. Returns whether the change was possible.
     fn one_change(&mut self) -> anyhow::Result<bool> {
-        let serving = self.servers.iter().filter(|server| server.life == Life::Serving).count();
+        let serving = self.servers.iter().filter(|server| server.life == Lifecycle::Serving).count();
         match self.rng.below(20) {
             0..6 if serving < 2 * SERVERS => {
                 let server = self.add_server();
@@ -335,8 +335,8 @@ impl Simulation {
     }
 
     fn drain(&mut self) -> bool {
-        let Some(server) = self.pick_server(Life::Serving) else { return false };
-        self.servers[server].life = Life::Draining;
+        let Some(server) = self.pick_server(Lifecycle::Serving) else { return false };
+        self.servers[server].life = Lifecycle::Draining;
         self.send_server(server, DELAY_MS);
         self.send_new_table();
         self.report.servers_drained += 1;
@@ -347,15 +347,15 @@ impl Simulation {
     /// Removes a draining server after its last connection. Its flags reject new connections that an old table sends
     /// there.
     pub(super) fn leave_if_empty(&mut self, server: usize) {
-        if self.servers[server].life == Life::Draining && self.servers[server].connections == 0 {
-            self.servers[server].life = Life::Gone;
+        if self.servers[server].life == Lifecycle::Draining && self.servers[server].connections == 0 {
+            self.servers[server].life = Lifecycle::Gone;
             self.send_server(server, DELAY_MS);
         }
     }
 
     fn fail(&mut self) -> bool {
-        let Some(server) = self.pick_server(Life::Serving) else { return false };
-        self.servers[server].life = Life::Gone;
+        let Some(server) = self.pick_server(Lifecycle::Serving) else { return false };
+        self.servers[server].life = Lifecycle::Gone;
         self.report.servers_failed += 1;
         self.send_server(server, FAILURE_MS);
         self.send_new_table();
@@ -363,7 +363,7 @@ impl Simulation {
     }
 
     fn change_health(&mut self) -> bool {
-        let Some(server) = self.pick_server(Life::Serving) else { return false };
+        let Some(server) = self.pick_server(Lifecycle::Serving) else { return false };
         let unhealthy = self.servers.iter().filter(|server| !server.healthy).count();
         self.servers[server].healthy = !self.servers[server].healthy || unhealthy > SERVERS / 4;
         self.report.other_changes += 1;
@@ -374,7 +374,7 @@ impl Simulation {
 
     /// Removes a server's MAC address from one load balancer for a short time.
     fn lose_mac(&mut self) -> anyhow::Result<bool> {
-        let Some(server) = self.pick_server(Life::Serving) else { return Ok(false) };
+        let Some(server) = self.pick_server(Lifecycle::Serving) else { return Ok(false) };
         let number = self.rng.below(self.load_balancers.len());
         let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         let reported = *alive;
@@ -411,5 +411,5 @@ fn owner_number(load_balancer: usize) -> OwnerNumber {
 
 /// Returns the server for updates of load balancers.
 fn known(server: &Server) -> model::Server {
-    model::Server { mac: Some(server.mac), eligible: server.life == Life::Serving && server.healthy }
+    model::Server { mac: Some(server.mac), eligible: server.life == Lifecycle::Serving && server.healthy }
 }

@@ -80,7 +80,7 @@ impl Default for Config {
 impl Config {
     /// Returns VIP and port of the only service; an IPv6 VIP by its IPv4 stand-in.
     fn vip(&self) -> (Ipv4Addr, u16) {
-        (if self.ipv6 { ipv6::STAND_INS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
+        (if self.ipv6 { ipv6::IPV6_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
     }
 
     fn mode(&self) -> ServiceMode {

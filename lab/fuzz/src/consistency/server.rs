@@ -8,7 +8,7 @@ use coreward_model::{FourTuple, ServerId};
 use crate::harness::TIME_KEY;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Life {
+pub(super) enum Lifecycle {
     Serving,
     /// Takes no new connections, and leaves when the last one has ended.
     Draining,
@@ -19,7 +19,7 @@ pub(super) enum Life {
 pub(super) struct Server {
     pub id: ServerId,
     pub mac: Mac,
-    pub life: Life,
+    pub life: Lifecycle,
     pub healthy: bool,
     pub connections: u32,
     /// Newest keys that it received.

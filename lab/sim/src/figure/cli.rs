@@ -70,7 +70,7 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
         let (result, scenario) = page.last().expect("just pushed");
         match &directory {
             Some(directory) => {
-                session.writing(|| directory.write(result, scenario, &page))?;
+                session.without_interruption(|| directory.write(result, scenario, &page))?;
                 print(&claims_of(result, scenario))?;
             }
             None => print(&render(result, scenario, args.format))?,

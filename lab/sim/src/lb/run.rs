@@ -12,7 +12,7 @@ use crate::trace::{Batch, Skipped, Trace};
 
 /// Cost of a packet for cores of unlimited speed (ns). Policies compare loads and ignore the unit. With 1 us the load
 /// of a few packets/s is above the resolution, and the load of millions is in range.
-const UNLIMITED_COST_NS: f64 = 1_000.0;
+const PACKET_COST_NS_UNLIMITED: f64 = 1_000.0;
 
 /// Simulates every policy with every seed. Fails when the configuration or the trace is invalid: see [`Error`].
 pub fn run(config: &Config) -> Result<Outcome, Error> {
@@ -88,7 +88,7 @@ fn capacity(config: &Config, trace: &dyn Trace) -> Capacity {
         (Some(packets_per_s), None) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: Some(QUEUE_PACKETS) },
         (Some(packets_per_s), Some(_)) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: None },
         (None, Some(service)) => Capacity::Limited { cost_ns: 1e9 / service.packets_per_s, queue: None },
-        (None, None) => Capacity::Unlimited { cost_ns: UNLIMITED_COST_NS },
+        (None, None) => Capacity::Unlimited { cost_ns: PACKET_COST_NS_UNLIMITED },
     }
 }
 

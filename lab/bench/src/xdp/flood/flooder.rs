@@ -122,7 +122,7 @@ fn execute(runner: &Runner, order: &Order, shared: &Shared) -> anyhow::Result<Se
     runner.choose(program)?;
     let mut sent = Sent::default();
     while !shared.stop.load(Ordering::Relaxed) {
-        let (time, verdict) = runner.run_chosen(Feed::FreshSource, BATCH_SIZE)?;
+        let (time, verdict) = runner.run_chosen(Feed::GeneratedSource, BATCH_SIZE)?;
         ensure!(verdict == XDP_TX, "a SYN's verdict was {verdict}, expected {XDP_TX}");
         sent.syns += u64::from(BATCH_SIZE);
         sent.time += time * f64::from(BATCH_SIZE) / 1e9;

@@ -88,7 +88,7 @@ impl Session {
     }
 
     /// Writes a figure's files; a signal takes effect after the last one.
-    pub fn writing(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
+    pub fn without_interruption(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let _state = lock(&self.state);
         write()
     }

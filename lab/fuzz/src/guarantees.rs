@@ -1,5 +1,5 @@
-//! Promises of the documentation, checked on every packet. The code follows docs/design.md and does not use the model's
-//! code, so it also finds faults that program and model have in common.
+//! Guarantees of the documentation, checked on every packet. The code follows docs/design.md and does not use the
+//! model's code, so it also finds faults that program and model have in common.
 //!
 //! * A packet to one server goes to a server of its service, or to a load balancer that owns the connection's entry.
 //! * A new connection goes to an eligible server: neither draining, nor down, nor removed.
@@ -30,9 +30,9 @@ struct Service {
     seen: HashSet<SocketAddr>,
 }
 
-/// State that the promises depend on.
+/// State that the guarantees depend on.
 #[derive(Debug, Default)]
-pub struct Promises {
+pub struct Guarantees {
     services: HashMap<usize, Service>,
     macs: HashMap<ServerId, Option<Mac>>,
     owners: HashMap<u8, Mac>,
@@ -76,7 +76,7 @@ impl Service {
     }
 }
 
-impl Promises {
+impl Guarantees {
     /// Updates the state with a change. `service_slots`: slots of the services of a [`Change::Services`].
     pub fn apply(&mut self, change: &Change, service_slots: &[usize]) {
         match change {
@@ -120,11 +120,11 @@ impl Promises {
         }
     }
 
-    fn is_at(&self, id: ServerId, mac: Mac) -> bool {
+    fn has_address(&self, id: ServerId, mac: Mac) -> bool {
         self.macs.get(&id).copied().flatten() == Some(mac)
     }
 
-    /// Returns the promise that the program breaks when it turns `frame` into `after`.
+    /// Returns the guarantee that the program breaks when it turns `frame` into `after`.
     pub fn broken(&mut self, frame: &[u8], after: &[u8]) -> Option<Difference> {
         let seen = read(frame)?;
         let destination: Mac = after.get(..6)?.try_into().ok()?;
@@ -140,28 +140,28 @@ impl Promises {
         let services: Vec<&Service> =
             self.services.values().filter(of_vip).filter(|service| !with_ports || exactly(service)).collect();
         let any = |fits: &dyn Fn(&Service, ServerId) -> bool| {
-            services
-                .iter()
-                .any(|service| service.servers.keys().any(|id| fits(service, *id) && self.is_at(*id, destination)))
+            services.iter().any(|service| {
+                service.servers.keys().any(|id| fits(service, *id) && self.has_address(*id, destination))
+            })
         };
         let other_balancer =
-            services.iter().any(|service| service.other_balancer.is_some_and(|id| self.is_at(id, destination)));
+            services.iter().any(|service| service.other_balancer.is_some_and(|id| self.has_address(id, destination)));
         let opens = seen.protocol == TCP && seen.flags == 0x02;
         let to_owner = !opens && seen.protocol != UDP && self.owners.values().any(|owner| *owner == destination);
-        let promise = if other_balancer || to_owner {
+        let guarantee = if other_balancer || to_owner {
             None
         } else if !any(&|_, _| true) {
             Some("a packet goes to a server of its service")
         } else if opens && !any(&Service::takes_new_connections) {
             Some("a new connection goes to a server that takes new ones")
         } else if seen.protocol == UDP && with_ports {
-            self.flow_broken(&services, &seen, destination)
+            self.broken_flow(&services, &seen, destination)
         } else {
             None
         };
         self.remember_flow(&seen);
-        promise.map(|promise| Difference {
-            what: format!("a promise of docs/design.md: {promise}"),
+        guarantee.map(|guarantee| Difference {
+            what: format!("a guarantee of docs/design.md: {guarantee}"),
             expected: hex(frame),
             found: hex(after),
         })
@@ -185,11 +185,12 @@ impl Promises {
         }
     }
 
-    /// Returns the promise about flows that a datagram to a server of its service breaks.
-    fn flow_broken(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
+    /// Returns the guarantee about flows that a datagram to a server of its service breaks.
+    fn broken_flow(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
         let [service] = services else { return None };
         let (port, _) = seen.ports?;
-        let there: Vec<ServerId> = service.servers.keys().copied().filter(|id| self.is_at(*id, destination)).collect();
+        let there: Vec<ServerId> =
+            service.servers.keys().copied().filter(|id| self.has_address(*id, destination)).collect();
         let takes =
             |id: &ServerId| service.takes_new_connections(*id) && self.macs.get(id).copied().flatten().is_some();
         if there.iter().any(takes) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * fresh_packets.bpf.c for programs at tc: calls the measured program with the next connection in the frame. The essay
- * there gives the reasons.
+ * generated_packets.bpf.c for programs at tc: calls the measured program with the next connection in the frame. The
+ * essay there gives the reasons.
  */
 #include <linux/bpf.h>
 #include <linux/pkt_cls.h>
@@ -35,7 +35,7 @@ static __always_inline int call_measured(struct __sk_buff *skb, const struct var
 
 /* A client's segment. */
 SEC("tc")
-int fresh_request(struct __sk_buff *skb)
+int generated_request(struct __sk_buff *skb)
 {
 	const struct variation *packet = take_packet();
 
@@ -44,7 +44,7 @@ int fresh_request(struct __sk_buff *skb)
 
 /* A server's: TSval is the clock, or the measured program would leave it alone. */
 SEC("tc")
-int fresh_answer(struct __sk_buff *skb)
+int generated_response(struct __sk_buff *skb)
 {
 	return call_measured(skb, take_packet(), bpf_htonl(bpf_ktime_get_ns() / NANOSECONDS_PER_MS));
 }

@@ -4,8 +4,8 @@
  * of different connections.
  *
  * 1. Reason. A test run with `repeat` passes the same memory each time, as the previous run left it; a system call per
- *    packet costs more than the measured program. So fresh_packet() writes the next connection into the frame and calls
- *    the measured program by a tail call (a direct jump: the index is a constant).
+ *    packet costs more than the measured program. So generated_packet() writes the next connection into the frame
+ *    and calls the measured program by a tail call (a direct jump: the index is a constant).
  *
  * 2. Its cost is in every figure and in the floors empty() and parse_and_swap_macs(), which are called the same way.
  *    Only differences to a floor are meaningful.
@@ -16,15 +16,16 @@
  * 4. It writes whole words, those that the measured program will read: a word read that spans a smaller write before it
  *    stalls (no store forwarding), which no packet from a NIC would do.
  *
- * 5. Cost of a cache miss. fresh_packet_and_line() also loads one line of `lines`, an array like the connection table,
- *    at the position of the packet's connection. Nothing waits for that line, so its miss overlaps the packet's work:
- *    the least cost of a miss. In fresh_packet_after_line() the packet's work waits for the line: the greatest cost.
+ * 5. Cost of a cache miss. generated_packet_with_line() also loads one line of `lines`, an array like the connection
+ *    table, at the position of the packet's connection. Nothing waits for that line, so its miss overlaps the packet's
+ *    work: the least cost of a miss. In generated_packet_after_line() the packet's work waits for the line: the
+ *    greatest cost.
  *
- * 6. Outer headers. The measured program makes the frame longer, once more in each run. fresh_packet_shortened() first
- *    calls bpf_xdp_adjust_head(), also after a program that left the frame as it was, and restores the Ethernet header.
- *    So a difference to a floor has one call of that helper, the measured program's.
+ * 6. Outer headers. The measured program makes the frame longer, once more in each run. generated_packet_shortened()
+ *    first calls bpf_xdp_adjust_head(), also after a program that left the frame as it was, and restores the Ethernet
+ *    header. So a difference to a floor has one call of that helper, the measured program's.
  *
- * 7. A flood. fresh_source() draws a new client's address and port each time.
+ * 7. A flood. generated_source() draws a new client's address and port each time.
  */
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
@@ -48,14 +49,14 @@ struct {
 
 /* First 8 bytes of the frame: the destination MAC address must be restored after each run. */
 const volatile __u64 first_word;
-/* The next 8 bytes, and the frame's length: for fresh_packet_shortened(). */
+/* The next 8 bytes, and the frame's length: for generated_packet_shortened(). */
 const volatile __u64 second_word;
 const volatile __u32 frame_length;
 /* Offset of TSecr, or of a reply's TSval. Restored each time: first packets of stateful services leave with another. */
 const volatile __u32 tsecr_at;
 /* Offset of the ports. */
 const volatile __u32 ports_at;
-/* Upper half of `ports` from fresh_source(). */
+/* Upper half of `ports` from generated_source(). */
 const volatile __u32 destination_port;
 
 /* Runs the measured program on the frame with that client. Returns only if it cannot. */
@@ -76,7 +77,7 @@ static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_addres
 }
 
 SEC("xdp")
-int fresh_packet(struct xdp_md *ctx)
+int generated_packet(struct xdp_md *ctx)
 {
 	const struct variation *packet = take_packet();
 
@@ -84,7 +85,7 @@ int fresh_packet(struct xdp_md *ctx)
 }
 
 SEC("xdp")
-int fresh_packet_and_line(struct xdp_md *ctx)
+int generated_packet_with_line(struct xdp_md *ctx)
 {
 	const struct variation *packet = take_packet();
 	__u32 index = packet->line;
@@ -98,7 +99,7 @@ int fresh_packet_and_line(struct xdp_md *ctx)
 }
 
 SEC("xdp")
-int fresh_packet_after_line(struct xdp_md *ctx)
+int generated_packet_after_line(struct xdp_md *ctx)
 {
 	const struct variation *packet = take_packet();
 	__u32 index = packet->line;
@@ -111,7 +112,7 @@ int fresh_packet_after_line(struct xdp_md *ctx)
 }
 
 SEC("xdp")
-int fresh_packet_shortened(struct xdp_md *ctx)
+int generated_packet_shortened(struct xdp_md *ctx)
 {
 	const struct variation *packet = take_packet();
 	void *data = (void *)(long)ctx->data;
@@ -134,7 +135,7 @@ int fresh_packet_shortened(struct xdp_md *ctx)
 
 /* Steps that are one to one in 48 bits: address and port repeat after 2^48 packets. */
 SEC("xdp")
-int fresh_source(struct xdp_md *ctx)
+int generated_source(struct xdp_md *ctx)
 {
 	__u64 source = next_packet++;
 
