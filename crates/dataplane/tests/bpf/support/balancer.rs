@@ -1,4 +1,4 @@
-//! A load balancer without a device, and what packets should become of it.
+//! A load balancer without a device, and checks of the packets that it sends.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -21,7 +21,7 @@ pub const XDP_DROP: i32 = 1;
 pub const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
-/// [`super::Tcp`] sends to it.
+/// Destination of the frames of [`super::Tcp`].
 pub const OWN_MAC: MacAddress = MacAddress([0; 6]);
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
@@ -48,7 +48,7 @@ pub fn service(vip: impl Into<SocketAddr>) -> ServiceAddress {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Identification {
     Unchanged,
-    /// It names the server before, if there is one.
+    /// The id of the bucket's previous server, or `NO_SERVER`.
     Before(Option<ServerId>),
 }
 
@@ -74,7 +74,7 @@ pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<Serv
     table.previous_consistent.get(bucket as usize).copied().flatten()
 }
 
-/// A random key gives other collisions in each run.
+/// Returns options with a fixed connection key, unless one is set: random keys would collide differently in each run.
 fn with_connection_key(options: Options) -> Options {
     let fixed = CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 };
     Options { connection_key: options.connection_key.or(Some(fixed)), ..options }
@@ -86,25 +86,25 @@ pub struct Balancer {
     pub keys: FleetKeys,
     /// MAC address of each server, by position of its service.
     pub macs: HashMap<(usize, ServerId), MacAddress>,
-    /// The counter of rule ROUND_ROBIN.
+    /// Counter of the rule round robin.
     pub turns: u64,
     pub newest_table: Option<PlacementTable>,
 }
 
 impl Balancer {
-    /// Services of TCP with the default mode.
+    /// Returns a load balancer with TCP services in the default mode.
     pub fn new(vips: &[(Ipv4Addr, u16)], rng: &mut impl Rng) -> Self {
         let services: Vec<_> = vips.iter().map(|vip| (service(*vip), ServiceMode::default())).collect();
         Self::with(&services, Options::default(), rng)
     }
 
-    /// With a model, and so without limits of broadcasts.
+    /// Returns a load balancer that is compared with the model. Panics when `options` limits broadcasts.
     pub fn with(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
         assert_eq!(options.broadcast, BroadcastRates::DEFAULT, "expected no limits, or with_limits");
         Self::with_lb(ComparedLb::load(with_connection_key(options), OWN_MAC), services, rng)
     }
 
-    /// With limits of broadcasts, which pass time, and so without the model.
+    /// Returns a load balancer without a model, because broadcast limits depend on time.
     pub fn with_limits(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
         Self::with_lb(ComparedLb::load_alone(with_connection_key(options), OWN_MAC), services, rng)
     }
@@ -124,7 +124,7 @@ impl Balancer {
         self.lb.set_keys(&self.keys);
     }
 
-    /// `count` servers with random ids and MAC addresses in the place of those there were.
+    /// Replaces all servers by `count` servers with random MAC addresses. Returns their random ids, sorted.
     pub fn replace_servers(&mut self, service: usize, count: usize, rng: &mut impl Rng) -> Vec<ServerId> {
         for (server, _) in self.lb.servers(self.services[service]) {
             self.lb.remove_server(self.services[service], server);
@@ -171,14 +171,14 @@ impl Balancer {
         }
     }
 
-    /// Counters of all services and of none, by name.
+    /// Returns all counters: service (`None`: packets without one), name, value.
     fn all_counts(&self) -> Vec<(Option<usize>, &'static str, u64)> {
         let of = |service| self.counts(service).into_iter().zip(intf::LB_COUNTER_NAMES);
         let services = (0..self.services.len()).map(Some).chain([None]);
         services.flat_map(|service| of(service).map(move |(count, name)| (service, name, count))).collect()
     }
 
-    /// Runs `frame` and checks that exactly the counter `name` of `service` grew, by one, and that of the model, too.
+    /// Processes `frame`, and checks that only the counter `name` of `service` increases by one, as in the model.
     pub fn counted(&self, frame: &[u8], service: Option<usize>, name: &str) -> (i32, Vec<u8>) {
         let before = self.all_counts();
         let (verdict, packet, outcome) = self.lb.run(frame);
@@ -196,14 +196,14 @@ impl Balancer {
         (verdict, packet)
     }
 
-    /// A packet that is not forwarded comes back as it was.
+    /// Checks verdict and counter of a packet that is not forwarded, and that it is unchanged.
     pub fn expect(&self, frame: &[u8], verdict: i32, service: usize, name: &str) {
         let (found, packet) = self.counted(frame, Some(service), name);
         assert_eq!(found, verdict, "{name}");
         assert_eq!(packet, frame, "{name}");
     }
 
-    /// As [`expect`](Self::expect), of a packet whose service is unknown.
+    /// [`expect`](Self::expect) for a packet of no service.
     pub fn expect_without_service(&self, frame: &[u8], verdict: i32, name: &str) {
         let (found, packet) = self.counted(frame, None, name);
         assert_eq!(found, verdict, "{name}");
@@ -214,12 +214,12 @@ impl Balancer {
         self.expect_without_service(frame, XDP_PASS, "passed_not_service");
     }
 
-    /// The packet leaves with the server's MAC address and our own, and is the same otherwise.
+    /// Checks that the packet is sent to the server with only its MAC addresses changed.
     pub fn expect_sent_to(&self, service: usize, frame: &[u8], server: ServerId, name: &str) {
         self.expect_sent(service, frame, server, Identification::Unchanged, name);
     }
 
-    /// The same, but for its IP identification.
+    /// [`expect_sent_to`](Self::expect_sent_to) for a packet whose IP identification may change.
     pub fn expect_sent(
         &self,
         service: usize,
@@ -232,7 +232,7 @@ impl Balancer {
         check_sent(frame, verdict, &packet, self.macs[&(service, server)], identification);
     }
 
-    /// Broadcast, or dropped as `over_rate` when the tokens are spent.
+    /// Checks that the packet is broadcast, or dropped with the counter `over_rate` when no token is available.
     pub fn expect_broadcast_or(&self, service: usize, frame: &[u8], identification: Identification, over_rate: &str) {
         let before = self.counts(Some(service));
         let (verdict, packet) = self.run(frame);
@@ -248,7 +248,7 @@ impl Balancer {
         }
     }
 
-    /// How often `event` happened to packets of a service.
+    /// Returns the number of events `event` of a service.
     pub fn events(&self, service: usize, event: &str) -> u64 {
         let position = intf::LB_EVENT_NAMES.iter().position(|name| *name == event).unwrap();
         self.lb.counters(self.services[service]).events[position]

@@ -1,5 +1,5 @@
-//! A load balancer whose reference model gets the same changes and the same packets, so that each test of the program
-//! is one of the model, too.
+//! A load balancer as BPF program and as reference model. Both get the same changes and packets, so each test of the
+//! program also tests the model.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -24,10 +24,10 @@ use coreward_model::{ServerId, ServiceAddress};
 const NANOSECONDS: u64 = 1_000_000_000;
 const NO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
-/// Broadcasts are limited by time, which passes differently for the model: a burst that never ends has no time.
+/// Broadcast rate that is never exceeded. The model's clock differs, so limits would apply to other packets.
 const UNLIMITED: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
 
-/// Reads go to the program, changes to both. A change that the model does not have ends the comparison.
+/// BPF program and model. Reads go to the program, changes to both; a change that the model lacks ends the comparison.
 pub struct ComparedLb {
     lb: LoadBalancer,
     model: Option<RefCell<model::LoadBalancer>>,
@@ -70,7 +70,7 @@ fn slot(service: ServiceIndex) -> usize {
 }
 
 impl ComparedLb {
-    /// The model has no limits of broadcasts: other ones than the default would differ.
+    /// Loads the program with [`UNLIMITED`] broadcasts, and its model.
     pub fn load(options: Options, own_mac: MacAddress) -> Self {
         let broadcast = [BroadcastRates::uniform(UNLIMITED); intf::LIMITED_KIND_COUNT as usize];
         let lb_stamping_clock = LbStampingClock::Ticks;
@@ -80,7 +80,7 @@ impl ComparedLb {
         compared
     }
 
-    /// The program with these limits, without the model.
+    /// Loads the program without a model, with the broadcast rates of `options`.
     pub fn load_alone(options: Options, own_mac: MacAddress) -> Self {
         let vip_vlan = options.vlan;
         let mut lb = LoadBalancer::load(options).unwrap();
@@ -94,7 +94,7 @@ impl ComparedLb {
         }
     }
 
-    /// Gives `frame` to both. Returns the verdict, the packet, and the outcome of the model, if there is one.
+    /// Processes `frame` in program and model, which must agree. Returns verdict, packet, and the model's outcome.
     pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::Outcome>) {
         let test_run::Outcome { verdict, packet, .. } = test_run::run(self.lb.program(), frame, 1).unwrap();
         let Some(model) = &self.model else { return (verdict, packet, None) };
@@ -217,7 +217,7 @@ impl ComparedLb {
         Ok(())
     }
 
-    /// For tests that give packets to the program by other ways than [`run`](Self::run).
+    /// Drops the model: for tests whose packets do not pass through [`run`](Self::run).
     pub fn end_comparison(&mut self) {
         self.model = None;
     }

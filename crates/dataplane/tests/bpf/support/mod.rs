@@ -1,4 +1,4 @@
-//! Packets for tests, made and checked by code that shares nothing with the BPF programs.
+//! Test packets. The code that builds and checks them is independent of the BPF programs.
 
 pub mod balancer;
 pub mod compared_lb;
@@ -23,16 +23,16 @@ const ETHERNET: usize = 14;
 
 pub use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
-/// A server's time key, for tests in which no server is.
+/// Time key of a service whose server is not part of the test.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// The kernel's TSval clock (CLOCK_MONOTONIC in ms).
+/// Returns the kernel's TSval clock (CLOCK_MONOTONIC in ms).
 pub fn now_ms() -> u32 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
     (now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000) as u32
 }
 
-/// A version of IP.
+/// Address family of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
     Ipv4,
@@ -47,21 +47,21 @@ impl Family {
     }
 }
 
-/// Protocol number and bytes of an extension header, whose first byte becomes the number of the next one.
+/// IPv6 extension header: protocol number, and bytes, the first of which becomes the number of the next header.
 pub type ExtensionHeader = (u8, Vec<u8>);
 
-/// A TCP packet to be.
+/// Fields of a TCP packet.
 #[derive(Debug, Clone)]
 pub struct Tcp {
     pub destination_mac: [u8; 6],
     pub source: SocketAddrV4,
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
-    /// Source and destination in IPv6, in place of the addresses above.
+    /// IPv6 source and destination, in place of the IPv4 addresses.
     pub ipv6: Option<[Ipv6Addr; 2]>,
     pub extension_headers: Vec<ExtensionHeader>,
     pub flags: u8,
-    /// As they stand in the header; padded with zeros (end of options) to a multiple of four.
+    /// TCP options as bytes of the header; padded with zeros (end of options) to a multiple of four.
     pub options: Vec<u8>,
     pub payload: Vec<u8>,
 }
@@ -69,7 +69,7 @@ pub struct Tcp {
 impl Tcp {
     pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
         Self {
-            // eth_type_trans() takes this for the loopback device's own address: test runs count as received there.
+            // The address of the loopback device: eth_type_trans() then marks the packet as addressed to this host.
             destination_mac: [0; 6],
             source: SocketAddrV4::new(source.0, source.1),
             destination: SocketAddrV4::new(destination.0, destination.1),
@@ -82,7 +82,7 @@ impl Tcp {
         }
     }
 
-    /// A packet of the family that both addresses have.
+    /// Returns a packet of the addresses' family. Panics when the families differ.
     pub fn between(source: SocketAddr, destination: SocketAddr) -> Self {
         let ports = (source.port(), destination.port());
         match (source.ip(), destination.ip()) {
@@ -96,12 +96,12 @@ impl Tcp {
         }
     }
 
-    /// The frame, with right lengths and checksums.
+    /// Returns the frame, with correct lengths and checksums.
     pub fn frame(&self) -> Vec<u8> {
         self.frame_with_sequence(0x0102_0304, 0x0506_0708)
     }
 
-    /// The frame with the given sequence and acknowledgement numbers.
+    /// Returns the frame with these sequence and acknowledgement numbers.
     pub fn frame_with_sequence(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
         let ipv4 = self.ipv4_frame(sequence, acknowledgement);
         let Some(addresses) = self.ipv6 else { return ipv4 };
@@ -144,19 +144,19 @@ impl Tcp {
     }
 }
 
-/// A UDP datagram to be, or a fragment of one.
+/// Fields of a UDP datagram, or of one of its fragments.
 #[derive(Debug, Clone)]
 pub struct Udp {
     pub source: SocketAddrV4,
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
     pub identification: u16,
-    /// In IP's field: offset in units of 8 bytes, and flags.
+    /// Flags and fragment offset (units of 8 bytes) of the IPv4 header.
     pub fragment: u16,
     pub payload: Vec<u8>,
 }
 
-/// More fragments follow.
+/// Flag of the IPv4 header: more fragments follow.
 pub const MORE_FRAGMENTS: u16 = 0x2000;
 
 impl Udp {
@@ -171,7 +171,7 @@ impl Udp {
         }
     }
 
-    /// The frame. A later fragment (offset not 0) has no UDP header; a first one announces as many bytes again.
+    /// Returns the frame. Only the first fragment has a UDP header, whose length is that of two equal fragments.
     pub fn frame(&self) -> Vec<u8> {
         let later = self.fragment & 0x1fff != 0;
         let whole = 8 + self.payload.len() * if self.fragment & MORE_FRAGMENTS != 0 { 2 } else { 1 };
@@ -179,7 +179,7 @@ impl Udp {
         if !later {
             transport.extend(self.source.port().to_be_bytes());
             transport.extend(self.destination.port().to_be_bytes());
-            // No checksum: it is not checked here.
+            // No checksum (RFC 768).
             transport.extend([(whole >> 8) as u8, whole as u8, 0, 0]);
         }
         transport.extend(&self.payload);
@@ -188,7 +188,7 @@ impl Udp {
     }
 }
 
-/// An IPv4 packet in a frame to the MAC address that [`Tcp`] is sent to.
+/// Returns a frame with an IPv4 packet, to the MAC address of [`Tcp::new`].
 pub fn ipv4_frame(
     protocol: u8,
     addresses: [Ipv4Addr; 2],
@@ -211,12 +211,12 @@ pub fn ipv4_frame(
     frame
 }
 
-/// Returns whether the frame is of IPv6.
+/// Returns whether the frame has an IPv6 packet.
 pub fn is_ipv6(frame: &[u8]) -> bool {
     frame[12..14] == [0x86, 0xdd]
 }
 
-/// An IPv6 packet in a frame to the MAC address that [`Tcp`] is sent to. Its flow label is 0x12345.
+/// Returns a frame with an IPv6 packet (flow label 0x12345), to the MAC address of [`Tcp::new`].
 pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protocol: u8, transport: &[u8]) -> Vec<u8> {
     let numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
     let length = headers.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() + transport.len();
@@ -233,13 +233,13 @@ pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protoco
 }
 
 impl Tcp {
-    /// The same segment in IPv6, with ports of this one, behind these extension headers.
+    /// Returns the frame with this segment behind an IPv6 header and extension headers.
     pub fn ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[ExtensionHeader]) -> Vec<u8> {
         with_ipv6_header(&self.frame(), [client, vip], headers)
     }
 }
 
-/// Returns the segment of an IPv4 frame in IPv6.
+/// Returns the TCP segment of an IPv4 frame behind an IPv6 header.
 fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader]) -> Vec<u8> {
     let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_offset(ipv4)..]);
     let checksum = tcp_offset(&frame) + 16;
@@ -249,17 +249,17 @@ fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionH
     frame
 }
 
-/// A timestamp option.
+/// Returns a timestamp option (RFC 7323).
 pub fn timestamp(value: u32, tsecr: u32) -> Vec<u8> {
     [&[8, 10][..], &value.to_be_bytes(), &tsecr.to_be_bytes()].concat()
 }
 
-/// NOP NOP TIMESTAMP, as nearly every packet has it.
+/// Returns the options of most packets: two no-operations and a timestamp.
 pub fn aligned_timestamp(value: u32, tsecr: u32) -> Vec<u8> {
     [&[1, 1][..], &timestamp(value, tsecr)].concat()
 }
 
-/// Sum of 16-bit words with end-around carry (RFC 1071).
+/// Returns the sum of 16-bit words with end-around carry (RFC 1071).
 pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
     let mut sum = 0u32;
     for pair in bytes.chunks(2) {
@@ -271,12 +271,12 @@ pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
     sum as u16
 }
 
-/// Sum over pseudo-header, TCP header and payload: 0xffff when the checksum is right.
+/// Returns the sum over pseudo-header, TCP header and payload: 0xffff when the checksum is correct.
 pub fn tcp_sum(frame: &[u8]) -> u16 {
     let tcp = tcp_offset(frame);
     let addresses = if is_ipv6(frame) { ETHERNET + 8..ETHERNET + 40 } else { ETHERNET + 12..ETHERNET + 20 };
     let length = (frame.len() - tcp) as u16;
-    // Zeros of IPv6's longer fields do not count.
+    // IPv6 has longer fields for length and protocol; their zeros do not change the sum.
     let pseudo_header = [&frame[addresses], &[0, 6], &length.to_be_bytes()].concat();
     ones_complement_sum(&[&pseudo_header, &frame[tcp..]].concat())
 }
@@ -294,7 +294,7 @@ pub fn tcp_offset(frame: &[u8]) -> usize {
     at
 }
 
-/// Returns the length of an extension header from its second byte; `None`: the protocol is another one.
+/// Returns the length of an extension header from its second byte; `None` when `number` is no extension header.
 fn extension_header_length(number: u8, length: Option<&u8>) -> Option<usize> {
     let length = usize::from(*length?);
     match number {
@@ -305,7 +305,7 @@ fn extension_header_length(number: u8, length: Option<&u8>) -> Option<usize> {
     }
 }
 
-/// Returns the offset of TSval, by an independent reading of RFC 9293, Sect. 3.1.
+/// Returns the offset of TSval in the frame (RFC 9293, Sect. 3.1).
 pub fn timestamp_offset(frame: &[u8]) -> Option<usize> {
     let tcp = tcp_offset(frame);
     let header = usize::from(frame.get(tcp + 12)? >> 4) * 4;
@@ -330,7 +330,7 @@ pub fn timestamp_offset(frame: &[u8]) -> Option<usize> {
     None
 }
 
-/// The 32-bit word at `offset`.
+/// Returns the 32-bit word at `offset`.
 pub fn word(frame: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(frame[offset..offset + 4].try_into().unwrap())
 }
