@@ -9,6 +9,9 @@ pub mod metrics_endpoint;
 pub mod priority;
 pub mod service_manager;
 
+use std::fmt::Display;
+use std::path::Path;
+
 use nix::sys::signal::{SigSet, Signal};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
@@ -43,6 +46,16 @@ pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) 
     };
     service_manager::notify_stopping();
     outcome
+}
+
+/// Logs that the file of a reload is invalid.
+pub fn log_reload_failure(path: &Path, error: &dyn Display) {
+    tracing::warn!(
+        event = "reload-failed",
+        file = %path.display(),
+        %error,
+        "the configuration file is invalid: the previous configuration stays in force"
+    );
 }
 
 async fn release_signals() -> anyhow::Result<std::convert::Infallible> {

@@ -78,14 +78,7 @@ async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, securi
                     ),
                 }
             }
-            Err(mistakes) => {
-                tracing::warn!(
-                    event = "reload-failed",
-                    file = %path.display(),
-                    error = %mistakes,
-                    "the configuration file is invalid: the previous configuration stays in force"
-                );
-            }
+            Err(mistakes) => coreward_daemon::log_reload_failure(path, &mistakes),
         }
     }
 }

@@ -250,14 +250,7 @@ async fn lead_and_follow(
         };
         match ControllerConfig::load(path) {
             Ok(changed) => config = changed,
-            Err(mistakes) => {
-                tracing::warn!(
-                    event = "reload-failed",
-                    file = %path.display(),
-                    error = %mistakes,
-                    "the configuration file is invalid: the previous configuration stays in force"
-                );
-            }
+            Err(mistakes) => coreward_daemon::log_reload_failure(path, &mistakes),
         }
         let term = leadership.term();
         let (file, config) = (path.to_owned(), config.clone());
@@ -296,14 +289,7 @@ async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &Revocati
         hangup.recv().await;
         match ControllerConfig::load(path) {
             Ok(config) => revoked.set(config.revoked_certificates),
-            Err(mistakes) => {
-                tracing::warn!(
-                    event = "reload-failed",
-                    file = %path.display(),
-                    error = %mistakes,
-                    "the configuration file is invalid: the previous configuration stays in force"
-                );
-            }
+            Err(mistakes) => coreward_daemon::log_reload_failure(path, &mistakes),
         }
     }
 }
