@@ -80,6 +80,8 @@ pub struct CoreCounters {
     pub hints: u64,
     /// Messages of unknown kind, or about services and cores that do not exist.
     pub bad_messages: u64,
+    /// Services that a worker enabled at a core whose own worker had ended: both can happen at the same time.
+    pub enabled_without_worker: u64,
     pub bad_feedback: u64,
     /// Queues whose cursors were impossible.
     pub damaged_queues: u64,
@@ -447,7 +449,7 @@ impl Accounts<'_> {
     fn set_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
         let entry = &mut self.cores[usize::from(core)];
         if is_enabled && !entry.has_worker {
-            self.counters.bad_messages += 1;
+            self.counters.enabled_without_worker += 1;
             return;
         }
         entry.enabled = entry.enabled & !(1 << service) | u64::from(is_enabled) << service;

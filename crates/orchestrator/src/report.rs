@@ -75,15 +75,24 @@ impl ServiceReport {
 }
 
 impl Report {
-    fn events(&self) -> [(&'static str, u64); 9] {
-        let CoreCounters { workers, ended, stalls, hints, bad_messages, bad_feedback, damaged_queues: damaged } =
-            self.cores;
+    fn events(&self) -> [(&'static str, u64); 10] {
+        let CoreCounters {
+            workers,
+            ended,
+            stalls,
+            hints,
+            bad_messages,
+            enabled_without_worker,
+            bad_feedback,
+            damaged_queues: damaged,
+        } = self.cores;
         [
             ("workers", workers),
             ("ended", ended),
             ("stalls", stalls),
             ("hints", hints),
             ("bad_messages", bad_messages),
+            ("enabled_without_worker", enabled_without_worker),
             ("bad_feedback", bad_feedback),
             ("damaged", damaged),
             ("unclassified", self.unclassified),
