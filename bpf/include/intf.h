@@ -316,8 +316,19 @@ struct placement_table {
 #define MAX_PLACEMENT_MEMORY 268435456
 
 #define NO_SERVER 0xffffu
-/* A flow's `before` if its SYN-ACK was not stamped, and the client has sent no packet since (lb_cookie.h). */
-#define HALF_OPEN_FLOW 0xfffeu
+/*
+ * A flow's `previous_server` with LB-side stamping (lb_cookie.h, section 2), if the SYN-ACK was not stamped, and the
+ * client has sent no packet since. The other bits are those of the SYN-ACK's TSval from HALF_OPEN_TIME_SHIFT on: 262 s
+ * of a clock that ticks in ms, 0.26 s if it ticks in us.
+ */
+#define HALF_OPEN_FLOW 0x8000u
+#define HALF_OPEN_FLOW_MASK 0xc000u
+#define HALF_OPEN_TIME_SHIFT 18
+#define HALF_OPEN_TIME_MASK 0x3fffu
+/* Maximum difference of a SYN-ACK's TSval from the client's TSecr, in the same unit: SYN-ACKs are retransmitted. */
+#define HALF_OPEN_TIME_TOLERANCE 64
+/* A flow's `previous_server` if the client has answered another, stamped SYN-ACK. */
+#define STAMPED_FLOW 0xfffeu
 
 #define NO_BROADCAST_VLAN 0xffffu
 
@@ -416,7 +427,7 @@ struct server_traffic {
 /* ---- state of the load balancer that outlives its process ------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes, so that a daemon takes over only state that it understands. */
-#define LB_LAYOUT_VERSION 16
+#define LB_LAYOUT_VERSION 17
 
 /* `layout_version` and `counters_by_cpu` keep their offsets, because other layout versions read them. */
 struct lb_state {

@@ -148,12 +148,21 @@ static __always_inline __u64 flow_filter_bit(__u64 hash)
 	return 1ull << ((hash & 0xffffffff) >> (32 - FLOW_FILTER_BITS) & (FLOW_FILTER_WORD_BITS - 1));
 }
 
-/* find_flow() for a service with LB-side stamping, of which most connections have no entry (section 5). */
+static __always_inline bool is_half_open(struct flow_table_entry entry)
+{
+	return (entry.previous_server & HALF_OPEN_FLOW_MASK) == HALF_OPEN_FLOW;
+}
+
+/*
+ * find_flow() for a service with LB-side stamping, of which most connections have no entry (section 5). Returns false
+ * for a connection that is stamped despite its entry.
+ */
 static __always_inline bool find_plain_flow(__u32 service, const struct packet *packet, struct flow_table_entry *entry)
 {
 	__u64 hash = connection_hash(service, packet->client_address, packet->ports);
 
-	return *(volatile __u64 *)flow_filter_word(hash) & flow_filter_bit(hash) && find_flow_by_hash(hash, entry);
+	return *(volatile __u64 *)flow_filter_word(hash) & flow_filter_bit(hash) && find_flow_by_hash(hash, entry) &&
+	       entry->previous_server != STAMPED_FLOW;
 }
 
 static __always_inline __u32 service_of_use(__u64 use)
@@ -198,7 +207,7 @@ static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 positio
 	return is_zero(flow >> FLOW_TAG_SHIFT ^ tag) << FLOW_RANK_SAME_SHIFT | unused << FLOW_RANK_FREE_SHIFT |
 	       (use >> FLOW_HINT_SHIFT & 1) << FLOW_RANK_HINT_SHIFT | count << FLOW_RANK_COUNT_SHIFT |
 	       own << FLOW_RANK_OWN_SHIFT |
-	       is_zero((flow >> FLOW_PREVIOUS_SHIFT & 0xffff) ^ HALF_OPEN_FLOW) << FLOW_RANK_HALF_OPEN_SHIFT |
+	       is_zero((flow >> FLOW_PREVIOUS_SHIFT & HALF_OPEN_FLOW_MASK) ^ HALF_OPEN_FLOW) << FLOW_RANK_HALF_OPEN_SHIFT |
 	       flow_age(use);
 }
 

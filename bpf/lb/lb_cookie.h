@@ -22,6 +22,12 @@
  *    another server is dropped then. A connection whose entry is evicted breaks: the table should hold all connections
  *    of servers whose clocks are unknown.
  *
+ *    A retransmitted SYN may reach another server than the first SYN, whose SYN-ACK was stamped and so has no entry. If
+ *    the second server's clock is unknown, its SYN-ACK enters the flow table, although the client may answer the first
+ *    one. The TSecr of the client's packet shows which: an entry has bits of TSval until the client answers
+ *    (HALF_OPEN_FLOW). A packet with other bits and the cookie of a known server makes the connection a stamped one
+ *    (STAMPED_FLOW). A stamped connection passes for a plain one with probability 129/16,384.
+ *
  * 3. Packets to the server. The cookie holds the server's id. Packets with neither entry nor known cookie are
  *    dropped, because these servers reject broadcasts.
  *

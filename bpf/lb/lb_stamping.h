@@ -29,6 +29,32 @@ static __always_inline bool decide_plain_syn(const struct packet *packet, struct
 	return true;
 }
 
+/* Returns whether the packet has TSecr of the SYN-ACK of a half-open entry. */
+static __always_inline bool answers_syn_ack(const struct packet *packet, struct flow_table_entry half_open)
+{
+	__u32 difference = (packet->tsecr >> HALF_OPEN_TIME_SHIFT) - half_open.previous_server;
+
+	return (difference + HALF_OPEN_TIME_TOLERANCE & HALF_OPEN_TIME_MASK) <= 2 * HALF_OPEN_TIME_TOLERANCE;
+}
+
+/*
+ * Returns whether the client's packet, not a SYN, is of a stamped connection despite its flow entry: its SYNs reached
+ * two servers, and the client has answered the stamped SYN-ACK. Changes the entry then.
+ */
+static __always_inline bool is_stamped_flow(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+					    struct flow_table_entry entry)
+{
+	__u32 id;
+
+	if (!is_half_open(entry) || !packet->has_timestamp || answers_syn_ack(packet, entry))
+		return false;
+	id = lb_stamped_id(ctx, packet);
+	if (!is_server_known(service, id))
+		return false;
+	set_flow(service, packet, flow_entry_word(id, STAMPED_FLOW), 0);
+	return true;
+}
+
 /*
  * Decides an established packet, or a SYN of a plain connection: by the flow table, or by the cookie, with TSecr
  * restored (lb_cookie.h).
@@ -41,9 +67,10 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 	__u32 id;
 
 	if (find_plain_flow(decision->service, packet, &entry) &&
-	    may_receive(server_at(decision->service, entry.server_id), syn)) {
+	    may_receive(server_at(decision->service, entry.server_id), syn) &&
+	    (syn || !is_stamped_flow(ctx, decision->service, packet, entry))) {
 		decide_by_flow(entry, decision);
-		if (entry.previous_server == HALF_OPEN_FLOW && !syn)
+		if (is_half_open(entry) && !syn)
 			open_flow(decision->service, packet, entry);
 		return;
 	}

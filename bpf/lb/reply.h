@@ -65,7 +65,7 @@ static __always_inline bool is_late_syn_ack(__u32 service, const struct packet *
 static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						    struct lb_stamped_server *server, struct answer answer)
 {
-	struct flow_table_entry entry = {};
+	struct flow_table_entry entry = {}, half_open = {.server_id = server->server_id};
 	bool plain = find_plain_flow(service, packet, &entry);
 
 	server->syn_acks++;
@@ -76,10 +76,9 @@ static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 se
 			return true;
 	}
 	/* A SYN-ACK without timestamps is stored, too: the SYN may have gone to another server than the bucket's. */
-	if (!plain || entry.server_id != server->server_id || entry.previous_server != HALF_OPEN_FLOW) {
-		entry = (struct flow_table_entry){.server_id = server->server_id, .previous_server = HALF_OPEN_FLOW};
-		insert_flow(ctx, service, packet, entry, 0);
-	}
+	half_open.previous_server = HALF_OPEN_FLOW | answer.milliseconds >> HALF_OPEN_TIME_SHIFT;
+	if (!plain || entry.server_id != half_open.server_id || entry.previous_server != half_open.previous_server)
+		insert_flow(ctx, service, packet, half_open, 0);
 	return false;
 }
 
@@ -90,7 +89,8 @@ static __always_inline bool is_reply_stamped(struct xdp_md *ctx, __u32 service, 
 
 	if (packet->flags & TCP_SYN)
 		return is_stamped_from_syn_ack(ctx, service, packet, server, answer);
-	if (find_plain_flow(service, packet, &entry))
+	/* A server with an unstamped SYN-ACK sends data when the client has answered it, or by TCP Fast Open. */
+	if (find_plain_flow(service, packet, &entry) && (!is_half_open(entry) || entry.server_id == server->server_id))
 		return false;
 	if (!packet->has_timestamp) {
 		/* The flow table lost the connection, and the reply proves that it exists. A reset proves nothing. */

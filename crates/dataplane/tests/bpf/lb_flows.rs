@@ -15,11 +15,12 @@ use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use rand::Rng;
 
 use crate::support::balancer::{
     Balancer, Identification, XDP_DROP, XDP_PASS, XDP_TX, client, id, random_table, service,
 };
-use crate::support::{ACK, SYN, Tcp, Udp, missing_bpf_rights, skip_if, timestamp};
+use crate::support::{ACK, SYN, TIME_KEY, Tcp, Udp, missing_bpf_rights, skip_if, timestamp, timestamp_offset, word};
 
 const WEB: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const DNS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
@@ -92,14 +93,11 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
     }
 }
 
-/// After a load balancer has lost its state, a retransmitted SYN may have reached a second server, whose SYN-ACK is
-/// late.
-#[test]
-fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
-    skip_if!(missing_bpf_rights());
-    let mut rng = seeded_rng(115, 0);
-    let by_load_balancer = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
-    let mut balancer = Balancer::with(&[(service(WEB), by_load_balancer)], Options::default(), &mut rng);
+/// Returns a load balancer that stamps for six servers, round robin.
+fn with_lb_stamping(rng: &mut impl Rng) -> Balancer {
+    let mode = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
+    let mut balancer = Balancer::with(&[(service(WEB), mode)], Options::default(), rng);
+    balancer.lb.set_time_key(balancer.services[0], TIME_KEY);
     // Cookies of LB-side stamping can hold only small ids.
     let ids: Vec<_> = (1..=6).map(id).collect();
     for (number, id) in (1..).zip(&ids) {
@@ -107,7 +105,17 @@ fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
         balancer.macs.insert((0, *id), mac);
         balancer.lb.set_server(balancer.services[0], *id, Server { mac: Some(mac), eligible: true });
     }
-    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, rng));
+    balancer
+}
+
+/// After a load balancer has lost its state, a retransmitted SYN may have reached a second server, whose SYN-ACK is
+/// late.
+#[test]
+fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
+    skip_if!(missing_bpf_rights());
+    let mut rng = seeded_rng(115, 0);
+    let mut balancer = with_lb_stamping(&mut rng);
     let client = client(&mut rng);
     let sent = |balancer: &Balancer, flags| {
         balancer.destination(&Tcp { flags, options: timestamp(7, 9), ..Tcp::new(client, WEB) }.frame())
@@ -326,5 +334,49 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
         let after = flows.iter().map(|frame| balancer.destination(frame));
         let moved = after.zip(&before).filter(|(after, before)| after != *before).count();
         assert_eq!(moved, 0, "flows moved by a flood on {vip:?}");
+    }
+}
+
+/// A SYN whose stamped SYN-ACK is lost is retransmitted to a server that cannot be stamped for yet. The client answers
+/// either SYN-ACK, and its connection goes to the server of that SYN-ACK.
+#[test]
+fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
+    skip_if!(missing_bpf_rights());
+    let mut rng = seeded_rng(117, 0);
+    let balancer = with_lb_stamping(&mut rng);
+    let [stamped, plain] = [1, 2].map(|number| balancer.macs[&(0, id(number))]);
+    let reply = |client, server: MacAddress, flags, tsval, counter| {
+        let mut frame = Tcp { flags, options: timestamp(tsval, 7), ..Tcp::new(WEB, client) }.frame();
+        frame[6..12].copy_from_slice(&server.0);
+        let (verdict, packet) = balancer.counted(&frame, Some(0), counter);
+        assert_eq!(verdict, XDP_PASS);
+        word(&packet, timestamp_offset(&packet).unwrap())
+    };
+    // SYN-ACKs of four connections with one clock.
+    let known = 1_000_000;
+    for counter in ["reply_unchanged", "reply_unchanged", "reply_unchanged", "reply_stamped"] {
+        reply(client(&mut rng), stamped, SYN | ACK, known, counter);
+    }
+    for round in 0..200 {
+        let client = client(&mut rng);
+        let to_server = |tsecr, server: MacAddress, counter| {
+            let frame = Tcp { options: timestamp(7, tsecr), ..Tcp::new(client, WEB) }.frame();
+            let (verdict, packet) = balancer.counted(&frame, Some(0), counter);
+            assert_eq!((verdict, &packet[..6]), (XDP_TX, &server.0[..]), "round {round}");
+        };
+        let cookie = reply(client, stamped, SYN | ACK, known, "reply_stamped");
+        reply(client, plain, SYN | ACK, cookie ^ 1 << 31, "reply_unchanged");
+        if round % 2 == 0 {
+            for _ in 0..2 {
+                to_server(cookie, stamped, "established");
+                reply(client, stamped, ACK, known, "reply_stamped");
+                reply(client, plain, SYN | ACK, cookie ^ 1 << 31, "reply_unchanged");
+                reply(client, stamped, ACK, known, "reply_stamped");
+            }
+        } else {
+            to_server(cookie ^ 1 << 31, plain, "flow_table");
+            assert_eq!(reply(client, plain, ACK, 99, "reply_unchanged"), 99);
+            to_server(99, plain, "flow_table");
+        }
     }
 }

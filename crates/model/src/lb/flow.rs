@@ -23,8 +23,48 @@ pub struct FlowEntry {
     pub server: ServerId,
     /// Server to which the flow's server forwards unknown packets.
     pub previous_server: Option<ServerId>,
-    /// Entry of an unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`).
-    pub half_open: bool,
+    /// State of its TCP handshake.
+    pub handshake: Handshake,
+}
+
+/// State of a flow of a service with LB-side stamping; all others are [`Open`](Self::Open).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Handshake {
+    /// The client has sent a packet after the SYN-ACK.
+    Open,
+    /// Unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`), with bits of its TSval.
+    HalfOpen(u16),
+    /// The client has answered another, stamped SYN-ACK (`STAMPED_FLOW`).
+    Stamped,
+}
+
+impl Handshake {
+    /// Returns the state after an unstamped SYN-ACK with this TSval.
+    pub(super) fn half_open(tsval: u32) -> Self {
+        Self::HalfOpen((tsval >> intf::HALF_OPEN_TIME_SHIFT) as u16)
+    }
+
+    pub(super) fn is_half_open(self) -> bool {
+        matches!(self, Self::HalfOpen(_))
+    }
+
+    /// Returns whether a client's TSecr may be the TSval of the unstamped SYN-ACK.
+    pub(super) fn is_answered_by(self, tsecr: u32) -> bool {
+        let Self::HalfOpen(time) = self else { return false };
+        let difference = (tsecr >> intf::HALF_OPEN_TIME_SHIFT).wrapping_sub(time.into());
+        let tolerance = intf::HALF_OPEN_TIME_TOLERANCE;
+        difference.wrapping_add(tolerance) & intf::HALF_OPEN_TIME_MASK <= 2 * tolerance
+    }
+
+    fn from_field(field: u16) -> Self {
+        match u32::from(field) {
+            intf::STAMPED_FLOW => Self::Stamped,
+            field if field & intf::HALF_OPEN_FLOW_MASK == intf::HALF_OPEN_FLOW => {
+                Self::HalfOpen((field & intf::HALF_OPEN_TIME_MASK) as u16)
+            }
+            _ => Self::Open,
+        }
+    }
 }
 
 /// Kind of an entry.
@@ -55,15 +95,16 @@ impl Datagram {
 impl FlowEntry {
     /// Returns the entry of a new connection.
     pub(super) fn of(server: ServerId) -> Self {
-        Self { server, previous_server: None, half_open: false }
+        Self { server, previous_server: None, handshake: Handshake::Open }
     }
 
     /// Returns the previous server in the form of `struct flow_table_entry`.
     pub(super) fn before_field(self) -> u16 {
-        match self.previous_server {
-            _ if self.half_open => intf::HALF_OPEN_FLOW as u16,
-            Some(before) => before.get(),
-            None => intf::NO_SERVER as u16,
+        match (self.handshake, self.previous_server) {
+            (Handshake::HalfOpen(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
+            (Handshake::Stamped, _) => intf::STAMPED_FLOW as u16,
+            (Handshake::Open, Some(before)) => before.get(),
+            (Handshake::Open, None) => intf::NO_SERVER as u16,
         }
     }
 
@@ -77,7 +118,7 @@ impl FlowEntry {
         Self {
             server: id(word).expect("an entry holds a server's id"),
             previous_server: id(before),
-            half_open: before & 0xffff == u64::from(intf::HALF_OPEN_FLOW),
+            handshake: Handshake::from_field(before as u16),
         }
     }
 }
@@ -153,7 +194,7 @@ impl FlowTable {
             let is_hint = use_of >> intf::FLOW_HINT_SHIFT & 1 == 1;
             let own = service_of(use_of) == key.service;
             let of_service = used.iter().filter(|other| service_of(**other) == service_of(use_of)).count();
-            let half_open = flow >> intf::FLOW_PREVIOUS_SHIFT & 0xffff == u64::from(intf::HALF_OPEN_FLOW);
+            let half_open = Handshake::from_field((flow >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
             (is_flow, is_free, is_hint, of_service + usize::from(own), own, half_open, age(use_of, now))
         };
         let position = (0..ENTRIES).rev().max_by_key(|position| rank(*position)).expect("a set has entries");
@@ -193,6 +234,11 @@ impl LoadBalancer {
 
     pub(super) fn find_flow_of(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
         self.find_flow(service, &packet.tuple(), packet.protocol)
+    }
+
+    /// [`find_flow_of`](Self::find_flow_of) for a service with LB-side stamping; `None` for a stamped connection.
+    pub(super) fn find_plain_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
+        self.find_flow_of(service, packet).filter(|entry| entry.handshake != Handshake::Stamped)
     }
 
     /// Inserts a packet's flow; returns false if it is a hint and there is no room for one.

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
-use super::flow::Kind;
+use super::flow::{Handshake, Kind};
 use super::packet::{self, FragmentPart, Packet, RST, SYN};
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
 use crate::consistency::Timestamps;
@@ -186,8 +186,10 @@ impl LoadBalancer {
         milliseconds: Option<u32>,
         answered: &mut Outcome,
     ) -> bool {
-        let plain = self.find_flow_of(service_slot, packet);
+        let plain = self.find_plain_flow(service_slot, packet);
         if packet.flags & SYN == 0 {
+            // A server with an unstamped SYN-ACK sends data when the client has answered it, or by TCP Fast Open.
+            let plain = plain.filter(|plain| !plain.handshake.is_half_open() || plain.server == known.server);
             // An answer proves that the connection exists, but a reset answers any packet.
             if plain.is_none() && milliseconds.is_none() && packet.flags & RST == 0 {
                 self.insert_flow(service_slot, packet, FlowEntry::of(known.server), Kind::Needed);
@@ -199,8 +201,9 @@ impl LoadBalancer {
         if milliseconds.is_some() && known.clock.can_be_stamped() && plain.is_none() {
             return true;
         }
-        let entry = FlowEntry { half_open: true, ..FlowEntry::of(known.server) };
-        if plain.is_none_or(|plain| plain.server != entry.server || !plain.half_open) {
+        let handshake = Handshake::half_open(milliseconds.unwrap_or(0));
+        let entry = FlowEntry { handshake, ..FlowEntry::of(known.server) };
+        if plain != Some(entry) {
             self.insert_flow(service_slot, packet, entry, Kind::Needed);
             answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
         }
@@ -223,17 +226,18 @@ impl LoadBalancer {
 
     /// Returns the server of the unstamped connection with a packet's addresses and ports, if it takes new connections.
     pub(super) fn plain_server(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
-        let server = self.find_flow_of(service_slot, packet)?.server;
+        let server = self.find_plain_flow(service_slot, packet)?.server;
         self.service(service_slot).takes_new_connections(server).then_some(server)
     }
 
     /// Decides on a client's packet that opens no connection, or has no timestamps.
     pub(super) fn by_lb_stamped_cookie(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let first = packet.flags & SYN != 0;
-        if let Some(entry) = self.find_flow_of(service_slot, packet)
+        if let Some(entry) = self.find_plain_flow(service_slot, packet)
             && self.is_usable(service_slot, entry.server, first)
+            && (first || !self.is_stamped_flow(service_slot, packet, entry))
         {
-            if entry.half_open && !first {
+            if entry.handshake.is_half_open() && !first {
                 self.insert_flow(service_slot, packet, FlowEntry::of(entry.server), Kind::Needed);
             }
             return self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE);
@@ -256,6 +260,22 @@ impl LoadBalancer {
         let known = server.mac.and_then(|mac| self.lb_stamping.servers.get(&(service_slot, mac)));
         let restored = known.map_or(tsecr.value, |known| self.restored_tsecr(service_slot, &tuple, tsecr.value, known));
         decision.with_tsecr(tsecr, restored)
+    }
+
+    /// Returns whether the client's packet is of a stamped connection despite its flow entry: its SYNs reached two
+    /// servers, and the client has answered the stamped SYN-ACK. Changes the entry then.
+    fn is_stamped_flow(&mut self, service_slot: usize, packet: &Packet, entry: FlowEntry) -> bool {
+        let Some(tsecr) = packet.tsecr else { return false };
+        if !entry.handshake.is_half_open() || entry.handshake.is_answered_by(tsecr.value) {
+            return false;
+        }
+        let id = lb_stamping::recognise(&self.keys, &packet.tuple(), tsecr.value);
+        let is_known = self.service(service_slot).server(id).is_some();
+        if is_known {
+            let stamped = FlowEntry { handshake: Handshake::Stamped, ..FlowEntry::of(id) };
+            self.insert_flow(service_slot, packet, stamped, Kind::Needed);
+        }
+        is_known
     }
 
     /// Returns the TSval that the server sent; 0 ("no TSecr"): the connection's clock is not known.

@@ -119,6 +119,11 @@ impl ComparedLb {
         Ok(indexes)
     }
 
+    pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
+        self.lb.set_time_key(service, key);
+        self.change_model(|model| model.set_time_key(slot(service), key));
+    }
+
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         self.lb.set_server(service, id, server);
         let server = model::Server { mac: server.mac.map(|mac| mac.0), eligible: server.eligible };
