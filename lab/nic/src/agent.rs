@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::guest::Guest;
-use crate::wire::{FLOWS, VIP};
+use crate::wire::{FLOWS, VIP, VIP_IPV6};
 
 /// Time limit until a daemon is ready; under emulation the verifier alone takes seconds.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
@@ -29,7 +29,8 @@ pub fn files() -> [(&'static str, String); 5] {
                       rss_key_file = \"rss.key\"\n";
     let fleet = format!(
         "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\nid = {SERVER_ID}\n\n\
-         [[service]]\nname = \"web\"\nvip = \"{VIP}\"\n"
+         [[service]]\nname = \"web\"\nvip = \"{VIP}\"\n\n\
+         [[service]]\nname = \"web-ipv6\"\nvip = \"{VIP_IPV6}\"\n"
     );
     let agent = "server = \"s1\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth0\"\n\
                  pin_directory = \"/sys/fs/bpf/coreward\"\nmanage_rss = true\nsteer = \"off\"\n";

@@ -163,10 +163,9 @@ fn forwarded<T>(
         let sender = scope.spawn(|| send_paced(wire, monitor, flow, &rate, &ended));
         let result = load_core(guest, queue, &rate).map(|()| measured());
         ended.store(true, Ordering::Relaxed);
-        let sent = sender.join().map_err(|_| anyhow::anyhow!("the sender panicked"))?;
-        let result = result?;
-        sent?;
-        Ok((result, rate.load(Ordering::Relaxed)))
+        // An error of the sender explains one of the measurement.
+        sender.join().map_err(|_| anyhow::anyhow!("the sender panicked"))??;
+        Ok((result?, rate.load(Ordering::Relaxed)))
     })
 }
 
@@ -195,9 +194,7 @@ fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
 fn send_paced(wire: &Wire, mut monitor: Monitor, flow: &FourTuple, rate: &AtomicU32, ended: &AtomicBool) -> Result<()> {
     let (mut due, mut flush) = (Instant::now(), Instant::now());
     while !ended.load(Ordering::Relaxed) {
-        for _ in 0..rate.load(Ordering::Relaxed).div_ceil(1_000) {
-            wire.send_ack(flow)?;
-        }
+        wire.send_acks(flow, rate.load(Ordering::Relaxed).div_ceil(1_000))?;
         if flush.elapsed() >= FLUSH_INTERVAL {
             flush = Instant::now();
             monitor.flush_receive_queues()?;

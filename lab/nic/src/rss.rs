@@ -1,6 +1,7 @@
 //! RSS settings that the guest shows, and the behaviour of its NIC, measured without coreward in the guest.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -8,7 +9,7 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 
 use crate::guest::{Guest, Nic};
-use crate::wire::{Wire, flows};
+use crate::wire::{FLOWS_PER_FAMILY, Wire, flows};
 
 /// Time limit for a SYN to appear in the guest's counters.
 const ARRIVAL_LIMIT: Duration = Duration::from_secs(2);
@@ -59,10 +60,38 @@ pub struct Measurement {
 }
 
 impl Measurement {
-    /// Returns the number of flows that arrived on the queue predicted by key and table.
-    pub fn matched(&self) -> u16 {
-        let as_predicted = |(flow, queue): &&(FourTuple, u16)| predicted(&self.shown, flow) == *queue;
-        self.delivered.iter().filter(as_predicted).count() as u16
+    /// Returns whether all flows arrived on the queues predicted by key and table.
+    pub fn is_in_force(&self) -> bool {
+        self.is_in_force_by_family() == [true, true]
+    }
+
+    /// Returns whether all IPv4 flows, and all IPv6 flows, arrived on the predicted queues.
+    pub fn is_in_force_by_family(&self) -> [bool; 2] {
+        self.matched_by_family().map(|matched| matched == FLOWS_PER_FAMILY)
+    }
+
+    /// Returns the numbers of IPv4 and IPv6 flows that arrived on the queue predicted by key and table.
+    fn matched_by_family(&self) -> [u16; 2] {
+        let mut matched = [0; 2];
+        for (flow, _) in self.delivered.iter().filter(|(flow, queue)| predicted(&self.shown, flow) == *queue) {
+            matched[usize::from(flow.client().is_ipv6())] += 1;
+        }
+        matched
+    }
+}
+
+impl fmt::Display for Measurement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [ipv4, ipv6] = self.matched_by_family();
+        write!(
+            f,
+            "on the predicted queue: {ipv4} of {FLOWS_PER_FAMILY} IPv4 flows, {ipv6} of {FLOWS_PER_FAMILY} IPv6 flows"
+        )?;
+        let queues: BTreeSet<u16> = self.delivered.iter().map(|(_, queue)| *queue).collect();
+        match Vec::from_iter(queues)[..] {
+            [queue] => write!(f, "; all on queue {queue}"),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -121,6 +150,19 @@ mod tests {
 
     const ETHTOOL_OUTPUT: &str = "RX flow hash indirection table for eth0 with 4 RX ring(s):\n    0:      0     1\n\
                          \u{20}   2:      2     3\nRSS hash key:\n";
+
+    #[test]
+    fn measurement_counts_each_family() {
+        let shown = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() };
+        let deliver = |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted(&shown, &flow) });
+        let delivered = flows().map(deliver).collect();
+        let measured = Measurement { shown, delivered };
+        assert_eq!(measured.is_in_force_by_family(), [true, false]);
+        assert!(!measured.is_in_force());
+        assert_eq!(measured.to_string(), "on the predicted queue: 64 of 64 IPv4 flows, 0 of 64 IPv6 flows");
+        let on_one = Measurement { delivered: flows().map(|flow| (flow, 4)).collect(), ..measured };
+        assert!(on_one.to_string().ends_with("0 of 64 IPv4 flows, 0 of 64 IPv6 flows; all on queue 4"), "{on_one}");
+    }
 
     #[test]
     fn ethtool_output_is_parsed() {

@@ -1,38 +1,57 @@
-//! The test's end of the tap: an unnamed network namespace, and a raw socket that sends packets into it.
+//! The test's end of the tap: an unnamed network namespace, and a packet socket that sends frames into it.
 
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use coreward_model::FourTuple;
-use socket2::{Domain, Protocol, Socket, Type};
+use nix::errno::Errno;
+use nix::sys::socket::{LinkAddr, MsgFlags, sendto};
+use socket2::{Domain, Socket, Type};
 
 use crate::guest::{MAC_ADDRESS, TAP};
 use crate::packages::Packages;
 use crate::process::{command_tied_to_parent, run};
 
-/// Destination of the SYNs, an address on the guest's loopback.
+/// Destination of IPv4 SYNs, an address on the guest's loopback.
 pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
+/// Destination of IPv6 SYNs. The guest has no such address, because its IPv6 is off.
+pub const VIP_IPV6: SocketAddrV6 = SocketAddrV6::new(ipv6_address(VIP.ip().to_bits()), VIP.port(), 0, 0);
 /// Destination of packets that a guest forwards by a route.
 pub const FORWARDED: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
-pub const FLOWS: u16 = 64;
+/// Flows of a measurement over each of IPv4 and IPv6.
+pub const FLOWS_PER_FAMILY: u16 = 64;
+/// Flows of a measurement.
+pub const FLOWS: u16 = 2 * FLOWS_PER_FAMILY;
 
-const IPV4_HEADER: usize = 20;
-const TCP_HEADER: usize = 20;
+/// MAC address of the host's end.
+const OWN_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
 /// A timestamp option (RFC 7323) after two no-operations (RFC 9293).
 const TCP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
+const TCP: u8 = 6;
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
-/// Returns the flows of a measurement, each with another client address and port.
-pub fn flows() -> impl Iterator<Item = FourTuple> {
-    flows_of_round(0)
+/// Returns the IPv6 address with the bits of an IPv4 address at its end.
+const fn ipv6_address(ipv4: u32) -> Ipv6Addr {
+    Ipv6Addr::from_bits(0x2001_0db8 << 96 | ipv4 as u128)
 }
 
-/// Returns [`flows`] with different client addresses in each round (up to 250).
+/// Returns the flows of a measurement, each with another client address and port: first all of IPv4.
+pub fn flows() -> impl Iterator<Item = FourTuple> {
+    flows_of_round(0).chain(flows_of_round(0).map(|flow| in_ipv6(&flow)))
+}
+
+fn in_ipv6(flow: &FourTuple) -> FourTuple {
+    let SocketAddr::V4(client) = flow.client() else { return *flow };
+    FourTuple::ipv6((ipv6_address(client.ip().to_bits()), client.port()), (*VIP_IPV6.ip(), VIP_IPV6.port()))
+}
+
+/// Returns IPv4 flows, with different client addresses in each round (up to 250).
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> {
-    (0..FLOWS).map(move |flow| {
+    (0..FLOWS_PER_FAMILY).map(move |flow| {
         // Steps coprime to 250 and 60,000, so that no address or port repeats.
         let [third, fourth] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
         let client =
@@ -54,71 +73,91 @@ pub fn enter_namespace() -> Result<()> {
 /// Connection to the guest.
 pub struct Wire {
     socket: Socket,
+    tap: LinkAddr,
 }
 
 impl Wire {
     /// Sets up the tap of a guest's QEMU. Fails when the tap does not exist.
     pub fn connect(packages: &Packages) -> Result<Self> {
-        let busybox = |arguments: &[&str]| run(command_tied_to_parent(packages.busybox()).args(arguments));
         let end = Instant::now() + Duration::from_secs(10);
-        while let Err(error) = busybox(&["ip", "link", "set", TAP, "up"]) {
+        let set_up = || run(command_tied_to_parent(packages.busybox()).args(["ip", "link", "set", TAP, "up"]));
+        while let Err(error) = set_up() {
             if Instant::now() > end {
                 bail!(error);
             }
             std::thread::sleep(Duration::from_millis(50));
         }
-        let mac = MAC_ADDRESS.map(|byte| format!("{byte:02x}")).join(":");
-        for address in [VIP.ip(), FORWARDED.ip()].map(ToString::to_string) {
-            busybox(&["ip", "route", "add", &address, "dev", TAP])?;
-            busybox(&["arp", "-i", TAP, "-s", &address, &mac])?;
-        }
-        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::TCP)).context("a raw socket")?;
-        socket.set_header_included_v4(true)?;
-        Ok(Self { socket })
+        let interfaces = nix::ifaddrs::getifaddrs().context("the network interfaces")?;
+        let mut addresses = interfaces.filter(|interface| interface.interface_name == TAP);
+        let tap = addresses.find_map(|interface| interface.address?.as_link_addr().copied());
+        let socket = Socket::new(Domain::PACKET, Type::RAW, None).context("a packet socket")?;
+        Ok(Self { socket, tap: tap.with_context(|| format!("{TAP} has no index"))? })
     }
 
     /// Sends the flow's SYN. Fails when the kernel rejects it.
     pub fn send_syn(&self, flow: &FourTuple) -> Result<()> {
-        self.send(flow, SYN)
+        self.send(flow, SYN, 1)
     }
 
-    /// Sends a packet of an established connection. Fails when the kernel rejects it.
-    pub fn send_ack(&self, flow: &FourTuple) -> Result<()> {
-        self.send(flow, ACK)
+    /// Sends `count` packets of an established connection. Fails when the kernel rejects one.
+    pub fn send_acks(&self, flow: &FourTuple, count: u32) -> Result<()> {
+        self.send(flow, ACK, count)
     }
 
-    fn send(&self, flow: &FourTuple, flags: u8) -> Result<()> {
-        let packet = segment(flow, flags)?;
-        self.socket.send_to(&packet, &flow.vip().into()).with_context(|| format!("a packet of {flow:?}"))?;
+    fn send(&self, flow: &FourTuple, flags: u8, count: u32) -> Result<()> {
+        let frame = frame(flow, flags)?;
+        for _ in 0..count {
+            match sendto(self.socket.as_raw_fd(), &frame, &self.tap, MsgFlags::empty()) {
+                // The tap's queue is full: a lost packet.
+                Ok(_) | Err(Errno::ENOBUFS) => {}
+                Err(errno) => return Err(errno).with_context(|| format!("a packet of {flow:?}")),
+            }
+        }
         Ok(())
     }
 }
 
-/// Returns a TCP segment over IPv4 with a timestamp, like a Linux client's except for irrelevant options.
-fn segment(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
-    let (SocketAddr::V4(client), SocketAddr::V4(vip)) = (flow.client(), flow.vip()) else {
-        bail!("{flow:?} is not IPv4")
+/// Returns a TCP segment with a timestamp in a frame to the guest, like a Linux client's except for irrelevant options.
+fn frame(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
+    let mut tcp = tcp_segment(flow, flags);
+    let length = tcp.len() as u8;
+    let (ethertype, header, addresses) = match (flow.client(), flow.vip()) {
+        (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
+            ([0x08, 0x00], ipv4_header([*client.ip(), *vip.ip()], length), 12)
+        }
+        (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
+            ([0x86, 0xdd], ipv6_header([*client.ip(), *vip.ip()], length), 8)
+        }
+        _ => bail!("{flow:?} has addresses of two families"),
     };
-    let length = IPV4_HEADER + TCP_HEADER + TCP_OPTIONS.len();
-    let mut packet = Vec::with_capacity(length);
-    // version and header length, TOS, total length; identification 1, do not fragment; TTL 64, TCP, no checksum yet
-    packet.extend_from_slice(&[0x45, 0, 0, length as u8, 0, 1, 0x40, 0, 64, 6, 0, 0]);
-    packet.extend_from_slice(&client.ip().octets());
-    packet.extend_from_slice(&vip.ip().octets());
-    let checksum = internet_checksum(&packet);
-    packet[10..12].copy_from_slice(&checksum.to_be_bytes());
-    let mut tcp = Vec::with_capacity(TCP_HEADER + TCP_OPTIONS.len());
-    tcp.extend_from_slice(&client.port().to_be_bytes());
-    tcp.extend_from_slice(&vip.port().to_be_bytes());
-    let data_offset = ((TCP_HEADER + TCP_OPTIONS.len()) / 4) as u8;
-    // sequence number 1, no acknowledgement, data offset, flags, window, no checksum yet, no urgent data
-    tcp.extend_from_slice(&[0, 0, 0, 1, 0, 0, 0, 0, data_offset << 4, flags, 0xfa, 0xf0, 0, 0, 0, 0]);
-    tcp.extend_from_slice(&TCP_OPTIONS);
-    let pseudo_header = [&packet[12..20], &[0, 6, 0, tcp.len() as u8]].concat();
+    let pseudo_header = [&header[addresses..], &[0, TCP, 0, length]].concat();
     let checksum = internet_checksum(&[&pseudo_header[..], &tcp].concat());
     tcp[16..18].copy_from_slice(&checksum.to_be_bytes());
-    packet.extend_from_slice(&tcp);
-    Ok(packet)
+    Ok([&MAC_ADDRESS[..], &OWN_MAC, &ethertype, &header, &tcp].concat())
+}
+
+/// Returns a TCP header without checksum.
+fn tcp_segment(flow: &FourTuple, flags: u8) -> Vec<u8> {
+    let ports = [flow.client(), flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
+    let data_offset = ((20 + TCP_OPTIONS.len()) / 4) as u8;
+    // sequence number 1, no acknowledgement, data offset, flags, window, no checksum yet, no urgent data
+    let fields = [0, 0, 0, 1, 0, 0, 0, 0, data_offset << 4, flags, 0xfa, 0xf0, 0, 0, 0, 0];
+    [&ports[..], &fields, &TCP_OPTIONS].concat()
+}
+
+fn ipv4_header(addresses: [Ipv4Addr; 2], payload: u8) -> Vec<u8> {
+    // version and header length, TOS, total length; identification 1, do not fragment; TTL 64, TCP, no checksum yet
+    let fields = [0x45, 0, 0, 20 + payload, 0, 1, 0x40, 0, 64, TCP, 0, 0];
+    let mut header = [&fields[..], &addresses.map(|address| address.octets()).concat()].concat();
+    let checksum = internet_checksum(&header);
+    header[10..12].copy_from_slice(&checksum.to_be_bytes());
+    header
+}
+
+fn ipv6_header(addresses: [Ipv6Addr; 2], payload: u8) -> Vec<u8> {
+    // version, traffic class, flow label; payload length, next header, hop limit
+    let fields = [0x60, 0, 0, 1, 0, payload, TCP, 64];
+    [&fields[..], &addresses.map(|address| address.octets()).concat()].concat()
 }
 
 /// Returns the ones' complement checksum of an even number of bytes (RFC 1071).
@@ -130,20 +169,25 @@ fn internet_checksum(bytes: &[u8]) -> u16 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
     fn flows_have_different_tuples() {
-        let all: std::collections::BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
-        assert_eq!(all.len(), 250 * usize::from(FLOWS));
+        let all: BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
+        assert_eq!(all.len(), 250 * usize::from(FLOWS_PER_FAMILY));
+        assert_eq!(flows().collect::<BTreeSet<_>>().len(), usize::from(FLOWS));
     }
 
     #[test]
     fn checksums_are_right() {
-        let packet = segment(&flows().nth(5).unwrap(), SYN).unwrap();
-        assert_eq!(internet_checksum(&packet[..IPV4_HEADER]), 0);
-        let tcp = &packet[IPV4_HEADER..];
-        let pseudo_header = [&packet[12..20], &[0, 6, 0, tcp.len() as u8]].concat();
-        assert_eq!(internet_checksum(&[&pseudo_header[..], tcp].concat()), 0);
+        for (flow, header, addresses) in [(5, 20, 12), (FLOWS_PER_FAMILY + 5, 40, 8)] {
+            let frame = frame(&flows().nth(flow.into()).unwrap(), SYN).unwrap();
+            let (ip, tcp) = frame[14..].split_at(header);
+            assert!(header == 40 || internet_checksum(ip) == 0);
+            let pseudo_header = [&ip[addresses..], &[0, TCP, 0, tcp.len() as u8]].concat();
+            assert_eq!(internet_checksum(&[&pseudo_header[..], tcp].concat()), 0);
+        }
     }
 }
