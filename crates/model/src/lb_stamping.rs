@@ -195,8 +195,8 @@ fn agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
     offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
 }
 
-/// Returns the word that identifies a connection in [`Clock`]: the client's word under the load balancer's key, XOR
-/// ports in the packet's byte order.
+/// Returns the word that identifies a connection in [`Clock`]: the keyed hash of the client's address, XOR the ports in
+/// network byte order.
 pub fn connection_word(key: &CookieKey, tuple: &FourTuple) -> u32 {
     let bytes = tuple.bytes();
     let ports = u32::from_ne_bytes(bytes[bytes.len() - 4..].try_into().expect("four bytes"));

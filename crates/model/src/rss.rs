@@ -336,7 +336,7 @@ impl IndirectionTable {
         self.queues[hash as usize & (self.queues.len() - 1)]
     }
 
-    /// Returns all entries.
+    /// Returns the queue of each entry.
     pub fn queues(&self) -> &[u16] {
         &self.queues
     }

@@ -171,7 +171,7 @@ mod tests {
     #[derive(Debug, Clone, Copy)]
     struct Sent {
         value: u32,
-        at: u32,
+        at_ms: u32,
     }
 
     /// Server and client of one connection, and the wire between the two.
@@ -229,7 +229,7 @@ mod tests {
                     let keys = self.keys.at(time.original, self.switch_ms);
                     let value = stamp(&keys, &TIME_KEY, &self.tuple, server(), time.sent.into());
                     if !lost {
-                        self.to_client.push_back(Sent { value, at: self.now });
+                        self.to_client.push_back(Sent { value, at_ms: self.now });
                     }
                 }
                 Event::Packet { from_server: false, lost } => {
@@ -240,7 +240,7 @@ mod tests {
                         assert_eq!(recognise(&self.keys, &self.tuple, tsecr.value), server());
                         self.last_tsecr =
                             self.rule.restore(stamped_time(&TIME_KEY, &self.tuple, tsecr.value), self.now);
-                        self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.at) as i32 > 1 << 15;
+                        self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.at_ms) as i32 > 1 << 15;
                         let ahead = self.last_tsecr.wrapping_sub(self.now) as i32;
                         assert!(ahead <= RESTORE_SLACK_MS as i32, "restored {ahead} ms into the future");
                     }

@@ -287,7 +287,10 @@ impl Engine {
         for service in (0..self.services.len() as u8).filter(|service| enabled >> service & 1 == 1) {
             self.balancer.set_runs(service, core, !is_stalled);
         }
-        tracing::warn!(event = "eligibility-changed", core, is_stalled, outstanding, "a worker stalled or recovered");
+        match is_stalled {
+            true => tracing::warn!(event = "worker-stalled", core, outstanding, "a worker stalled: no new requests"),
+            false => tracing::info!(event = "worker-recovered", core, "a stalled worker has completed a request"),
+        }
     }
 
     /// Receives what the worker had sent before it ended, then releases its core.

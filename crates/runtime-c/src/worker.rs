@@ -156,7 +156,7 @@ pub unsafe extern "C" fn coreward_worker_free(worker: *mut Worker) {
     unsafe { free(worker) }
 }
 
-/// Calls the worker of a pointer.
+/// Calls `call` with the worker that the pointer points to. Fails when the pointer is null.
 unsafe fn with_worker(
     worker: *mut Worker,
     call: impl FnOnce(&mut worker::Worker<'static>) -> Result<(), RuntimeError>,

@@ -432,7 +432,7 @@ fn start(
     Ok((fleet, records))
 }
 
-/// Records another document.
+/// Adds an audit entry for a new fleet document.
 fn note_document(
     records: &mut Records,
     before: &Records,

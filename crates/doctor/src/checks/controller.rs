@@ -3,7 +3,7 @@
 use crate::facts::{Facts, StoreFacts};
 use crate::finding::{Finding, Fix};
 
-/// Check of the connection to the controller, for machines of the other roles.
+/// Checks the connection to the controller, on servers and load balancers.
 pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
     match &facts.controller {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],

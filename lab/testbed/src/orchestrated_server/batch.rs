@@ -22,7 +22,11 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 pub fn feed(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
     while !stop.load(Relaxed) {
         if let Err(error) = try_feed(memory, window, service_us, stop) {
-            tracing::info!(event = "batch-waits", error = format!("{error:#}"), "the batch sends no units");
+            tracing::warn!(
+                event = "batch-failed",
+                error = format!("{error:#}"),
+                "the batch sends no requests: it starts again"
+            );
             std::thread::sleep(RETRY_INTERVAL);
         }
     }

@@ -14,7 +14,7 @@ pub const FLAG_ENDS: u8 = 4;
 pub enum LinkType {
     /// 1
     Ethernet,
-    /// 0: the address family in the capturing host's byte order, then the packet
+    /// `LINKTYPE_NULL` (0): the address family in the capturing host's byte order, then the IP packet
     Loopback,
     /// 101, and on some systems 12 or 14: IPv4 or IPv6
     Raw,
