@@ -451,7 +451,7 @@ struct lb_state {
 	__u64 entries_per_source;
 	struct connection_timers timers;
 	/* jiffies at a packet's last read of the clock. */
-	__u64 clock_jiffies;
+	__u64 clock_read_jiffies;
 	/* MAC addresses of all owners. Without SERVER_RESOLVED the owner is lost, or the number is unused. */
 	struct server_entry owners[MAX_OWNERS];
 	struct lb_service_directories directories;

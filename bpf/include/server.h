@@ -152,7 +152,7 @@ struct cpu_busy_time {
 	 */
 	__u64 encoded_busy_ns;
 	/* 1: a task other than the idle task runs. */
-	__u32 running;
+	__u32 is_task_running;
 	/* While idle: number of running interrupts and softirqs, which nest. */
 	__u32 depth;
 	__u64 unused[6];

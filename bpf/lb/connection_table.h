@@ -148,7 +148,7 @@ static __noinline __u32 read_clock(__u64 jiffies)
 {
 	__u32 now = bpf_ktime_get_coarse_ns() / NANOSECONDS_PER_TICK;
 
-	lb_state.clock_jiffies = jiffies;
+	lb_state.clock_read_jiffies = jiffies;
 	/* The coarse clock is up to a jiffy behind that of user space. */
 	if ((__s32)(now - lb_state.clock) > 0)
 		lb_state.clock = now;
@@ -161,7 +161,7 @@ static __always_inline __u32 connection_time(void)
 	/* The verifier replaces the call of bpf_jiffies64() by a load. */
 	__u64 jiffies = packets_read_clock ? bpf_jiffies64() : 0;
 
-	if (packets_read_clock && jiffies != *(volatile __u64 *)&lb_state.clock_jiffies)
+	if (packets_read_clock && jiffies != *(volatile __u64 *)&lb_state.clock_read_jiffies)
 		return read_clock(jiffies);
 	return *(volatile __u32 *)&lb_state.clock;
 }

@@ -58,9 +58,9 @@ int task_switch(__u64 *arguments)
 		return 0;
 	/* The idle tasks of all CPUs have pid 0. */
 	running = next->pid != 0;
-	if (time->running == running)
+	if (time->is_task_running == running)
 		return 0;
-	time->running = running;
+	time->is_task_running = running;
 	time->depth = 0;
 	set_busy(time, running);
 	return 0;
@@ -74,7 +74,7 @@ static __always_inline int begin_busy(void)
 {
 	struct cpu_busy_time *time = this_cpu();
 
-	if (time && !time->running && time->depth++ == 0)
+	if (time && !time->is_task_running && time->depth++ == 0)
 		set_busy(time, 1);
 	return 0;
 }
@@ -84,7 +84,7 @@ static __always_inline int end_busy(void)
 	struct cpu_busy_time *time = this_cpu();
 
 	/* Depth 0: the interrupt began before this program was attached. */
-	if (time && !time->running && time->depth != 0 && --time->depth == 0)
+	if (time && !time->is_task_running && time->depth != 0 && --time->depth == 0)
 		set_busy(time, 0);
 	return 0;
 }

@@ -315,7 +315,7 @@ impl Controller {
         self.count(outcome)
     }
 
-    pub fn load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
+    pub fn load_balancer_traffic_received(&mut self, session: u64, message: &TrafficMessage, now: Now) {
         let newly = self.load_balancers.traffic(session, message, self.fleet.alpha, now);
         self.share_limiter.add(&newly);
         self.traffic_changed(now);

@@ -163,7 +163,7 @@ fn traffic_makes_tables_of_its_policies_due() {
     let api = harness.index("api");
     let opened = ServerTraffic { opened: 5, ..Default::default() };
     let message = TrafficMessage { opened: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
-    harness.controller.load_balancer_traffic(session, &message, at(3));
+    harness.controller.load_balancer_traffic_received(session, &message, at(3));
     assert_eq!(harness.due_tables(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
 }
 
@@ -187,7 +187,7 @@ fn reports_make_no_table_due_in_interval_mode() {
     (0..4).for_each(|server| harness.report(server, at(100)));
     let traffic = TrafficMessage::default();
     let session = harness.controller.register_load_balancer("lb", at(100)).unwrap();
-    harness.controller.load_balancer_traffic(session, &traffic, at(110));
+    harness.controller.load_balancer_traffic_received(session, &traffic, at(110));
     assert_eq!((harness.controller.is_due(), harness.due_tables(at(120))), (false, vec![]));
     assert_eq!(harness.controller.tick(at(200)).len(), 3);
 }

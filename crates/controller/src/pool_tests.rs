@@ -133,13 +133,13 @@ fn open_connections_are_reported_plus_new_ones() {
     let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
     let lb1 = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let lb2 = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
-    harness.controller.load_balancer_traffic(lb1, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
-    harness.controller.load_balancer_traffic(lb2, &counts(&[(0, 10, 0)]), at(0));
+    harness.controller.load_balancer_traffic_received(lb1, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
+    harness.controller.load_balancer_traffic_received(lb2, &counts(&[(0, 10, 0)]), at(0));
     let session = harness.agent(0, 100, at(1));
     harness.agent(1, 7, at(1));
     assert_eq!(harness.open_connections(at(1)), [100, 7]);
-    harness.controller.load_balancer_traffic(lb1, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
-    harness.controller.load_balancer_traffic(lb2, &counts(&[(0, 15, 0)]), at(2));
+    harness.controller.load_balancer_traffic_received(lb1, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
+    harness.controller.load_balancer_traffic_received(lb2, &counts(&[(0, 15, 0)]), at(2));
     // More were closed than were open: a retransmitted FIN.
     assert_eq!(harness.open_connections(at(2)), [125, 0]);
     harness.report(&session, 2, 124, at(3));
@@ -156,7 +156,7 @@ fn opened_connections_are_the_load_balancers_counts() {
     let lb1 = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let lb2 = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
     let report_traffic = |harness: &mut Harness, session, printed: &[(u64, u64, u64)], now| {
-        harness.controller.load_balancer_traffic(session, &counts(printed), now);
+        harness.controller.load_balancer_traffic_received(session, &counts(printed), now);
     };
     report_traffic(&mut harness, lb1, &[(0, 1000, 0), (1, 500, 0)], at(1));
     assert_eq!(opened(&mut harness), None, "the new part is unknown");

@@ -113,7 +113,7 @@ impl Harness {
         let servers = servers.collect();
         let opened = [(index, self.opened.iter().sum())].into();
         let message = TrafficMessage { servers, opened };
-        self.controller.load_balancer_traffic(self.balancer, &message, at(interval));
+        self.controller.load_balancer_traffic_received(self.balancer, &message, at(interval));
     }
 
     /// Returns the false server's part of the connections of a minute, after a minute.

@@ -148,7 +148,7 @@ impl Harness {
             Change::Traffic { server, opened } => {
                 let Some(session) = self.load_balancer(now) else { return };
                 self.traffic.servers.entry(id(*server)).or_default().opened += opened;
-                self.controller.load_balancer_traffic(session, &self.traffic, now);
+                self.controller.load_balancer_traffic_received(session, &self.traffic, now);
             }
             Change::LoseLoadBalancer => {
                 if let Some(session) = self.load_balancer.take() {

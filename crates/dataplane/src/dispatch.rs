@@ -38,12 +38,12 @@ pub const MAX_WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
 /// Limit of priority classes of one service.
 pub const MAX_CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
 
-const PIN_WORKERS: &str = "workers";
-const PIN_SOCKETS: &str = "sockets";
-const PIN_STATE: &str = "state";
-const PIN_REQUESTS: &str = "requests";
-const PIN_LINK: &str = "responses_link";
-const PIN_DROPS_LINK: &str = "drops_link";
+const WORKERS_PIN: &str = "workers";
+const SOCKETS_PIN: &str = "sockets";
+const STATE_PIN: &str = "state";
+const REQUESTS_PIN: &str = "requests";
+const LINK_PIN: &str = "responses_link";
+const DROPS_LINK_PIN: &str = "drops_link";
 
 /// Dispatcher of one service. After a drop it continues to work.
 #[derive(Debug)]
@@ -69,14 +69,14 @@ impl Dispatch {
     pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
         assert!(options.types.len() <= MAX_TYPES, "{} types", options.types.len());
         fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
-        let taken_over = pins.join(PIN_WORKERS).exists();
+        let taken_over = pins.join(WORKERS_PIN).exists();
         let mut storage = MaybeUninit::uninit();
         let mut open = DispatchSkelBuilder::default().open(&mut storage).context("bpf/dispatch/dispatch.bpf.c")?;
         set_constants(&mut open, options)?;
-        open.maps.workers.set_pin_path(pins.join(PIN_WORKERS))?;
-        open.maps.sockets.set_pin_path(pins.join(PIN_SOCKETS))?;
-        open.maps.bss_state.set_pin_path(pins.join(PIN_STATE))?;
-        open.maps.bss_requests.set_pin_path(pins.join(PIN_REQUESTS))?;
+        open.maps.workers.set_pin_path(pins.join(WORKERS_PIN))?;
+        open.maps.sockets.set_pin_path(pins.join(SOCKETS_PIN))?;
+        open.maps.bss_state.set_pin_path(pins.join(STATE_PIN))?;
+        open.maps.bss_requests.set_pin_path(pins.join(REQUESTS_PIN))?;
         let another = || format!("{} is of another version (end it with --detach first)", pins.display());
         let loaded =
             open.load().with_context(|| format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", another()))?;
@@ -87,8 +87,8 @@ impl Dispatch {
             ledger.start()?;
         }
         ledger.describe(options);
-        let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(PIN_LINK))?;
-        let drops = attach_drops(&loaded.progs.drops, &pins.join(PIN_DROPS_LINK))?;
+        let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(LINK_PIN))?;
+        let drops = attach_drops(&loaded.progs.drops, &pins.join(DROPS_LINK_PIN))?;
         Ok(Self {
             program: loaded.progs.dispatch.as_fd().try_clone_to_owned()?,
             responses_program: loaded.progs.responses.as_fd().try_clone_to_owned()?,
@@ -193,11 +193,11 @@ impl Dispatch {
 /// The sockets may then be in another array, and responses are not observed any more. Fails when a pin or a program
 /// cannot be removed.
 pub fn remove(pins: &Path) -> anyhow::Result<()> {
-    if let Ok(map) = MapHandle::from_pinned_path(pins.join(PIN_WORKERS)) {
+    if let Ok(map) = MapHandle::from_pinned_path(pins.join(WORKERS_PIN)) {
         let workers = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
         workers.sockets().into_keys().for_each(|slot| workers.clear(slot));
     }
-    let link = pins.join(PIN_LINK);
+    let link = pins.join(LINK_PIN);
     if link.exists() {
         // An error means that the cgroup is gone, and the program with it.
         if let Err(error) = Link::open(&link).and_then(|link| link.detach()) {
@@ -214,7 +214,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
 pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     let map =
         |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
-    let ledger = RequestLedger::new(&map(PIN_STATE)?, &map(PIN_REQUESTS)?)?;
+    let ledger = RequestLedger::new(&map(STATE_PIN)?, &map(REQUESTS_PIN)?)?;
     ensure!(ledger.has_this_version(), "{} is of another version", pins.display());
     Ok(ledger)
 }

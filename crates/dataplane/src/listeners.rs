@@ -93,7 +93,7 @@ fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
 }
 
 /// Returns a process for each of these sockets that has the socket in an epoll set. Fails when /proc cannot be read.
-pub fn waiting(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
+pub fn find_waiters(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found: BTreeMap<Inode, Listener> = BTreeMap::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
@@ -217,7 +217,7 @@ mod tests {
         let added =
             unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, socket.as_raw_fd(), &raw mut event) };
         assert_eq!(added, 0);
-        let found = waiting(&inodes).unwrap();
+        let found = find_waiters(&inodes).unwrap();
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!((found[0].pid, found[0].descriptor), (std::process::id() as i32, socket.as_raw_fd()));
         assert!(!found[0].affinity.is_empty());
@@ -230,7 +230,7 @@ mod tests {
         let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         let inodes = receiving(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);
-        assert_eq!(waiting(&inodes).unwrap(), []);
+        assert_eq!(find_waiters(&inodes).unwrap(), []);
         let found = find_owners(&inodes).unwrap();
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!((found[0].pid, found[0].descriptor), (std::process::id() as i32, socket.as_raw_fd()));

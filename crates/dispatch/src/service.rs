@@ -176,7 +176,7 @@ impl Service {
 
 /// Returns the reader of each socket: by epoll, or else the process that has it open.
 fn find_readers(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
-    let mut found = listeners::waiting(inodes)?;
+    let mut found = listeners::find_waiters(inodes)?;
     let without: BTreeSet<Inode> =
         inodes.iter().copied().filter(|inode| found.iter().all(|listener| listener.inode != *inode)).collect();
     if !without.is_empty() {

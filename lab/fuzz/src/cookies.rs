@@ -40,7 +40,7 @@ pub struct TsecrCoverage {
 impl TsecrCoverage {
     /// Returns how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is from its mean,
     /// if a TSecr reaches each server with probability 2^-15. (With thousands of servers chi-square is nearly normal.)
-    pub fn deviations(&self) -> f64 {
+    pub fn z_score(&self) -> f64 {
         let servers = self.reached.len() as f64;
         let each = self.tried as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
         let hits: u64 = self.reached.values().sum();

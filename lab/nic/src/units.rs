@@ -284,12 +284,12 @@ pub fn eventually<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> R
 
 /// Returns the state of the daemons' units, and lines of the journal that name a fault of them.
 fn journal(guest: &mut Guest) -> String {
-    const COMMANDS: [&str; 3] = [
+    const UNIT_COMMANDS: [&str; 3] = [
         "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
         "journalctl --no-pager -q -b _PID=1 -p notice -n 30",
         "journalctl --no-pager -q -b -o short-monotonic -n 60 -u 'coreward-*' -u 'test-*'",
     ];
-    COMMANDS.map(|command| guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))).join("\n")
+    UNIT_COMMANDS.map(|command| guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))).join("\n")
 }
 
 /// Runs `apt-get` and returns its output.

@@ -131,7 +131,7 @@ impl Steering {
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned(pin_directory) {
         // Closed sockets have taken the program with them.
-        for listener in listeners::waiting(&listeners::listening(address)?)?.iter().take(1) {
+        for listener in listeners::find_waiters(&listeners::listening(address)?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::duplicate_socket(listener)?.as_fd()) {
                 tracing::debug!(event = "steering-kept", %address, error = format!("{error:#}"), "cannot detach");
             }
@@ -159,7 +159,7 @@ impl Service {
             return Ok(Some("no process listens".to_owned()));
         }
         if !self.is_current(&inodes, cpu_of_queue) && self.is_due(&inodes, cpu_of_queue) {
-            let found = listeners::waiting(&inodes)?;
+            let found = listeners::find_waiters(&inodes)?;
             self.steered = None;
             self.steer(mode, &found, cpu_of_queue)?;
             let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());

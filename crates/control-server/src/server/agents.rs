@@ -135,7 +135,7 @@ async fn serve_stream(
     answers: &Answers,
 ) -> Result<(), Status> {
     use v1::agent_update::Update;
-    let mut configurations = shared.agent_configurations();
+    let mut configurations = shared.agent_configuration_version();
     configurations.mark_changed();
     let mut questions = shared.sockets.register_agent(session.number());
     let send = async |update: Update| {

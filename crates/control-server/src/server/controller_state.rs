@@ -56,7 +56,7 @@ pub struct ControllerState {
     due: Notify,
     table_budget: TableBudget,
     /// Number of changes of agents' configurations; their streams wait for it.
-    agent_configurations: watch::Sender<u64>,
+    agent_configuration_version: watch::Sender<u64>,
     pub sockets: Sockets,
     deposed: watch::Sender<bool>,
     changes: mpsc::Sender<ChangeRequest>,
@@ -121,7 +121,7 @@ impl ControllerState {
             publisher: UpdatePublisher::new(configuration),
             due: Notify::new(),
             table_budget: TableBudget::default(),
-            agent_configurations: watch::Sender::new(0),
+            agent_configuration_version: watch::Sender::new(0),
             sockets: Sockets::default(),
             leadership,
             deposed: watch::Sender::new(false),
@@ -452,7 +452,7 @@ impl ControllerState {
         drop(latencies);
         let changes = self.controller().predecessor_changes();
         if std::mem::replace(&mut self.last_published().predecessor_changes, changes) != changes {
-            self.agent_configurations.send_modify(|count| *count += 1);
+            self.agent_configuration_version.send_modify(|count| *count += 1);
         }
     }
 
@@ -482,7 +482,7 @@ impl ControllerState {
         drop(old);
         // Earlier tables may name servers that are gone: the data plane skips them.
         self.publisher.publish_configuration(configuration, |service| kept.contains(&service));
-        self.agent_configurations.send_modify(|count| *count += 1);
+        self.agent_configuration_version.send_modify(|count| *count += 1);
         if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
@@ -517,7 +517,7 @@ impl ControllerState {
         self.has_settled.store(true, Ordering::Relaxed);
     }
 
-    pub fn agent_configurations(&self) -> watch::Receiver<u64> {
-        self.agent_configurations.subscribe()
+    pub fn agent_configuration_version(&self) -> watch::Receiver<u64> {
+        self.agent_configuration_version.subscribe()
     }
 }

@@ -117,7 +117,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
             Some(Message::State(state)) => shared.controller().load_balancer_state(session, state, now),
             Some(Message::Traffic(traffic)) => match TrafficMessage::try_from(&traffic) {
                 Ok(traffic) => {
-                    shared.controller().load_balancer_traffic(session, &traffic, now);
+                    shared.controller().load_balancer_traffic_received(session, &traffic, now);
                     shared.inputs_changed();
                 }
                 Err(error) => {

@@ -99,7 +99,7 @@ impl Entry {
     }
 
     fn work(self) -> u64 {
-        Weight::from_bits(self.0 as u16).ns()
+        Weight::from_bits(self.0 as u16).as_ns()
     }
 }
 

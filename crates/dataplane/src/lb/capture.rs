@@ -94,7 +94,7 @@ struct Attached {
 #[derive(Default)]
 struct Records {
     /// Arrived packets without a recorded decision, by CPU.
-    arrived: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
+    undecided_by_cpu: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
     complete_records: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
     lost_records: u64,
 }
@@ -250,8 +250,8 @@ impl Records {
         let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };
         let bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();
         if packet.action == intf::CAPTURE_ARRIVED {
-            self.arrived.insert(cpu, (packet, bytes));
-        } else if let Some((came, arrived)) = self.arrived.remove(&cpu)
+            self.undecided_by_cpu.insert(cpu, (packet, bytes));
+        } else if let Some((came, arrived)) = self.undecided_by_cpu.remove(&cpu)
             && came.sequence == packet.sequence
         {
             self.complete_records.push((came, arrived, packet, bytes));

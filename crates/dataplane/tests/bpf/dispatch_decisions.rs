@@ -25,7 +25,7 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
     let mut under_way: Vec<(Read, Header)> = Vec::new();
     for id in 0..REQUESTS {
         let class = rng.next_u32() as u8 % 3;
-        let expected = Weight::new(TIMES[usize::from(class)]).ns();
+        let expected = Weight::new(TIMES[usize::from(class)]).as_ns();
         let header = Header { service: class.min(1), expected, hash: 0, flow_hash: 0 };
         let from = &clients[rng.next_u32() as usize % clients.len()];
         env.send(from, &[&id.to_le_bytes()[..], b"type", &[class]].concat());

@@ -21,7 +21,7 @@ fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
     };
     // Like the agent: processes that wait by epoll, or else those that have the socket open.
     let mut found: BTreeMap<u64, Listener> =
-        listeners::waiting(&inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
+        listeners::find_waiters(&inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
     let others = inodes.iter().copied().filter(|inode| !found.contains_key(inode)).collect();
     found.extend(listeners::find_owners(&others)?.into_iter().map(|listener| (listener.inode, listener)));
     let reuseport = found.values().find_map(|listener| {

@@ -38,7 +38,7 @@ impl Weight {
     }
 
     /// Returns the time in ns.
-    pub fn ns(self) -> u64 {
+    pub fn as_ns(self) -> u64 {
         u64::from(self.0 & MANTISSA_MASK) << (self.0 >> MANTISSA_BITS)
     }
 }
@@ -53,16 +53,17 @@ mod tests {
         #[test]
         fn weight_is_close_and_monotonic(ns in 0u64..Weight::MAX.as_nanos() as u64) {
             let weight = Weight::new(Duration::from_nanos(ns));
-            prop_assert!(weight.ns().abs_diff(ns) <= ns / 2048 + u64::from(ns >= 2048), "{ns} became {}", weight.ns());
-            prop_assert!(Weight::new(Duration::from_nanos(ns + 1)).ns() >= weight.ns());
+            let difference = weight.as_ns().abs_diff(ns);
+            prop_assert!(difference <= ns / 2048 + u64::from(ns >= 2048), "{ns} became {}", weight.as_ns());
+            prop_assert!(Weight::new(Duration::from_nanos(ns + 1)).as_ns() >= weight.as_ns());
             prop_assert_eq!(Weight::from_bits(weight.bits()), weight);
         }
     }
 
     #[test]
     fn range_limits_are_accepted() {
-        assert_eq!(Weight::new(Duration::ZERO).ns(), 0);
-        assert_eq!(Weight::new(Duration::from_nanos(2047)).ns(), 2047);
-        assert_eq!(Weight::new(Duration::MAX).ns(), Weight::MAX.as_nanos() as u64);
+        assert_eq!(Weight::new(Duration::ZERO).as_ns(), 0);
+        assert_eq!(Weight::new(Duration::from_nanos(2047)).as_ns(), 2047);
+        assert_eq!(Weight::new(Duration::MAX).as_ns(), Weight::MAX.as_nanos() as u64);
     }
 }

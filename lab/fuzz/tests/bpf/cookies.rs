@@ -19,15 +19,15 @@ fn check_flips(flips: &Flips, servers: f64) {
 #[test]
 fn random_tsecr_reaches_known_servers_evenly() {
     let all = Cookies::new(1, 16_384, false).unwrap().random(5_000_000).unwrap();
-    assert!(all.deviations().abs() < FAR, "{}", all.deviations());
+    assert!(all.z_score().abs() < FAR, "{}", all.z_score());
     let pool = Cookies::new(2, 300, false).unwrap().random(5_000_000).unwrap();
-    assert!(pool.deviations().abs() < FAR, "{}", pool.deviations());
+    assert!(pool.z_score().abs() < FAR, "{}", pool.z_score());
 }
 
 #[test]
 fn foreign_cookies_and_flipped_bits_hit_by_chance_only() {
     let replayed = Cookies::new(3, 300, false).unwrap().replayed(1_000_000).unwrap();
-    assert!(replayed.deviations().abs() < FAR, "{}", replayed.deviations());
+    assert!(replayed.z_score().abs() < FAR, "{}", replayed.z_score());
     check_flips(&Cookies::new(4, 300, false).unwrap().flipped(50_000).unwrap(), 300.0);
 }
 
@@ -36,8 +36,8 @@ fn bpf_cookies_reveal_no_more_than_the_models() {
     skip_if!(missing_bpf_rights());
     let mut cookies = Cookies::new(5, 4_000, true).unwrap();
     let random = cookies.random(400_000).unwrap();
-    assert!(random.deviations().abs() < FAR, "{}", random.deviations());
+    assert!(random.z_score().abs() < FAR, "{}", random.z_score());
     let replayed = cookies.replayed(200_000).unwrap();
-    assert!(replayed.deviations().abs() < FAR, "{}", replayed.deviations());
+    assert!(replayed.z_score().abs() < FAR, "{}", replayed.z_score());
     check_flips(&cookies.flipped(3_000).unwrap(), 4_000.0);
 }
