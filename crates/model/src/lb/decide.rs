@@ -7,7 +7,7 @@ use coreward_intf as intf;
 use super::decision::{Decision, Identification};
 use super::encapsulation::set_macs;
 use super::flow::{Datagram, Kind};
-use super::packet::{self, FragmentPart, IpPacket, Packet, ParseEnd, RST, SYN};
+use super::packet::{self, FragmentPart, IpPacket, NOT_A_SERVICE, Packet, ParseEnd, RST, SYN};
 use super::packet_ipv6::PROTOCOL_ICMPV6;
 use super::stateful::IndexLookup;
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic};
@@ -20,8 +20,6 @@ use crate::{FourTuple, ServerId};
 /// Protocol numbers in the IP header.
 const TCP: u8 = 6;
 const UDP: u8 = 17;
-
-const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) const BROADCAST: Mac = [0xff; 6];
 

@@ -35,6 +35,8 @@ const TIMESTAMP_LENGTH: usize = 10;
 
 /// Counter of a packet whose parsing ends early.
 pub(super) type ParseEnd = intf::lb_counter;
+/// The packet belongs to no service.
+pub(super) const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes([frame[offset], frame[offset + 1]])
@@ -245,7 +247,6 @@ pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
 
 fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
     if packet.part != FragmentPart::Whole {
         return Err(NOT_A_SERVICE);
     }

@@ -5,7 +5,8 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::packet::{
-    ETHERNET_HEADER, FragmentPart, ICMP_HEADER, IpPacket, Outer, ParseEnd, QUOTED_BYTES, Quote, quoted_value, u16_at,
+    ETHERNET_HEADER, FragmentPart, ICMP_HEADER, IpPacket, NOT_A_SERVICE, Outer, ParseEnd, QUOTED_BYTES, Quote,
+    quoted_value, u16_at,
 };
 use crate::tuple::Protocol;
 
@@ -101,7 +102,6 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> 
 
 pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
     let message = packet.payload;
     if message.len() < ICMP_HEADER {
         return Err(MALFORMED);
