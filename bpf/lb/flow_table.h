@@ -207,7 +207,8 @@ static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 positio
 	return is_zero(flow >> FLOW_TAG_SHIFT ^ tag) << FLOW_RANK_SAME_SHIFT | unused << FLOW_RANK_FREE_SHIFT |
 	       (use >> FLOW_HINT_SHIFT & 1) << FLOW_RANK_HINT_SHIFT | count << FLOW_RANK_COUNT_SHIFT |
 	       own << FLOW_RANK_OWN_SHIFT |
-	       is_zero((flow >> FLOW_PREVIOUS_SHIFT & HALF_OPEN_FLOW_MASK) ^ HALF_OPEN_FLOW) << FLOW_RANK_HALF_OPEN_SHIFT |
+	       is_zero((flow >> FLOW_PREVIOUS_SHIFT & HALF_OPEN_FLOW_MASK) ^ HALF_OPEN_FLOW)
+		       << FLOW_RANK_HALF_OPEN_SHIFT |
 	       flow_age(use);
 }
 

@@ -153,8 +153,8 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 static __always_inline __u32 restored(const struct segment *segment, __u16 time)
 {
 	__u32 now = clock_ms(), group = clamp_group(&segment->flow);
-	__u32 original =
-		is_recently_clamped(group, now) ? restored_by_clamp(segment, now, time) : restore_time_by_clock(time, now);
+	__u32 original = is_recently_clamped(group, now) ? restored_by_clamp(segment, now, time)
+							 : restore_time_by_clock(time, now);
 
 	return original ? original : -1u;
 }
