@@ -301,8 +301,8 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 	return restore(skb, segment, number, is_broadcast);
 }
 
-/* Processes a broadcast packet that is not TCP. */
-static __always_inline int accept_broadcast_error(struct __sk_buff *skb)
+/* Drops a broadcast ICMP error about a connection of another server. Other packets that are not TCP pass. */
+static __always_inline int filter_broadcast_icmp(struct __sk_buff *skb)
 {
 	return skb->protocol == bpf_htons(ETH_P_IPV6) ? accept_icmpv6_error(skb) : accept_icmp_error(skb);
 }
@@ -317,7 +317,7 @@ int server_ingress(struct __sk_buff *skb)
 
 	is_broadcast = skb->pkt_type == PACKET_BROADCAST || skb->pkt_type == PACKET_MULTICAST;
 	if (locate_pulled(skb, &segment, FROM_CLIENT) != LOCATED_TCP)
-		return is_broadcast ? accept_broadcast_error(skb) : TC_ACT_UNSPEC;
+		return is_broadcast ? filter_broadcast_icmp(skb) : TC_ACT_UNSPEC;
 	if (sample_every_syn && segment.syn && !segment.ack)
 		sample_rss(skb, &segment);
 	number = service_of(&segment, &word);

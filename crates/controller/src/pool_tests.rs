@@ -53,7 +53,7 @@ impl Harness {
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
-    fn table(&mut self, now: Now) -> PlacementTable {
+    fn make_table(&mut self, now: Now) -> PlacementTable {
         (*self.controller.tick(now).remove(0).table).clone()
     }
 
@@ -99,22 +99,22 @@ fn shares(table: &PlacementTable) -> BTreeMap<u16, usize> {
 #[test]
 fn weights_share_out_buckets_and_weight_0_gets_none() {
     let mut harness = Harness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
-    let table = harness.table(at(0));
+    let table = harness.make_table(at(0));
     assert_eq!(shares(&table), BTreeMap::from([(0, 96), (1, 32)]));
     assert!(table.consistent.iter().all(|server| *server != id(2)));
     let reported = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
     assert_eq!(reported.iter().map(|server| server.eligible).collect::<Vec<_>>(), [true, true, false]);
     harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
-    assert!(harness.table(at(1)).members.is_empty());
+    assert!(harness.make_table(at(1)).members.is_empty());
 }
 
 #[test]
 fn new_server_has_a_slow_start_and_initial_servers_have_none() {
     let service = "policy = \"maglev\"\nslow_start = \"100s\"\nbuckets = 1024\n";
     let mut harness = Harness::new(&["", ""], service);
-    assert_eq!(shares(&harness.table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
+    assert_eq!(shares(&harness.make_table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
     harness.configure(&["", "", ""], service, at(10));
-    let of_new = |harness: &mut Harness, now: u64| shares(&harness.table(at(now))).get(&2).copied().unwrap_or(0);
+    let of_new = |harness: &mut Harness, now: u64| shares(&harness.make_table(at(now))).get(&2).copied().unwrap_or(0);
     let (first, half, whole) = (of_new(&mut harness, 10), of_new(&mut harness, 60), of_new(&mut harness, 110));
     // 2 + 1/64, 2.5 and 3 shares.
     assert!((6..=10).contains(&first) && (202..=208).contains(&half) && (340..=343).contains(&whole), "{first} {half}");
@@ -125,7 +125,7 @@ fn new_server_has_a_slow_start_and_initial_servers_have_none() {
     assert!(of_new(&mut harness, 300) <= 10 && of_new(&mut harness, 400) >= 340);
     // The choice for connections without a cookie is complete at once.
     harness.configure(&["", "", "", ""], service, at(500));
-    assert!(harness.table(at(500)).consistent.iter().filter(|server| **server == id(3)).count() > 200);
+    assert!(harness.make_table(at(500)).consistent.iter().filter(|server| **server == id(3)).count() > 200);
 }
 
 #[test]
@@ -197,13 +197,13 @@ fn cores_of_packet_placement_count_with_the_mean_load() {
 fn previous_servers_of_buckets_are_sent_to_agents() {
     let mut harness = Harness::new(&["", "", ""], "");
     let sessions: Vec<Session> = (0..2).map(|n| harness.agent(n, 0, at(0))).collect();
-    let before = harness.table(at(0)).consistent;
-    assert!(harness.table(at(0)).previous_consistent.is_empty());
+    let before = harness.make_table(at(0)).consistent;
+    assert!(harness.make_table(at(0)).previous_consistent.is_empty());
     assert_eq!(harness.controller.changed_histories().len(), 1);
     assert!(harness.controller.changed_histories().is_empty());
     let changes = harness.controller.predecessor_changes();
     harness.configure(&["", "", "state = \"draining\""], "", at(1));
-    let table = harness.table(at(1));
+    let table = harness.make_table(at(1));
     for (bucket, (old, new)) in before.iter().zip(&table.consistent).enumerate() {
         assert_eq!(table.previous_consistent[bucket], (old != new).then_some(*old));
     }
@@ -216,11 +216,11 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     let (name, history) = harness.controller.changed_histories().remove(0);
     harness.records.services.get_mut(&name).unwrap().buckets = history;
     harness.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &harness.records));
-    assert_eq!(harness.table(at(2)).previous_consistent, table.previous_consistent);
+    assert_eq!(harness.make_table(at(2)).previous_consistent, table.previous_consistent);
     // No server forwards packets that do not go by the bucket.
     harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
     let session = harness.agent(0, 0, at(3));
-    harness.table(at(3));
+    harness.make_table(at(3));
     assert!(harness.controller.agent_configuration(&session).unwrap().previous_servers.is_empty());
 }
 
@@ -258,7 +258,7 @@ fn silent_load_balancers_are_lost() {
 #[test]
 fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
-    assert_eq!(harness.table(at(10)).members.len(), 2);
+    assert_eq!(harness.make_table(at(10)).members.len(), 2);
     let fleet = &harness.controller.fleet;
     let reported = fleet.for_load_balancers(|_| true);
     let key = reported.services[0].time_key.expect("load balancers stamp");

@@ -68,7 +68,7 @@ impl Harness {
         sessions
     }
 
-    fn table(&mut self, now: Now) -> Arc<PlacementTable> {
+    fn make_table(&mut self, now: Now) -> Arc<PlacementTable> {
         self.controller.tick(now).remove(0).table
     }
 
@@ -142,14 +142,14 @@ fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 fn tables_follow_loads() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     // No reports yet: bucket i goes to server i mod n.
-    assert_eq!(buckets_by_server(&harness.table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
+    assert_eq!(buckets_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
     let sessions = harness.report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
-    let table = harness.table(at(100));
+    let table = harness.make_table(at(100));
     let chosen: Vec<u16> = (0..4).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen, [1, 0, 2, 2]);
     // s2 becomes busy; half of the change counts (alpha 0.5): 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
     harness.controller.report(&sessions[2], Ok(report(3, at(200), &[150_000_000; 4])), at(200)).unwrap();
-    let table = harness.table(at(200));
+    let table = harness.make_table(at(200));
     assert_eq!(table.candidates_of(0, 2)[0].server.get(), 2);
     assert_eq!(table.candidates_of(0, 2)[0].load, coreward_model::load::fixed_point(0.75));
     assert_eq!(table.generation, 3);
@@ -161,18 +161,18 @@ fn stale_server_is_neutral() {
     assert!(!harness.controller.all_report(at(0)));
     let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     assert!(harness.controller.all_report(at(400)) && !harness.controller.all_report(at(401)));
-    assert_eq!(buckets_by_server(&harness.table(at(100))), BTreeMap::from([(0, 128)]));
+    assert_eq!(buckets_by_server(&harness.make_table(at(100))), BTreeMap::from([(0, 128)]));
     assert_eq!(harness.status_of("s0", at(400)).reports, ReportState::Fresh);
     // s1 and s2 continue to report, s0 stops: after its time to live it counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy = [(load * 500e6) as u64; 4];
         harness.controller.report(session, Ok(report(3, at(500), &busy)), at(500)).unwrap();
     }
-    assert_eq!(buckets_by_server(&harness.table(at(401))), BTreeMap::from([(1, 128)]));
+    assert_eq!(buckets_by_server(&harness.make_table(at(401))), BTreeMap::from([(1, 128)]));
     let status = harness.status_of("s0", at(401));
     assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (ReportState::Stale, 0, 301));
     harness.controller.report(&sessions[0], Ok(report(3, at(600), &[0; 4])), at(600)).unwrap();
-    assert_eq!(buckets_by_server(&harness.table(at(600))), BTreeMap::from([(0, 128)]));
+    assert_eq!(buckets_by_server(&harness.make_table(at(600))), BTreeMap::from([(0, 128)]));
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     harness.configure(&["draining", "active", "active"], "crossrss", at(100));
-    assert_eq!(buckets_by_server(&harness.table(at(100))), BTreeMap::from([(1, 128)]));
+    assert_eq!(buckets_by_server(&harness.make_table(at(100))), BTreeMap::from([(1, 128)]));
     // s2 leaves. Its loads and its agent remain, and load balancers still reach it.
     harness.configure(&["draining", "active"], "crossrss", at(200));
     let fleet = harness.controller.fleet_configuration(at(200));
@@ -300,7 +300,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     assert_eq!(harness.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
     assert_eq!(harness.status_of("s2", at(200)).state, ServerState::Gone);
     assert_eq!(harness.status_of("s0", at(200)).state, ServerState::Draining);
-    assert_eq!(harness.table(at(300)).generation, 2);
+    assert_eq!(harness.make_table(at(300)).generation, 2);
     harness.configure(&["draining", "active"], "crossrss", at(86_400_200));
     assert_eq!(harness.controller.fleet().servers.len(), 2);
     let gone = harness.controller.report(&sessions[2], Ok(report(4, at(300), &[0; 4])), at(300)).unwrap_err();
@@ -311,7 +311,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
 #[test]
 fn pool_without_eligible_server_gives_an_empty_table_and_a_warning() {
     let mut harness = Harness::new(&["draining", "draining"], "crossrss-plus");
-    let table = harness.table(at(0));
+    let table = harness.make_table(at(0));
     assert!(table.members.is_empty() && table.candidates.is_empty());
     assert_eq!(
         harness.controller.status(at(0)).services[0].warnings,
@@ -340,13 +340,13 @@ fn unreachable_server_gets_no_connections() {
     controller.load_balancer_state(lb2, unresolved(&["s0"]), at(5_000));
     assert!(!controller.load_balancers.is_unreachable("s0", at(7_999)));
     assert!(controller.load_balancers.is_unreachable("s0", at(8_000)));
-    assert_eq!(harness.table(at(8_000)).members.len(), 2);
+    assert_eq!(harness.make_table(at(8_000)).members.len(), 2);
     assert_eq!(
         harness.status_of("s0", at(8_000)).warnings,
         ["no load balancer can find its MAC address: it takes no new connections"]
     );
     harness.controller.load_balancer_state(lb1, unresolved(&[]), at(9_000));
-    assert_eq!(harness.table(at(9_000)).members.len(), 3);
+    assert_eq!(harness.make_table(at(9_000)).members.len(), 3);
 }
 
 #[test]
@@ -396,10 +396,10 @@ fn explanations_name_the_decision_and_its_reason() {
 
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     assert_eq!(harness.explain(port, at(0)).reason, "no table has been made yet");
-    harness.table(at(0));
+    harness.make_table(at(0));
     assert!(harness.explain(port, at(0)).reason.ends_with("by the bucket alone: no loads are known"));
     harness.report_loads(&loads);
-    harness.table(at(100));
+    harness.make_table(at(100));
     let reply = harness.explain(port, at(100));
     assert_eq!(reply.chosen_server.as_deref(), Some("s0"));
     assert_eq!(
@@ -413,7 +413,7 @@ fn explanations_name_the_decision_and_its_reason() {
 
     let mut harness = Harness::new(&ACTIVE, "crossrss-plus");
     harness.report_loads(&loads);
-    let table = harness.table(at(100));
+    let table = harness.make_table(at(100));
     let more =
         (coreward_model::load::fixed_point(0.5) - coreward_model::load::fixed_point(0.1)) / table.assignment_cost;
     assert_eq!(
@@ -428,7 +428,7 @@ fn explanations_name_the_decision_and_its_reason() {
     );
 
     let mut harness = Harness::new(&ACTIVE, "rr");
-    harness.table(at(0));
+    harness.make_table(at(0));
     let reply = harness.explain(port, at(0));
     assert_eq!(
         (reply.chosen_server, reply.reason.as_str()),
@@ -441,7 +441,7 @@ fn explanations_name_the_decision_and_its_reason() {
 
     let mut harness = Harness::new(&ACTIVE, "awrr");
     harness.report_loads(&[&[0.25; 4], &[0.5; 4], &[0.75; 4]]);
-    harness.table(at(100));
+    harness.make_table(at(100));
     assert_eq!(
         harness.explain(port, at(100)).reason,
         "the 3 servers that take new connections (s0 13, s1 10, s2 8) have these shares of 31 turns, evenly spread, \
@@ -451,20 +451,20 @@ fn explanations_name_the_decision_and_its_reason() {
 
     let mut harness = Harness::new(&ACTIVE, "least");
     harness.report_loads(&loads);
-    harness.table(at(100));
+    harness.make_table(at(100));
     let reason = harness.explain(port, at(100)).reason;
     assert!(reason.contains(": the whole server with load 1.000 in the table is the least loaded of 3"), "{reason}");
 
     let mut harness = Harness::new(&ACTIVE, "hash");
     harness.report_loads(&loads);
-    harness.table(at(100));
+    harness.make_table(at(100));
     let reason = harness.explain(port, at(100)).reason;
     assert!(reason.contains(" of 128 by a hash that only load balancers use goes to s"), "{reason}");
     assert!(reason.ends_with("by the bucket alone, independent of loads"), "{reason}");
 
     let mut harness = Harness::new(&ACTIVE, "pow2");
     harness.report_loads(&loads);
-    harness.table(at(100));
+    harness.make_table(at(100));
     let reply = harness.explain(port, at(100));
     assert!(reply.reason.contains("(mean load 0."), "{}", reply.reason);
 
@@ -493,7 +493,7 @@ proptest! {
         let mut harness = Harness::new(&vec!["active"; loads.len()], policy);
         let loads: Vec<&[f64]> = loads.iter().map(Vec::as_slice).collect();
         harness.report_loads(&loads);
-        let table = harness.table(at(100));
+        let table = harness.make_table(at(100));
         for port in ports {
             let tuple = FourTuple::new(client(port), web().socket).unwrap();
             let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple).unwrap();
@@ -517,7 +517,7 @@ proptest! {
                 Ok(()) => accepted += 1,
                 Err(_) => refused += 1,
             }
-            let table = harness.table(at(1_000));
+            let table = harness.make_table(at(1_000));
             prop_assert_eq!(table.members.len(), 3);
         }
         let status = harness.controller.status(at(1_000));
@@ -529,7 +529,7 @@ proptest! {
 #[test]
 fn established_packets_are_explained_by_their_cookie() {
     let mut harness = Harness::new(&["active", "draining"], "rr");
-    harness.table(at(0));
+    harness.make_table(at(0));
     let keys = harness.controller.fleet().key_ring.keys;
     let tuple = FourTuple::new(client(7), web().socket).unwrap();
     let established = |cookie| ExplainedPacket::Established { cookie: Some(cookie), reset: false };

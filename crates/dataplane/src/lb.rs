@@ -318,7 +318,7 @@ impl LoadBalancer {
             occupancy: Occupancy::count(&maps),
             services_by_index: places,
             // Objects may have been released just before the take-over: the first write waits for a grace period.
-            directory_retired_at: grace_periods.now(),
+            directory_retired_at: grace_periods.request(),
             grace_periods,
             pins,
             maps,

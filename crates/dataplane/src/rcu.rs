@@ -114,7 +114,7 @@ impl GracePeriods {
     }
 
     /// Requests a grace period, and returns its ticket. To be called after programs were switched.
-    pub fn now(&self) -> GraceTicket {
+    pub fn request(&self) -> GraceTicket {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
         let moment = self.0.begun.load(Ordering::SeqCst) + 1;
@@ -158,10 +158,10 @@ mod tests {
     #[test]
     fn grace_tickets_pass_in_order() {
         let periods = GracePeriods::start().unwrap();
-        let first = periods.now();
+        let first = periods.request();
         periods.wait(first).unwrap();
         assert!(periods.has_passed(first));
-        let second = periods.now();
+        let second = periods.request();
         assert!(second > first);
         periods.wait(second).unwrap();
         assert!(periods.has_passed(GraceTicket::default()));

@@ -30,7 +30,7 @@ pub struct DoctorArgs {
     controller: Option<SocketAddr>,
     /// Service of this machine that the controller does not list; may be repeated
     #[arg(long = "service", value_name = "ADDRESS:PORT[/tcp|/udp]")]
-    services: Vec<NamedService>,
+    services: Vec<ServiceArgument>,
     /// Apply the safe remedies, then check again
     #[arg(long)]
     fix: bool,
@@ -50,10 +50,11 @@ enum Format {
     Json,
 }
 
+/// Service on the command line: ADDRESS:PORT, optionally with /tcp or /udp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct NamedService(ServiceAddress);
+struct ServiceArgument(ServiceAddress);
 
-impl FromStr for NamedService {
+impl FromStr for ServiceArgument {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> anyhow::Result<Self> {
@@ -121,7 +122,7 @@ mod tests {
 
     #[test]
     fn services_are_named_by_address_port_and_protocol() {
-        let service = |text: &str| NamedService::from_str(text).map(|named| named.0);
+        let service = |text: &str| ServiceArgument::from_str(text).map(|argument| argument.0);
         let expected = |protocol| ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol };
         assert_eq!(service("10.200.0.1:80").unwrap(), expected(Protocol::Tcp));
         assert_eq!(service("10.200.0.1:80/udp").unwrap(), expected(Protocol::Udp));

@@ -8,9 +8,9 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::{Problem, ProblemKind};
 
-/// Limit of concurrent answers.
+/// Number of threads, each of which makes one answer at a time.
 pub(crate) const THREADS: usize = 4;
-/// Limit of concurrent answers to large bodies, so that threads remain for small ones.
+/// Number of threads that may answer large bodies, so that threads remain for small ones.
 const LARGE_THREADS: usize = 2;
 /// Limit of waiting requests with a large body, which is in memory.
 const LARGE_WAITING: usize = 16;

@@ -196,7 +196,7 @@ impl Engine {
         let sent = self.queues.send(core, priority, &header, buffer.payload());
         self.buffers.release(handle);
         if let Err(error) = sent {
-            tracing::warn!(event = "request-rejected", core, service, %error, "a core rejected a request");
+            tracing::warn!(event = "request-rejected", core, service, %error, "a queue rejects a request: dropped");
             self.services[usize::from(service)].counters.rejected += 1;
             self.counters.damaged_queues += u64::from(matches!(error, RuntimeError::Damaged { .. }));
             self.balancer.feedback(service, core, 1).expect("the request was counted");

@@ -86,7 +86,7 @@ impl Credentials {
         let fleet = Some(self.identity.fleet.clone());
         let builder = client_builder(self.roots.clone(), fleet, expected, host)?;
         let config = builder.with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
-        Ok(completed(config, protocol))
+        Ok(finish_config(config, protocol))
     }
 
     pub fn client_verifier(
@@ -134,7 +134,7 @@ pub fn client_without_certificate(
     let (roots, _) = authorities(ca)?;
     let builder =
         client_builder(Arc::new(roots), None, expected, host).map_err(|error| credential_error("ca", ca, error))?;
-    Ok(completed(builder.with_no_client_auth(), protocol))
+    Ok(finish_config(builder.with_no_client_auth(), protocol))
 }
 
 fn client_builder(
@@ -149,7 +149,7 @@ fn client_builder(
     Ok(builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)))
 }
 
-fn completed(mut config: ClientConfig, protocol: &str) -> ClientConfig {
+fn finish_config(mut config: ClientConfig, protocol: &str) -> ClientConfig {
     // A resumed session would skip the verification of the certificate.
     config.resumption = Resumption::disabled();
     config.alpn_protocols = vec![protocol.as_bytes().to_vec()];

@@ -226,11 +226,18 @@ impl Failures {
             counted.not_logged += 1;
             return;
         }
-        let more = std::mem::take(&mut counted.not_logged);
+        let not_logged = std::mem::take(&mut counted.not_logged);
         counted.logged = Some(Instant::now());
         drop(all);
         let reason = failure.reason.name();
-        tracing::warn!(event = "connection-rejected", %peer, reason, error = %failure, more, "connection rejected");
+        tracing::warn!(
+            event = "connection-rejected",
+            %peer,
+            reason,
+            error = %failure,
+            not_logged,
+            "a TLS connection is rejected"
+        );
     }
 
     pub fn counts(&self) -> Vec<(Reason, u64)> {

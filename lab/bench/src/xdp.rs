@@ -182,11 +182,11 @@ fn about(args: &Args, floor: f64) -> String {
         "lb.bpf.c on a fresh packet each time (BPF_PROG_TEST_RUN; a program puts the next connection into the frame \
          and calls the measured one). {} rounds of {} packets per program, interleaved, after a warm-up by all \
          connections; medians over the rounds. `fastest rounds`: the fastest of lb above the fastest of `empty`, \
-         compared with the goal. `multiple of parse + swap`: the same, divided by that of `parse + swap MACs` (median \
-         of all cases: {floor:.1} ns). The frame is in the CPU's cache. Packets of open connections come in random \
-         order with valid cookies. stateful has a table of {} entries, hash-table one of {}. A first packet of \
-         stateful takes an entry. All are freed between the rounds, or after the given number; the first quarter after \
-         that is not measured (cold caches). The last table has single operations, 64 in a row.",
+         compared with the goal. `multiple of parse + swap`: `fastest rounds` divided by that of `parse + swap MACs` \
+         (median of all cases: {floor:.1} ns). The frame is in the CPU's cache. Packets of open connections come in \
+         random order with valid cookies. stateful has a table of {} entries, hash-table one of {}. A first packet of \
+         stateful takes an entry. All are freed between the rounds, or after the given number; the first quarter \
+         after that is not measured (cold caches). The last table has single operations, 64 in a row.",
         args.length.rounds,
         args.length.packets,
         balancer::CONNECTION_TABLE_ENTRIES,

@@ -119,7 +119,7 @@ pub fn main(options: Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Longest pause of the busy connection between two pieces (at 4 kB/s a piece takes a second).
+/// Read timeout of [`busy_connection`]. At 4 kB/s, a piece arrives about once a second.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 const SERVERS: u16 = 4;
 const DOWNLOADERS: u32 = 4;

@@ -76,7 +76,7 @@ impl Process {
     }
 
     /// Waits until the process has created a file, which it does once it listens. `what`: name of the process in
-    /// errors. Fails when the process ends before, or after [`TIMEOUT`].
+    /// errors. Fails when the process ends first, or when the file is still missing after [`TIMEOUT`].
     pub fn wait_for_file(&mut self, what: &str, file: &Path) -> anyhow::Result<()> {
         let end = Instant::now() + *TIMEOUT;
         while !file.exists() {

@@ -251,7 +251,7 @@ impl RefusalLog {
             tracing::warn!(
                 event = "reports-delayed",
                 server,
-                "the agent sends more than twice per report interval: its stream is read at that rate"
+                "the agent sends more than two messages per report interval: the controller reads two per interval"
             );
         }
     }

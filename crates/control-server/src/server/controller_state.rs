@@ -64,7 +64,7 @@ pub struct ControllerState {
     has_settled: AtomicBool,
     /// Inputs of the newest configurations, apart from the fleet.
     last_published: Mutex<LastPublished>,
-    /// Durations from servers' newest reports to their tables.
+    /// Times from a server's newest report to the publication of the table that was made from it.
     report_to_table: Mutex<LatencyHistogram>,
     started: Instant,
     clock: RecordClock,

@@ -42,7 +42,7 @@ pub async fn serve(
     tracing::info!(event = "load-balancer-connected", load_balancer = name, "a load balancer is connected");
     let answers = shared.sockets.register_load_balancer_session(session);
     tokio::select! {
-        () = listen(&shared, session, &mut messages) => {}
+        () = receive(&shared, &name, session, &mut messages) => {}
         () = send_updates(&shared, Cursor::default(), answers, &updates) => {}
         _ = shared.deposed() => {
             let _ = updates.send(Err(not_leading(None))).await;
@@ -67,7 +67,7 @@ async fn leave(shared: &ControllerState, name: String, session: u64) {
     }
 }
 
-/// Registers the load balancer, and returns whether it accepts changes. Other load balancers then receive its number
+/// Registers the load balancer, and returns its name and session. Other load balancers then receive its number
 /// and address.
 async fn register(
     shared: &ControllerState,
@@ -109,7 +109,12 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
 }
 
 /// Receives the load balancer's state and queries until it disconnects.
-async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming<v1::LoadBalancerMessage>) {
+async fn receive(
+    shared: &ControllerState,
+    load_balancer: &str,
+    session: u64,
+    messages: &mut Streaming<v1::LoadBalancerMessage>,
+) {
     use v1::load_balancer_message::Message;
     while let Ok(Some(message)) = messages.message().await {
         let now = shared.now();
@@ -121,7 +126,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
                     shared.inputs_changed();
                 }
                 Err(error) => {
-                    tracing::warn!(event = "traffic-rejected", %error, "a load balancer's traffic is rejected")
+                    tracing::warn!(event = "traffic-rejected", load_balancer, %error, "a traffic message is rejected")
                 }
             },
             Some(Message::Health(health)) => match HealthMessage::try_from(&health) {
@@ -130,12 +135,14 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
                     shared.poll_inputs();
                 }
                 Err(error) => {
-                    tracing::warn!(event = "health-rejected", %error, "a load balancer's health checks are rejected")
+                    tracing::warn!(event = "health-rejected", load_balancer, %error, "health results are rejected")
                 }
             },
             Some(Message::SocketQuery(query)) => match SocketQuery::try_from(&query) {
                 Ok(query) => relay_query(shared, session, query),
-                Err(error) => tracing::warn!(event = "query-rejected", %error, "a load balancer's query is rejected"),
+                Err(error) => {
+                    tracing::warn!(event = "query-rejected", load_balancer, %error, "a query for sockets is rejected")
+                }
             },
             Some(Message::TableInForce(table)) => {
                 if let Some(service) = ServiceIndex::new(table.service_index) {

@@ -13,7 +13,8 @@ use crate::mmap_array::MmapArray;
 #[derive(Debug)]
 pub(super) struct SharedMemory {
     entries: MmapArray<[intf::connection]>,
-    stacks: MmapArray<[intf::connection_stack]>,
+    /// Free entries of each partition.
+    free_stacks: MmapArray<[intf::connection_stack]>,
     size: TableSize,
 }
 
@@ -37,25 +38,27 @@ impl SharedMemory {
 impl AtomicStorage for SharedMemory {
     fn load(&self, word: StorageCell) -> u64 {
         match word {
-            StorageCell::StackTop(partition) => self.stacks.load(Self::stack_top_word(partition)),
-            StorageCell::StackHand(partition) => self.stacks.load(Self::clock_hand_word(partition)),
+            StorageCell::StackTop(partition) => self.free_stacks.load(Self::stack_top_word(partition)),
+            StorageCell::StackHand(partition) => self.free_stacks.load(Self::clock_hand_word(partition)),
             StorageCell::Entry(index, field) => self.entries.load(self.offset_of_entry(index) + field),
         }
     }
 
     fn store(&self, word: StorageCell, value: u64) {
         match word {
-            StorageCell::StackTop(partition) => self.stacks.store(Self::stack_top_word(partition), value),
-            StorageCell::StackHand(partition) => self.stacks.store(Self::clock_hand_word(partition), value),
+            StorageCell::StackTop(partition) => self.free_stacks.store(Self::stack_top_word(partition), value),
+            StorageCell::StackHand(partition) => self.free_stacks.store(Self::clock_hand_word(partition), value),
             StorageCell::Entry(index, field) => self.entries.store(self.offset_of_entry(index) + field, value),
         }
     }
 
     fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
         match word {
-            StorageCell::StackTop(partition) => self.stacks.compare_exchange(Self::stack_top_word(partition), old, new),
+            StorageCell::StackTop(partition) => {
+                self.free_stacks.compare_exchange(Self::stack_top_word(partition), old, new)
+            }
             StorageCell::StackHand(partition) => {
-                self.stacks.compare_exchange(Self::clock_hand_word(partition), old, new)
+                self.free_stacks.compare_exchange(Self::clock_hand_word(partition), old, new)
             }
             StorageCell::Entry(index, field) => {
                 self.entries.compare_exchange(self.offset_of_entry(index) + field, old, new)
@@ -69,10 +72,11 @@ impl AtomicStorage for SharedMemory {
 }
 
 /// Maps the memory of both maps and returns the connection table of `size` in them.
-pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
+pub(super) fn map(entries: BorrowedFd<'_>, free_stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
     let entries = MmapArray::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
-    let stacks = MmapArray::new_slice(stacks, size.partitions() as usize).context("mapping the free slots")?;
-    Ok(ConnectionTable::new(SharedMemory { entries, stacks, size }, size))
+    let free_stacks =
+        MmapArray::new_slice(free_stacks, size.partitions() as usize).context("mapping the free slots")?;
+    Ok(ConnectionTable::new(SharedMemory { entries, free_stacks, size }, size))
 }
 
 /// Returns the number of entries that are not free.

@@ -306,7 +306,7 @@ impl LoadBalancer {
             .collect();
         if !released.is_empty() {
             // A program that found the connection may still be updating the entry.
-            self.grace_periods.wait(self.grace_periods.now())?;
+            self.grace_periods.wait(self.grace_periods.request())?;
         }
         let key = connection_key(&self.maps);
         for connection in &released {

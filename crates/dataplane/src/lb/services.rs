@@ -198,7 +198,7 @@ impl LoadBalancer {
             offset_of!(intf::lb_service_directories, half) + idle as usize * size_of::<intf::lb_service_directory>();
         self.maps.state.write(DIRECTORIES_OFFSET + half, &*directory);
         self.maps.state.store(active, idle);
-        self.directory_retired_at = self.grace_periods.now();
+        self.directory_retired_at = self.grace_periods.request();
         Ok(())
     }
 

@@ -443,7 +443,7 @@ impl Tables {
 
     /// Retires a table that new program runs no longer find. Running programs may still read it.
     pub fn retire(&mut self, table: StoredTable, grace_periods: &GracePeriods) {
-        self.retired.push_back((grace_periods.now(), table));
+        self.retired.push_back((grace_periods.request(), table));
     }
 
     /// Frees the blocks of retired tables that no program reads any more.

@@ -54,7 +54,7 @@ impl LoadBalancer {
         }
         if self.maps.tunnels.load(entry_at) != 0 {
             self.maps.tunnels.store(entry_at, 0);
-            self.grace_periods.wait(self.grace_periods.now())?;
+            self.grace_periods.wait(self.grace_periods.request())?;
         }
         self.maps.tunnels.write(at, &words);
         Ok(())

@@ -66,7 +66,8 @@ pub trait Policy: Send {
         true
     }
 
-    /// Whether a server of twice the capacity gets more: by its cores' loads, or by the number itself.
+    /// Whether a server with twice the capacity gets more connections: because its cores' loads are lower (default), or
+    /// because the policy reads the configured capacity.
     fn depends_on_capacity(&self) -> bool {
         self.reads_loads()
     }

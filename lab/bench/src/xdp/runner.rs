@@ -63,6 +63,7 @@ pub enum Feed {
 /// Programs of generated_packets.bpf.c, for one frame and its variations.
 pub struct Runner {
     frame: Vec<u8>,
+    /// Programs that vary the frame, by [`Feed`].
     feeds: [OwnedFd; 5],
     /// Baseline that does nothing.
     pub empty: OwnedFd,

@@ -11,9 +11,9 @@ use crate::seed_summary::SeedSummary;
 pub struct Measured {
     /// Latency of all requests after the warm-up, from the server's NIC in to the NIC out, in units of service time.
     pub latency: Quantiles,
-    /// Variance of the servers' busy times, mean over the windows (%).
+    /// Variance of the servers' busy times relative to their mean, averaged over the windows (%).
     pub server_variance_pct: f64,
-    /// Variance of the cores' busy times, mean over the windows (%).
+    /// Variance of the cores' busy times relative to their mean, averaged over the windows (%).
     pub core_variance_pct: f64,
     pub requests: u64,
 }

@@ -33,7 +33,7 @@ pub struct Packet {
     pub flow: u32,
     /// Bytes on the wire, including the Ethernet header; 0 when the trace has no sizes.
     pub bytes: u16,
-    /// Event of the flow.
+    /// Start or end of the flow, or neither.
     pub event: Event,
 }
 

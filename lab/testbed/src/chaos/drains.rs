@@ -19,7 +19,7 @@ pub struct Drains(BTreeMap<u16, DrainState>);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DrainState {
     Drained,
-    /// Uncertain since this time, when a command or a document without the server had no answer.
+    /// Drained or not: since this time, when a drain, an undrain, or a document without the server had no answer.
     Uncertain(Instant),
 }
 

@@ -20,7 +20,7 @@ const FIRST_PORT: u16 = 2379;
 const START_LIMIT: Duration = Duration::from_secs(20);
 const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// Running members; all end with this value.
+/// Running members, which are killed when dropped.
 #[derive(Debug)]
 pub struct Etcd<'a> {
     testbed: &'a Testbed,

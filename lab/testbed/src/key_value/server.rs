@@ -103,9 +103,9 @@ struct Server<'a> {
     args: &'a KeyValueServerArgs,
     store: Arc<Store>,
     pace: Pace,
-    file: BusyFile,
+    counter_file: BusyFile,
     /// Busy times for an agent.
-    busy: Option<BusyFile>,
+    busy_file: Option<BusyFile>,
     /// Sockets by worker; `None` if only the worker has its socket.
     sockets: Vec<Option<UdpSocket>>,
 }
@@ -121,20 +121,20 @@ impl<'a> Server<'a> {
         };
         let anonymous = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
         let path = args.counter_file.as_ref().unwrap_or(&anonymous);
-        let file = BusyFile::create(path, usize::from(args.workers) * Counters::COUNT)?;
+        let counter_file = BusyFile::create(path, usize::from(args.workers) * Counters::COUNT)?;
         if args.counter_file.is_none() {
-            file.forget()?;
+            counter_file.forget()?;
         }
-        let busy = args.busy_file.as_ref().map(|path| BusyFile::create(path, args.workers.into())).transpose()?;
-        Ok(Self { args, store: Arc::new(store), pace, file, busy, sockets: Vec::new() })
+        let busy_file = args.busy_file.as_ref().map(|path| BusyFile::create(path, args.workers.into())).transpose()?;
+        Ok(Self { args, store: Arc::new(store), pace, counter_file, busy_file, sockets: Vec::new() })
     }
 
     fn busy_ns(&self, worker: u8) -> Option<&'static AtomicU64> {
-        self.busy.as_ref()?.numbers().get(usize::from(worker))
+        self.busy_file.as_ref()?.numbers().get(usize::from(worker))
     }
 
     fn counters(&self, worker: u8) -> Counters {
-        let (each, _) = self.file.numbers().as_chunks();
+        let (each, _) = self.counter_file.numbers().as_chunks();
         Counters(&each[usize::from(worker)])
     }
 
@@ -157,11 +157,11 @@ impl<'a> Server<'a> {
     }
 
     fn publish(&self) -> anyhow::Result<()> {
-        if let (Some(path), Some(busy)) = (&self.args.busy_file, &self.busy) {
+        if let (Some(path), Some(busy)) = (&self.args.busy_file, &self.busy_file) {
             busy.publish(path)?;
         }
         if let Some(path) = &self.args.counter_file {
-            self.file.publish(path)?;
+            self.counter_file.publish(path)?;
         }
         tracing::info!(
             event = "listening",
