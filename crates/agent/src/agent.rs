@@ -4,6 +4,7 @@ mod metrics;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, ensure};
@@ -118,7 +119,7 @@ impl Agent {
             server = config.server,
             interface = config.interface,
             attachment = ?programs.attachment(),
-            "programs {verb}"
+            "the agent has {verb} its BPF programs"
         );
         let dispatcher = config.dispatch.as_ref().map(Dispatcher::start).transpose()?;
         let load: Box<dyn LoadSource> = match &config.load {
@@ -211,8 +212,8 @@ impl Agent {
                 event = "service-rejected",
                 generation,
                 service = service.name,
-                reason = %service.reason,
-                "the configuration of a service is rejected; the one in force stays"
+                error = %service.reason,
+                "the agent rejects the service's configuration: the service's previous configuration stays in force"
             );
         }
         // Rejected services keep their previous configuration.
@@ -227,9 +228,9 @@ impl Agent {
             self.refuse_all(generation, format!("{error:#}"));
             tracing::warn!(
                 event = "configuration-rejected",
-                generation = configuration.generation,
+                generation,
                 error = format!("{error:#}"),
-                "the controller's configuration is rejected; the one in force stays"
+                "the agent cannot apply the controller's configuration: the previous configuration stays in force"
             );
             return;
         }
@@ -238,7 +239,7 @@ impl Agent {
             event = "configuration-applied",
             generation = configuration.generation,
             services = names.join(","),
-            "configuration applied"
+            "the agent has applied the controller's configuration"
         );
         self.confirmed = configuration.generation;
         self.configuration = Some(configuration);
@@ -386,8 +387,10 @@ impl Agent {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
         let tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
         let tuples: Vec<FourTuple> = query.clients.iter().map(tuple).collect::<Result<_, _>>()?;
-        let open =
-            if self.programs.is_forwarded(&query.service) { vec![true; tuples.len()] } else { open_sockets(&tuples)? };
+        let open = match self.programs.is_forwarded(&query.service) {
+            true => vec![true; tuples.len()],
+            false => open_sockets(&tuples).with_context(|| format!("sockets of {}", query.service))?,
+        };
         Ok(query.answer(open))
     }
 
@@ -414,10 +417,13 @@ impl Agent {
                     tracing::warn!(
                         event = "load-unknown",
                         error = text,
-                        "no reports: the load of the cores is unknown"
+                        "the agent cannot read the load of its cores and sends no reports meanwhile"
                     );
                 }
-                None => tracing::info!(event = "load-known", "the load of the cores is known again"),
+                None => tracing::info!(
+                    event = "load-known",
+                    "the agent can read the load of its cores again and sends reports"
+                ),
             }
             self.load_problem = problem;
         }
@@ -455,11 +461,15 @@ impl Agent {
         Some(limited_report(report.into()))
     }
 
-    /// Applies `[dispatch]` of the file; other changes need a restart. Fails when the kernel rejects something, and
-    /// then keeps the previous state.
-    pub fn reload(&mut self, config: Config) -> anyhow::Result<()> {
+    /// Applies `[dispatch]` of the changed `file`; other changes need a restart. Fails when the kernel rejects
+    /// something, and then keeps the previous state.
+    pub fn reload(&mut self, file: &Path, config: Config) -> anyhow::Result<()> {
         if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
-            tracing::warn!(event = "restart-required", "only [dispatch] is reloaded: other changes need a restart");
+            tracing::warn!(
+                event = "restart-required",
+                file = %file.display(),
+                "the agent reloads only `[dispatch]`: restart the agent to apply the other changed keys"
+            );
         }
         match (&self.dispatcher, &config.dispatch) {
             (Some(dispatcher), Some(options)) if dispatcher.is_running() => dispatcher.replace(options.clone())?,
@@ -485,7 +495,7 @@ impl Agent {
         if self.programs.has_services() {
             tracing::info!(
                 event = "programs-kept",
-                "stamping continues without the agent; `coreward agent --detach` ends it"
+                "the BPF programs stay attached and continue to stamp; `coreward agent --detach` removes them"
             );
             return Ok(());
         }

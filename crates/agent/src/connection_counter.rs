@@ -74,8 +74,14 @@ impl ConnectionCounter {
             *took = counted.took;
         }
         let problem = outcome.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
-        if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(*problem)) {
-            tracing::warn!(event = "connections-uncounted", %problem, "open connections cannot be counted");
+        if let Err(error) = &outcome
+            && self.problem != problem
+        {
+            tracing::warn!(
+                event = "connections-uncounted",
+                error = format!("{error:#}"),
+                "the agent cannot count the services' open connections: reports omit the counts"
+            );
         }
         self.problem = problem;
         self.newest = outcome.ok();

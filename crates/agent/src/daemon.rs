@@ -120,14 +120,18 @@ impl Task {
             }
             Self::Reload(path) => path,
         };
-        let outcome = Config::load(&path).map_err(anyhow::Error::from).and_then(|config| agent.reload(config));
+        let outcome = Config::load(&path).map_err(anyhow::Error::from).and_then(|config| agent.reload(&path, config));
         match outcome {
-            Ok(()) => tracing::info!(event = "dispatch-reloaded", file = %path.display(), "[dispatch] is reloaded"),
+            Ok(()) => tracing::info!(
+                event = "dispatch-reloaded",
+                file = %path.display(),
+                "the agent has reloaded `[dispatch]`"
+            ),
             Err(error) => tracing::warn!(
                 event = "reload-failed",
                 file = %path.display(),
                 error = format!("{error:#}"),
-                "reload failed; the settings in force stay"
+                "the agent cannot reload `[dispatch]`: the previous settings stay in force"
             ),
         }
     }
@@ -175,7 +179,11 @@ async fn run_session(
     let begun = tasks.run_while(agent, connection, stream).await?;
     let mut updates = connection.accept_stream(begun)?;
     agent.begin_stream();
-    tracing::info!(event = "controller-connected", controller = %connection.controller(), "connected to controller");
+    tracing::info!(
+        event = "controller-connected",
+        controller = %connection.controller(),
+        "the agent has opened its stream to the controller"
+    );
     let mut tick = start_interval(agent.report_interval());
     let mut sent = ReportState::default();
     loop {
@@ -191,9 +199,11 @@ async fn run_session(
                             Err(error) => {
                                 tracing::warn!(
                                     event = "configuration-rejected",
+                                    controller = %connection.controller(),
                                     generation,
                                     %error,
-                                    "the controller's configuration is rejected; the one in force stays"
+                                    "the agent cannot decode the controller's configuration: the previous one stays \
+                                     in force"
                                 );
                                 agent.refuse_all(generation, error.to_string());
                             }
@@ -205,7 +215,11 @@ async fn run_session(
                             let _ = messages.try_send(message(Message::SocketAnswer(answer)));
                         }
                     }
-                    None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this agent"),
+                    None => tracing::warn!(
+                        event = "update-unknown",
+                        controller = %connection.controller(),
+                        "the agent ignores an update of an unknown kind: upgrade the agent"
+                    ),
                 }
                 if tick.period() != agent.report_interval() {
                     tick = start_interval(agent.report_interval());
@@ -231,8 +245,9 @@ fn answer(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
         Err(error) => {
             tracing::warn!(
                 event = "socket-query-failed",
+                query = query.number,
                 error = format!("{error:#}"),
-                "cannot answer a query for sockets"
+                "the agent cannot find out which connections of a query are open: the load balancer asks again"
             );
             None
         }

@@ -42,7 +42,8 @@ impl DaisyChain {
             self.ids[address].iter().for_each(|id| programs.set_server_mac(*id, Some(*mac)));
         }
         if self.resolver.is_none() && !self.ids.is_empty() {
-            self.resolver = Some(Resolver::start(&self.interface).context("finding other servers")?);
+            self.resolver =
+                Some(Resolver::start(&self.interface).context("cannot resolve MAC addresses of other servers")?);
         }
         if let Some((resolver, _)) = &self.resolver {
             resolver.set_addresses(self.ids.keys().copied().collect());

@@ -36,13 +36,20 @@ impl SettingsStore {
         let pin = pin_directory.join("remembered");
         if pin.exists() {
             let map = MapHandle::from_pinned_path(&pin).with_context(|| pin.display().to_string())?;
-            let bytes = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an array without its only entry")?;
+            let no_entry = || format!("{}: expected a map with one entry, of this agent's settings", pin.display());
+            let bytes = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.with_context(no_entry)?;
             let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
             if text.is_empty() {
                 return Ok(Self { map, pin, content: SavedSettings::default() });
             }
             let content = serde_json::from_slice(text).unwrap_or_else(|error| {
-                tracing::warn!(event = "settings-unknown", pin = %pin.display(), %error, "original settings unknown");
+                tracing::warn!(
+                    event = "settings-unknown",
+                    pin = %pin.display(),
+                    %error,
+                    "the agent cannot decode the saved settings: `coreward agent --detach` will not restore the \
+                     originals"
+                );
                 SavedSettings::default()
             });
             return Ok(Self { map, pin, content });
@@ -53,8 +60,9 @@ impl SettingsStore {
             ..Default::default()
         };
         let mut map = MapHandle::create(MapType::Array, Some(MAP_NAME), 4, VALUE_BYTES, 1, &options)
-            .context("making a BPF map")?;
-        map.pin(&pin).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin.display()))?;
+            .context("cannot create the BPF map of saved settings")?;
+        map.pin(&pin)
+            .with_context(|| format!("cannot pin {}: expected a directory of a mounted bpffs", pin.display()))?;
         Ok(Self { map, pin, content: SavedSettings::default() })
     }
 
@@ -66,9 +74,14 @@ impl SettingsStore {
     pub fn change(&mut self, change: impl FnOnce(&mut SavedSettings)) -> anyhow::Result<()> {
         change(&mut self.content);
         let mut bytes = serde_json::to_vec(&self.content)?;
-        anyhow::ensure!(bytes.len() < VALUE_BYTES as usize, "settings of {} bytes", bytes.len());
+        anyhow::ensure!(
+            bytes.len() < VALUE_BYTES as usize,
+            "the saved settings have {} bytes: expected fewer than {VALUE_BYTES}",
+            bytes.len()
+        );
         bytes.resize(VALUE_BYTES as usize, 0);
-        self.map.update(&0u32.to_ne_bytes(), &bytes, MapFlags::ANY).context("remembering original settings")
+        let updated = self.map.update(&0u32.to_ne_bytes(), &bytes, MapFlags::ANY);
+        updated.with_context(|| format!("cannot save original settings in {}", self.pin.display()))
     }
 
     pub fn remove(self) -> anyhow::Result<()> {

@@ -35,7 +35,12 @@ pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()>
             memory.change(|settings| settings.tcp_timestamps = Some(found.clone()))?;
         }
         write(required)?;
-        tracing::info!(event = "sysctl-set", before = found, value = required, "net.ipv4.tcp_timestamps is set");
+        tracing::info!(
+            event = "sysctl-set",
+            before = found,
+            value = required,
+            "the agent has set net.ipv4.tcp_timestamps; `coreward agent --detach` restores it"
+        );
     }
     Ok(())
 }
@@ -43,7 +48,7 @@ pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()>
 pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
     if let Some(original) = memory.get().tcp_timestamps.clone() {
         write(&original)?;
-        tracing::info!(event = "sysctl-restored", value = original, "net.ipv4.tcp_timestamps is restored");
+        tracing::info!(event = "sysctl-restored", value = original, "the agent has restored net.ipv4.tcp_timestamps");
         memory.change(|settings| settings.tcp_timestamps = None)?;
     }
     Ok(())

@@ -72,7 +72,7 @@ impl Drop for Opened {
             tracing::warn!(
                 event = "lease-not-revoked",
                 %error,
-                "cannot revoke this copy's lease: controllers wait for its end"
+                "`coreward store copy` cannot revoke its lease in etcd: controllers wait until the lease expires"
             );
         }
     }

@@ -143,9 +143,14 @@ impl Controller {
                     event = "share-limited",
                     server = name,
                     times_fair = MAX_SHARE_MULTIPLE,
-                    "a server exceeds its fair share of new connections: its share is limited"
+                    "the server gets too many new connections by its reported loads: the controller limits its share; \
+                     check the server"
                 ),
-                false => tracing::info!(event = "share-unlimited", server = name, "a server's share limit ended"),
+                false => tracing::info!(
+                    event = "share-unlimited",
+                    server = name,
+                    "the controller no longer limits the server's share of new connections"
+                ),
             }
             self.racks.changes += 1;
         }

@@ -9,9 +9,9 @@ impl Controller {
             tracing::warn!(
                 event = "store-outdated",
                 load_balancer = name,
-                generation_in_force = generation,
+                generation,
                 stored_generation = self.fleet.generation,
-                "the store has an older configuration than a load balancer: restore its newest copy"
+                "the load balancer has a newer configuration than the store: restore the store's newest copy"
             );
         }
     }

@@ -363,7 +363,7 @@ fn lb(args: LbArgs) -> anyhow::Result<()> {
         };
     }
     capabilities::require("coreward lb")?;
-    let config = args.config.context("--config is missing")?;
+    let config = args.config.context("--config FILE is missing")?;
     drop_capabilities::confine(Component::Lb)?;
     if args.detach { coreward_lb::daemon::detach(&config) } else { coreward_lb::daemon::run(&config) }
 }
@@ -373,11 +373,11 @@ fn agent(args: AgentArgs) -> anyhow::Result<()> {
     match (args.command, args.config) {
         (Some(AgentCommand::Rss(args)), _) => {
             let fits = coreward_agent::rss_command::run(&args)?;
-            anyhow::ensure!(fits, "the RSS table of {} is shown, not in force", args.interface);
+            anyhow::ensure!(fits, "the RSS table that {} shows is not in force", args.interface);
             Ok(())
         }
         (None, config) => {
-            let config = config.context("--config is missing")?;
+            let config = config.context("--config FILE is missing")?;
             drop_capabilities::confine(Component::Agent)?;
             if args.detach { coreward_agent::daemon::detach(&config) } else { coreward_agent::daemon::run(&config) }
         }
@@ -387,7 +387,7 @@ fn agent(args: AgentArgs) -> anyhow::Result<()> {
 fn doctor(args: &DoctorArgs) -> anyhow::Result<()> {
     let (text, fit) = doctor::run(args)?;
     print(&text)?;
-    anyhow::ensure!(fit, "this machine is not fit: see the faults");
+    anyhow::ensure!(fit, "this machine has faults: expected the remedies above to be applied");
     Ok(())
 }
 
@@ -398,6 +398,6 @@ fn check_kernel() -> anyhow::Result<()> {
         refused += usize::from(answer != "ok");
         print(&format!("{program}: {answer}"))?;
     }
-    anyhow::ensure!(refused == 0, "this kernel refuses {refused} of the programs");
+    anyhow::ensure!(refused == 0, "this kernel rejects {refused} of the programs: expected all of them to load");
     Ok(())
 }

@@ -66,7 +66,7 @@ impl Connection {
             None => tracing::warn!(
                 event = "plaintext",
                 %controllers,
-                "no `[tls]`: anyone on the path to the controllers can read the cookie keys and change updates"
+                "without `[tls]` anyone on the path to the controllers can read the cookie keys and change updates"
             ),
         }
         let turns = AttemptOrder::new(controllers.addresses().len());
@@ -127,24 +127,30 @@ impl Connection {
         match (end, error) {
             (End::Rejected, Some(error)) => {
                 let error = reason(error);
-                tracing::warn!(event = "controller-rejects", %controller, %next, error, "rejected by the controller");
+                tracing::warn!(
+                    event = "controller-rejects",
+                    %controller,
+                    next_controller = %next,
+                    error,
+                    "the controller rejects this daemon, which tries the next controller"
+                );
             }
             (_, Some(error)) => {
                 let error = reason(error);
                 tracing::warn!(
                     event = "controller-lost",
                     %controller,
-                    %next,
+                    next_controller = %next,
                     error,
-                    "no stream to the controller: the configuration stays in force"
+                    "the daemon has no stream to the controller and tries the next; its configuration stays in force"
                 );
             }
             (_, None) => {
                 tracing::warn!(
                     event = "controller-lost",
                     %controller,
-                    %next,
-                    "the controller ended the stream: the configuration stays in force"
+                    next_controller = %next,
+                    "the controller has ended the daemon's stream: the daemon tries the next; its configuration stays"
                 );
             }
         }

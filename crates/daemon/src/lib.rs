@@ -54,7 +54,7 @@ pub fn log_reload_failure(path: &Path, error: &dyn Display) {
         event = "reload-failed",
         file = %path.display(),
         %error,
-        "the configuration file is invalid: the previous configuration stays in force"
+        "the daemon rejects its changed configuration file and keeps the previous configuration"
     );
 }
 
@@ -80,7 +80,15 @@ pub fn raise_file_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, highest)| setrlimit(Resource::RLIMIT_NOFILE, highest, highest).map(|()| highest));
     match raised {
-        Ok(highest) => tracing::debug!(event = "file-limit-raised", limit = highest, "limit of open files raised"),
-        Err(error) => tracing::warn!(event = "file-limit-unchanged", %error, "cannot raise the limit of open files"),
+        Ok(highest) => tracing::debug!(
+            event = "file-limit-raised",
+            limit = highest,
+            "the daemon has raised its limit of open files"
+        ),
+        Err(error) => tracing::warn!(
+            event = "file-limit-unchanged",
+            %error,
+            "the daemon cannot raise its limit of open files to the hard limit: many connections may exceed it"
+        ),
     }
 }

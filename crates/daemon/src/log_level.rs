@@ -26,6 +26,10 @@ pub(crate) async fn follow_signals() -> anyhow::Result<Infallible> {
         let Some(set_debug) = SET_DEBUG.get() else { continue };
         set_debug(is_debug);
         let log_level = if is_debug { "debug" } else { "as at the start" };
-        tracing::info!(event = "log-level-set", log_level, "a signal has set the log level");
+        tracing::info!(
+            event = "log-level-set",
+            log_level,
+            "the signal SIGUSR1 or SIGUSR2 has set the daemon's log level"
+        );
     }
 }

@@ -73,7 +73,11 @@ fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
     let expected = "expected a free port and an address of this host (`metrics`)";
     let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected}"))?;
     listener.set_nonblocking(true)?;
-    tracing::info!(event = "metrics-served", address = %listener.local_addr()?, "metrics are served at /metrics");
+    tracing::info!(
+        event = "metrics-served",
+        address = %listener.local_addr()?,
+        "the daemon serves its metrics at /metrics"
+    );
     Ok(listener)
 }
 
@@ -83,13 +87,19 @@ fn start<F: Future<Output = Option<Snapshot>> + 'static>(
     collect: impl Fn() -> F + Clone + Send + 'static,
 ) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let address = listener.local_addr()?;
     let serve = move || {
         begin();
         let local = tokio::task::LocalSet::new();
         local.block_on(&runtime, async move {
             match tokio::net::TcpListener::from_std(listener) {
-                Ok(listener) => accept(listener, collect).await,
-                Err(error) => tracing::warn!(event = "metrics-failed", %error, "metrics are not served"),
+                Ok(listener) => accept(listener, address, collect).await,
+                Err(error) => tracing::error!(
+                    event = "metrics-failed",
+                    %address,
+                    %error,
+                    "the daemon cannot serve its metrics: restart the daemon"
+                ),
             }
         });
     };
@@ -99,6 +109,7 @@ fn start<F: Future<Output = Option<Snapshot>> + 'static>(
 
 async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
     listener: tokio::net::TcpListener,
+    address: SocketAddr,
     collect: impl Fn() -> F + Clone + 'static,
 ) {
     let places = Arc::new(Semaphore::new(CONNECTIONS));
@@ -108,7 +119,12 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
             Ok((stream, _)) => stream,
             Err(error) => {
                 // For example too many open files: other connections need time to end.
-                tracing::warn!(event = "accept-failed", %error, "cannot accept a connection for metrics");
+                tracing::warn!(
+                    event = "accept-failed",
+                    %address,
+                    %error,
+                    "the daemon cannot accept a connection for metrics and retries in 100 ms"
+                );
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }

@@ -9,7 +9,12 @@ const NICENESS: i32 = 10;
 /// Lowers the calling thread's priority; `thread` names it in the log if that fails.
 pub fn lower_thread_priority(thread: &str) {
     if let Err(error) = lower_priority() {
-        tracing::warn!(event = "thread-priority-unchanged", thread, %error, "cannot lower a thread's priority");
+        tracing::warn!(
+            event = "thread-priority-unchanged",
+            thread,
+            %error,
+            "the daemon cannot lower the priority of a thread, which may delay other threads"
+        );
     }
 }
 

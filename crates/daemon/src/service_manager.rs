@@ -62,6 +62,11 @@ impl Watchdog {
 
 fn notify(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(std::slice::from_ref(&state)) {
-        tracing::warn!(event = "service-manager-unreachable", %state, %error, "cannot notify the service manager");
+        tracing::warn!(
+            event = "service-manager-unreachable",
+            %state,
+            %error,
+            "the daemon cannot notify the service manager, which may restart the daemon"
+        );
     }
 }

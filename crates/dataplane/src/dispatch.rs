@@ -201,7 +201,12 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     if link.exists() {
         // An error means that the cgroup is gone, and the program with it.
         if let Err(error) = Link::open(&link).and_then(|link| link.detach()) {
-            tracing::debug!(event = "link-not-detached", link = %link.display(), %error, "cannot detach the link");
+            tracing::debug!(
+                event = "link-not-detached",
+                pin = %link.display(),
+                %error,
+                "the dispatcher cannot detach its program for responses: the cgroup may be gone"
+            );
         }
     }
     match fs::remove_dir_all(pins) {

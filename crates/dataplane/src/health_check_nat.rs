@@ -94,7 +94,12 @@ impl NatTable {
     pub fn remove(&self, path: &NatEntry) {
         for (key, _) in path.entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {
-                tracing::debug!(event = "nat-entry-not-removed", ?path, %error, "cannot remove a NAT entry");
+                tracing::debug!(
+                    event = "nat-entry-not-removed",
+                    entry = ?path,
+                    %error,
+                    "the load balancer cannot remove the NAT entry of a finished health check"
+                );
             }
         }
     }

@@ -257,7 +257,11 @@ impl LoadBalancer {
             && program::any_pinned(pins)
         {
             // Unused pins of an interrupted start, or of a removed link.
-            tracing::warn!(event = "pins-removed", directory = %pins.display(), "maps without a link are removed");
+            tracing::warn!(
+                event = "pins-removed",
+                pin_directory = %pins.display(),
+                "the load balancer removes pinned maps that no attached program uses"
+            );
             program::unpin(pins)?;
             std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
         }
@@ -266,11 +270,12 @@ impl LoadBalancer {
             _ => None,
         };
         let pending_upgrade = of_another_version.is_some().then(|| link.take()).flatten();
-        if let Some(problem) = &of_another_version {
+        if let (Some(problem), Some(pins)) = (&of_another_version, &pins) {
             tracing::warn!(
                 event = "upgrade-pending",
+                pin_directory = %pins.display(),
                 reason = format!("{problem:#}"),
-                "the pinned program stays for now"
+                "the pinned program of another version forwards until the controller sends configuration and tables"
             );
         }
         let mut variant = Variant {

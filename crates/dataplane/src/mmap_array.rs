@@ -147,7 +147,11 @@ impl<T: ?Sized> Drop for MmapArray<T> {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this length, and pointers into it do not outlive `self`.
         if let Err(error) = unsafe { munmap(self.address, self.bytes.get()) } {
-            tracing::warn!(event = "munmap-failed", %error, "cannot unmap a BPF array");
+            tracing::warn!(
+                event = "munmap-failed",
+                %error,
+                "the process cannot unmap a BPF array, whose memory stays in use"
+            );
         }
     }
 }

@@ -194,8 +194,10 @@ impl Resolver {
                 if let Err(error) = link.run(&shared, notify, &ended) {
                     tracing::error!(
                         event = "resolver-ended",
+                        interface = link.interface,
+                        vlan = link.vlan.get(),
                         error = format!("{error:#}"),
-                        "the resolver has ended: changes of servers' MAC addresses are no longer noticed"
+                        "the thread that resolves MAC addresses has ended: restart the daemon, which misses changes"
                     );
                 }
             })
@@ -285,7 +287,13 @@ impl Link {
                 IpAddr::V6(address) => self.write(&self.ndp, &ndp::solicitation(address, *mac, own.mac, own.ipv6)),
             };
             if let Err(error) = sent {
-                tracing::debug!(event = "probe-not-sent", %address, %error, "cannot send a probe for a MAC address");
+                tracing::debug!(
+                    event = "probe-not-sent",
+                    interface = self.interface,
+                    %address,
+                    %error,
+                    "the daemon cannot send a probe for the MAC address of a neighbour"
+                );
             }
         }
     }

@@ -99,7 +99,12 @@ impl SocketArray {
     /// Removes the socket from a slot; an empty slot stays empty.
     pub fn clear(&self, slot: u32) {
         if let Err(error) = self.map.delete(&slot.to_ne_bytes()) {
-            tracing::debug!(event = "slot-not-cleared", slot, %error, "cannot remove the socket from its slot");
+            tracing::debug!(
+                event = "slot-not-cleared",
+                slot,
+                %error,
+                "the daemon cannot remove a worker's socket from its slot in the BPF array"
+            );
         }
     }
 }

@@ -94,6 +94,7 @@ impl ServerPrograms {
         if let Some(problem) = problem_of_state(&state)? {
             tracing::warn!(
                 event = "upgrade-pending",
+                pin_directory = %options.pin_directory.display(),
                 reason = %problem,
                 "the pinned programs of another version stay attached until the controller sends the services"
             );
@@ -137,7 +138,7 @@ impl ServerPrograms {
             tracing::warn!(
                 event = "cookies-incompatible",
                 pin = %state.display(),
-                "stamped cookies have an older layout: connections with such cookies break"
+                "another version's pinned state has an older cookie layout: connections with such cookies break"
             );
             return Ok(());
         }
@@ -162,7 +163,11 @@ impl ServerPrograms {
         for (map, name) in maps.iter().zip(MAPS) {
             tc::pin_object(map.as_fd(), &pins.join(name))?;
         }
-        tracing::info!(event = "upgrade-finished", "this version's programs have replaced those of another version");
+        tracing::info!(
+            event = "upgrade-finished",
+            pin_directory = %self.options.pin_directory.display(),
+            "this version's programs have replaced the programs of another version"
+        );
         Ok(())
     }
 

@@ -110,7 +110,11 @@ impl Drop for TemporaryAttachment {
         if let HeldAttachment::Clsact(hook) = &mut self.0
             && let Err(error) = hook.detach()
         {
-            tracing::warn!(event = "not-detached", %error, "cannot detach a temporary program from the clsact qdisc");
+            tracing::warn!(
+                event = "not-detached",
+                %error,
+                "the process cannot detach a temporary program from a clsact qdisc: remove it with `tc filter del`"
+            );
         }
     }
 }
@@ -128,7 +132,13 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     if let Some(link) = open_link(pin)? {
         // Fails when the device was removed: then nothing is attached.
         if let Err(error) = link.detach() {
-            tracing::debug!(event = "link-not-detached", pin = %pin.display(), %error, "cannot detach the link");
+            tracing::debug!(
+                event = "link-not-detached",
+                interface_index,
+                pin = %pin.display(),
+                %error,
+                "the agent cannot detach its program: the device may be gone"
+            );
         }
         return fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()));
     }

@@ -112,7 +112,11 @@ pub fn leave_tags(interface: &str) -> io::Result<()> {
         return Ok(());
     }
     ethtool::set_flags(interface, flags & !ETH_FLAG_RXVLAN)?;
-    tracing::info!(event = "vlan-offload-off", interface, "rxvlan is off now: the driver leaves VLAN tags in frames");
+    tracing::info!(
+        event = "vlan-offload-off",
+        interface,
+        "the load balancer has turned off rxvlan: the driver leaves VLAN tags in frames"
+    );
     Ok(())
 }
 

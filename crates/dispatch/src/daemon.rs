@@ -21,15 +21,18 @@ const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
 /// Runs until SIGTERM or SIGINT. The pinned programs continue.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     let (sender, signal) = channel();
-    ctrlc::set_handler(move || _ = sender.send(())).context("SIGTERM and SIGINT")?;
+    ctrlc::set_handler(move || _ = sender.send(())).context("cannot handle SIGTERM and SIGINT")?;
     let dispatcher = Dispatcher::start(config)?;
     let pins: Vec<PathBuf> =
         config.services.iter().map(|named| service::pins(&config.pin_directory, named.options.service)).collect();
     metrics_endpoint::serve(config.metrics, || (), move || metrics_snapshot(&pins))?;
     while signal.recv_timeout(ALIVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-        ensure!(dispatcher.is_running(), "no daemon maintains the services");
+        ensure!(dispatcher.is_running(), "the thread that maintains the services has ended");
     }
-    tracing::info!(event = "programs-kept", "dispatching continues; `coreward dispatch --detach` ends it");
+    tracing::info!(
+        event = "programs-kept",
+        "the BPF programs stay attached and dispatch requests; `coreward dispatch --detach` removes them"
+    );
     Ok(())
 }
 
@@ -42,7 +45,11 @@ fn metrics_snapshot(pins: &[PathBuf]) -> Snapshot {
             component::dispatch(&mut page, "", &services);
         }
         Err(error) => {
-            tracing::warn!(event = "metrics-failed", error = format!("{error:#}"), "cannot read the counters")
+            tracing::warn!(
+                event = "counters-unreadable",
+                error = format!("{error:#}"),
+                "the dispatcher cannot read the counters of its services: the metrics omit them"
+            )
         }
     }
     page

@@ -45,7 +45,7 @@ impl Dispatcher {
         let thread = std::thread::Builder::new()
             .name("dispatch".to_owned())
             .spawn(move || services.maintenance_loop(&receiver, &reported))
-            .context("a thread for the dispatch")?;
+            .context("cannot start the thread that maintains the services")?;
         Ok(Self { requests: Some(sender), state: seen, thread: Some(thread) })
     }
 
@@ -53,7 +53,7 @@ impl Dispatcher {
     /// program is refused stays as it was. Fails when something was refused.
     pub fn replace(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
-        let gone = || anyhow!("no daemon maintains the services");
+        let gone = || anyhow!("the thread that maintains the services has ended: expected a restart");
         self.requests.as_ref().ok_or_else(gone)?.send((config, sender)).map_err(|_| gone())?;
         outcome.recv().map_err(|_| gone())?
     }
@@ -84,7 +84,7 @@ impl Drop for Dispatcher {
             tracing::error!(
                 event = "thread-panicked",
                 thread = "dispatch",
-                "the thread that maintains services has panicked: expected the daemon to be restarted"
+                "the thread that maintains the dispatcher's services has panicked: restart the daemon"
             );
         }
     }

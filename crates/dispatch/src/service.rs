@@ -49,7 +49,7 @@ impl Service {
             service = %listen,
             policy = config.options.policy.name(),
             taken_over = dispatch.is_taken_over(),
-            "requests are dispatched"
+            "the dispatcher selects a worker for each request of the service"
         );
         let observed = dispatch.ledger().observed_times(learned.len());
         let service = Self {
@@ -106,7 +106,12 @@ impl Service {
     fn warn(&mut self, warning: String) {
         if self.warned.as_ref() != Some(&warning) {
             let service = self.config.options.service;
-            tracing::warn!(event = "dispatch-problem", %service, %warning, "dispatch has a problem");
+            tracing::warn!(
+                event = "dispatch-problem",
+                %service,
+                error = warning,
+                "the dispatcher cannot maintain the service's workers and retries"
+            );
             self.warned = Some(warning);
         }
     }
@@ -141,7 +146,7 @@ impl Service {
             return Ok(());
         }
         self.known_inodes.clear();
-        anyhow::ensure!(!inodes.is_empty(), "no socket receives there");
+        anyhow::ensure!(!inodes.is_empty(), "no UDP socket receives at {listen}: expected a running server");
         let found = find_readers(&inodes)?;
         let steered: BTreeSet<u64> = self.dispatch.sockets().into_values().collect();
         let mut problem = None;
@@ -167,7 +172,13 @@ impl Service {
         if !steered.contains(&reuseport::socket_cookie(socket.as_fd())?) {
             let slot = self.dispatch.add_worker(socket.as_fd(), listener.pid as u32)?;
             let service = self.config.options.service;
-            tracing::info!(event = "worker-added", %service, slot, pid = listener.pid, "worker is added");
+            tracing::info!(
+                event = "worker-added",
+                %service,
+                slot,
+                pid = listener.pid,
+                "the dispatcher has found a new worker, which gets requests from now on"
+            );
         }
         // A restarted server has several groups, and each needs the program.
         self.dispatch.attach(socket.as_fd()).context("the service must open its sockets with SO_REUSEPORT")
@@ -196,11 +207,20 @@ pub fn detach(pins: &Path) -> anyhow::Result<()> {
             if let Err(error) =
                 listeners::duplicate_socket(&listener).and_then(|socket| reuseport::detach(socket.as_fd()))
             {
-                tracing::debug!(event = "not-detached", service = %listen, error = format!("{error:#}"), "cannot \
-                 detach");
+                tracing::debug!(
+                    event = "not-detached",
+                    service = %listen,
+                    pid = listener.pid,
+                    error = format!("{error:#}"),
+                    "the dispatcher cannot detach its program from a worker's socket"
+                );
             }
         }
-        tracing::info!(event = "dispatch-ended", service = %listen, "the kernel selects the sockets again");
+        tracing::info!(
+            event = "dispatch-ended",
+            service = %listen,
+            "the dispatcher has ended: the kernel selects the service's sockets again"
+        );
     }
     dispatch::remove(pins)
 }

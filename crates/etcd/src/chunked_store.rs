@@ -182,7 +182,12 @@ impl ChunkedStore {
         for batch in later.chunks(MAX_OPERATIONS) {
             // The change is in force; the next leader deletes remaining chunks.
             if let Err(error) = self.leadership.write_if_leading(None, batch).await {
-                tracing::warn!(event = "chunks-left", %error, "cannot delete unused chunks in etcd");
+                tracing::warn!(
+                    event = "chunks-left",
+                    prefix = self.prefix,
+                    %error,
+                    "the controller cannot delete unused chunks in etcd: the next leader deletes them"
+                );
             }
         }
         Ok(())

@@ -256,7 +256,12 @@ async fn renew(
                 return;
             }
             // Renewals are retried until the lease ends.
-            Err(error) => tracing::warn!(event = "lease-not-renewed", %error, "cannot renew the leader's lease"),
+            Err(error) => tracing::warn!(
+                event = "lease-not-renewed",
+                remaining = ?end().remaining(),
+                %error,
+                "the leader cannot renew its lease in etcd and retries until the lease ends"
+            ),
         }
     }
 }

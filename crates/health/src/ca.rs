@@ -40,7 +40,11 @@ fn system() -> Result<Arc<RootCertStore>, String> {
     let roots = SYSTEM.get_or_init(|| {
         let loaded = rustls_native_certs::load_native_certs();
         for error in &loaded.errors {
-            tracing::warn!(event = "ca-unreadable", %error, "cannot read a certificate of this system's store");
+            tracing::warn!(
+                event = "ca-unreadable",
+                %error,
+                "the load balancer cannot read an authority of this system: HTTPS checks may reject servers"
+            );
         }
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(loaded.certs);

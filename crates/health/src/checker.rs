@@ -96,7 +96,11 @@ struct Thread(Option<JoinHandle<()>>);
 impl Drop for Thread {
     fn drop(&mut self) {
         if self.0.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!(event = "thread-panicked", "the thread of health checks has panicked");
+            tracing::error!(
+                event = "thread-panicked",
+                thread = "health",
+                "the thread of health checks has panicked: restart the load balancer, which has no new results"
+            );
         }
     }
 }

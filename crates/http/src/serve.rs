@@ -155,7 +155,15 @@ impl Listener {
             runtime.block_on(async move {
                 let listener = match tokio::net::TcpListener::from_std(self.listener) {
                     Ok(listener) => listener,
-                    Err(error) => return tracing::error!(event = "api-failed", %error, "the API is not served"),
+                    Err(error) => {
+                        tracing::error!(
+                            event = "api-failed",
+                            address = %self.address,
+                            %error,
+                            "the controller cannot serve the API: restart the controller"
+                        );
+                        return;
+                    }
                 };
                 tokio::select! {
                     _ = &mut dropped => {}
@@ -181,7 +189,11 @@ async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acc
             Ok(accepted) => accepted,
             Err(error) => {
                 // For example too many open files: other connections need time to end.
-                tracing::warn!(event = "accept-failed", %error, "cannot accept a connection to the API");
+                tracing::warn!(
+                    event = "accept-failed",
+                    %error,
+                    "the controller cannot accept a connection to the API and retries in 100 ms"
+                );
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
@@ -196,7 +208,12 @@ async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acc
                 () = permit.wait_until_needed() => Err("idle, and its slot is needed for another connection".into()),
             };
             if let Err(error) = ended {
-                tracing::debug!(event = "api-connection-ended", %address, %error, "connection ended");
+                tracing::debug!(
+                    event = "api-connection-ended",
+                    peer = %address,
+                    %error,
+                    "the connection of an API client has ended with an error"
+                );
             }
         });
     }

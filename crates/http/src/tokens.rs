@@ -72,7 +72,11 @@ fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
     if !path.exists() {
         write_new(path, &random_text::<TOKEN_BYTES>())
             .with_context(|| format!("{}: the token cannot be written", path.display()))?;
-        tracing::info!(event = "token-created", file = %path.display(), "a new token is created");
+        tracing::info!(
+            event = "token-created",
+            file = %path.display(),
+            "the controller has created a new API token in a file"
+        );
     }
     read_token(path)
 }

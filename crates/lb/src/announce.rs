@@ -44,7 +44,7 @@ pub struct AnnounceState {
 impl Announcer {
     /// Reads the routes of an earlier process. Fails when the kernel does not show its routes.
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
-        let (connection, handle, _) = rtnetlink::new_connection().context("no netlink socket for routes")?;
+        let (connection, handle, _) = rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;
         let answers = tokio::spawn(connection).abort_handle();
         let mut announcer = Self {
             handle,
@@ -55,6 +55,11 @@ impl Announcer {
         };
         announcer.read().await?;
         Ok(announcer)
+    }
+
+    /// Returns the number of the kernel's table with the routes.
+    pub fn table(&self) -> u32 {
+        self.table
     }
 
     pub fn count(&self) -> usize {
@@ -71,14 +76,24 @@ impl Announcer {
             let deleted = self.handle.route().del(route(vip, self.table)?).execute().await;
             deleted.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
             self.announced_vips.remove(&vip);
-            tracing::info!(event = "vip-withdrawn", %vip, "VIP is withdrawn");
+            tracing::info!(
+                event = "vip-withdrawn",
+                %vip,
+                table = self.table,
+                "the load balancer has deleted the route that announces the VIP"
+            );
         }
         let new: Vec<IpAddr> = wanted.difference(&self.announced_vips).copied().collect();
         for vip in new {
             let added = self.handle.route().add(route(vip, self.table)?).replace().execute().await;
             added.with_context(|| format!("VIP {vip} cannot be announced"))?;
             self.announced_vips.insert(vip);
-            tracing::info!(event = "vip-announced", %vip, "VIP is announced");
+            tracing::info!(
+                event = "vip-announced",
+                %vip,
+                table = self.table,
+                "the load balancer has added the route that announces the VIP"
+            );
         }
         Ok(())
     }
@@ -87,7 +102,8 @@ impl Announcer {
     pub async fn is_up(&self, interface: &str) -> anyhow::Result<bool> {
         let links = self.handle.link().get().match_name(interface.to_owned()).execute();
         let mut links = std::pin::pin!(links);
-        let link: LinkMessage = links.next().await.with_context(|| format!("interface {interface} is not shown"))??;
+        let missing = || format!("interface {interface}: expected a device of this network namespace");
+        let link: LinkMessage = links.next().await.with_context(missing)??;
         Ok(link.header.flags.contains(LinkFlags::Up | LinkFlags::LowerUp))
     }
 
@@ -98,7 +114,7 @@ impl Announcer {
             let routes = self.handle.route().get(request).execute();
             let mut routes = std::pin::pin!(routes);
             while let Some(route) = routes.next().await {
-                let route = route.context("the kernel does not show its routes")?;
+                let route = route.context("cannot read the kernel's routes")?;
                 found.extend(vip_of(&route, self.table));
             }
         }

@@ -105,7 +105,7 @@ pub(crate) fn find_service(wanted: &str, known: &[(ServiceAddress, String)]) -> 
 fn stop_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let reported = stop.clone();
-    ctrlc::set_handler(move || reported.store(true, Ordering::Relaxed)).context("waiting for SIGINT")?;
+    ctrlc::set_handler(move || reported.store(true, Ordering::Relaxed)).context("cannot handle SIGINT")?;
     Ok(stop)
 }
 

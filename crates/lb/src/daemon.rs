@@ -40,7 +40,7 @@ const TICK_INTERVAL: Duration = Duration::from_millis(100);
 const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);
 /// Length of the queue of messages to the controller: a state, counts and socket queries.
 const MESSAGE_QUEUE_LENGTH: usize = 64;
-const UNRESOLVED: &str = "MAC addresses are not resolved";
+const UNRESOLVED: &str = "a thread that resolves MAC addresses has ended";
 
 /// Runs until SIGTERM or SIGINT; pinned objects stay in use. Fails when the file is invalid, another daemon uses the
 /// pin directory, the interface does not exist, or the kernel rejects the program.
@@ -51,22 +51,22 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
-    let verb = match (balancer.is_taken_over(), balancer.is_upgrade_pending()) {
-        (true, _) => "taken over",
-        (_, true) => "loaded to replace another version",
-        _ => "attached",
+    let action = match (balancer.is_taken_over(), balancer.is_upgrade_pending()) {
+        (true, _) => "taken over its XDP program",
+        (_, true) => "loaded its XDP program, which will replace the program of another version",
+        _ => "attached its XDP program",
     };
     tracing::info!(
         event = "program-attached",
         load_balancer = config.name,
         interface = config.interface,
         ?attachment,
-        "program {verb}"
+        "the load balancer has {action}"
     );
     let (resolvers, changes) = Resolvers::start(&config.interface)?;
     let timers = config.connection_timers;
     let health = Health::start(config.interface.clone())?;
-    let ways = (resolvers, Routes::open().context("no netlink socket for routes")?);
+    let ways = (resolvers, Routes::open().context("cannot open a netlink socket for routes")?);
     let device = (config.interface.clone(), config.vlan.unwrap_or_default());
     let forwarder = Forwarder::new(config.name.clone(), device, balancer, attachment, ways, timers, health);
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
@@ -79,7 +79,11 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     if !balancer.is_taken_over() && !balancer.is_upgrade_pending() {
-        tracing::info!(event = "nothing-pinned", directory = %config.pin_directory.display(), "no pins to remove");
+        tracing::info!(
+            event = "nothing-pinned",
+            pin_directory = %config.pin_directory.display(),
+            "no XDP program of a load balancer is pinned: `--detach` has none to remove"
+        );
     } else {
         balancer.attach(&config.interface, config.xdp_mode.into())?;
     }
@@ -138,7 +142,11 @@ async fn serve(
         && let Some(mut announcer) = tasks.announcer.take()
     {
         announcer.announce(&BTreeSet::new()).await?;
-        tracing::info!(event = "drain-started", drain = ?announce.drain, "VIPs are withdrawn; forwarding continues");
+        tracing::info!(
+            event = "drain-started",
+            drain = ?announce.drain,
+            "the load balancer has withdrawn its VIPs and continues to forward for the drain time"
+        );
         tasks.run_while(&mut forwarder, &connection, tokio::time::sleep(announce.drain)).await?;
     }
     outcome
@@ -183,7 +191,12 @@ impl BackgroundTasks {
             };
         }
         if let Err(error) = announcer.announce(&state.announceable).await {
-            tracing::warn!(event = "announcement-failed", error = format!("{error:#}"), "cannot announce VIPs");
+            tracing::warn!(
+                event = "announcement-failed",
+                table = announcer.table(),
+                error = format!("{error:#}"),
+                "the load balancer cannot change the routes that announce its VIPs and retries every second"
+            );
             state.blocked.push(format!("{error:#}"));
         }
         forwarder.set_announced_vips(announcer.count(), state.blocked);
@@ -252,7 +265,11 @@ async fn run_session(
     let stream = client.load_balancer(ReceiverStream::new(receiver));
     let begun = tasks.run_while(forwarder, connection, stream).await??;
     let mut updates = connection.accept_stream(begun)?;
-    tracing::info!(event = "controller-connected", controller = %connection.controller(), "connected to controller");
+    tracing::info!(
+        event = "controller-connected",
+        controller = %connection.controller(),
+        "the load balancer has opened its stream to the controller"
+    );
     forwarder.begin_stream();
     let mut tick = tokio::time::interval(STATE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -267,7 +284,10 @@ async fn run_session(
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
                 let in_force = apply(forwarder, &mut tasks.sweeper, update);
-                anyhow::ensure!(!forwarder.needs_configuration(), "the next configuration is to come whole");
+                anyhow::ensure!(
+                    !forwarder.needs_configuration(),
+                    "a change does not fit the configuration in force: expected a complete configuration"
+                );
                 if let Some(in_force) = in_force {
                     // The message is for latency metrics only, so it may be lost.
                     let _ = messages.try_send(message(Message::TableInForce(in_force)));
@@ -365,7 +385,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
                     Err(error)
                 }
             };
-            log_error(taken);
+            log_rejection("configuration", taken);
         }
         Some(Update::Change(change)) => {
             let taken = match FleetChange::decode(change) {
@@ -378,7 +398,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
                     Err(error)
                 }
             };
-            log_error(taken);
+            log_rejection("change", taken);
         }
         Some(Update::Table(bytes)) => {
             let in_force = install(forwarder, bytes)?;
@@ -389,16 +409,24 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
             let freed = SocketAnswer::try_from(answer)
                 .map_err(anyhow::Error::from)
                 .and_then(|answer| forwarder.free(&sweeper.answer(&answer, uptime())));
-            log_error(freed);
+            log_rejection("socket-answer", freed);
         }
-        None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this load balancer"),
+        None => tracing::warn!(
+            event = "update-unknown",
+            "the load balancer ignores an update of an unknown kind: upgrade the load balancer"
+        ),
     }
     None
 }
 
-fn log_error(outcome: anyhow::Result<()>) {
+fn log_rejection(kind: &str, outcome: anyhow::Result<()>) {
     if let Err(error) = outcome {
-        tracing::warn!(event = "update-rejected", error = format!("{error:#}"), "the controller's update is rejected");
+        tracing::warn!(
+            event = "update-rejected",
+            kind,
+            error = format!("{error:#}"),
+            "the load balancer rejects an update of the controller and keeps its previous state"
+        );
     }
 }
 

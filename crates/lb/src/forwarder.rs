@@ -201,13 +201,19 @@ impl Forwarder {
         for peer in self.peers.iter().filter(moved) {
             match change.mac {
                 Some(mac) => {
-                    tracing::info!(event = "peer-resolved", load_balancer = peer.name, %mac, "peer answers ARP");
+                    tracing::info!(
+                        event = "peer-resolved",
+                        load_balancer = peer.name,
+                        %address,
+                        %mac,
+                        "another load balancer answers ARP or neighbour discovery"
+                    );
                 }
                 None => tracing::warn!(
                     event = "peer-unresolved",
                     load_balancer = peer.name,
                     %address,
-                    "load balancer does not answer ARP"
+                    "no packets go to the other load balancer, which does not answer ARP or neighbour discovery"
                 ),
             }
             if let Some(owner) = peer.owner.filter(|_| peer.alive) {
@@ -251,13 +257,13 @@ impl Forwarder {
                     event = "server-masked",
                     server = server.name,
                     service = service.name,
-                    "server is down by this load balancer's checks: it gets no new connections from here"
+                    "the server fails the health checks of this load balancer, which sends no new connections there"
                 ),
                 (true, false) => tracing::info!(
                     event = "server-unmasked",
                     server = server.name,
                     service = service.name,
-                    "server gets new connections from here again"
+                    "this load balancer sends the server new connections again"
                 ),
                 _ => {}
             }
@@ -294,7 +300,12 @@ impl Forwarder {
     /// Frees the entries that have not changed since the sweep. Fails when the kernel offers no grace period.
     pub fn free(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
-        tracing::debug!(event = "connections-freed", freed, checked = connections.len(), "connections are freed");
+        tracing::debug!(
+            event = "connections-freed",
+            freed,
+            checked = connections.len(),
+            "the load balancer has freed idle entries of its connection table"
+        );
         Ok(())
     }
 
@@ -332,14 +343,19 @@ impl Forwarder {
             match change.mac {
                 _ if nth > 0 => {}
                 Some(mac) => {
-                    let event = "server-resolved";
-                    tracing::info!(event, server = server.name, %mac, "server answers ARP or neighbour discovery");
+                    tracing::info!(
+                        event = "server-resolved",
+                        server = server.name,
+                        address = %change.neighbour.address,
+                        %mac,
+                        "the server, or the router to the server, answers ARP or neighbour discovery"
+                    );
                 }
                 None => tracing::warn!(
                     event = "server-unresolved",
                     server = server.name,
                     address = %change.neighbour.address,
-                    "server, or the router to it, does not answer ARP or neighbour discovery"
+                    "the server, or the router to it, does not answer ARP or neighbour discovery: check both addresses"
                 ),
             }
             let server_now = lb::Server { mac: change.mac, eligible: self.is_eligible(*service_index, server) };
@@ -351,7 +367,10 @@ impl Forwarder {
     /// the previous table then stays in force.
     pub fn install(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         let Some((configuration, index)) = self.services.get(&service) else {
-            anyhow::bail!("a table for service index {}, which is not configured", service.get());
+            anyhow::bail!(
+                "the table is for service index {}: expected the index of a configured service",
+                service.get()
+            );
         };
         let index = *index;
         if self.balancer.changes_rule(index, table) {
@@ -364,7 +383,7 @@ impl Forwarder {
                 event = "table-renewed",
                 service = configuration.name,
                 generation = table.generation,
-                "a new table replaces an expired one"
+                "a new table of the controller replaces the expired table"
             );
         }
         Ok(())
@@ -377,7 +396,12 @@ impl Forwarder {
         let ready = self.tables() == self.services.len() && self.unresolved().is_empty();
         if ready || waited > UPGRADE_TIMEOUT {
             self.balancer.commit_upgrade()?;
-            tracing::info!(event = "upgrade-finished", ?waited, "this version's program replaces the other one");
+            tracing::info!(
+                event = "upgrade-finished",
+                ?waited,
+                all_resolved = ready,
+                "this version's program has replaced the program of another version"
+            );
         }
         Ok(())
     }
@@ -433,7 +457,11 @@ impl Forwarder {
         };
         let problems: BTreeSet<String> = self.routing_problems().into_iter().chain(clocks.map(server)).collect();
         for problem in problems.difference(&self.problems) {
-            tracing::warn!(event = "routing-problem", %problem, "a problem affects forwarding");
+            tracing::warn!(
+                event = "routing-problem",
+                %problem,
+                "this load balancer cannot stamp or forward packets of services with `timestamps = \"lb\"`"
+            );
         }
         self.problems = problems;
     }
@@ -449,7 +477,7 @@ impl Forwarder {
                 event = "clocks-unreadable",
                 service = service.name,
                 error = format!("{error:#}"),
-                "cannot read the servers' clocks"
+                "the load balancer cannot read the clocks of the service's servers: `coreward status` omits them"
             );
             Vec::new()
         });

@@ -81,7 +81,12 @@ impl Health {
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
                 if self.problem.as_ref() != Some(&problem) {
-                    tracing::warn!(event = "checks-off", %problem, "health checks at the VIP are off");
+                    tracing::warn!(
+                        event = "checks-off",
+                        interface = self.interface,
+                        error = format!("{error:#}"),
+                        "the load balancer cannot attach the programs for health checks at the VIP: such checks are off"
+                    );
                 }
                 self.problem = Some(problem);
             }

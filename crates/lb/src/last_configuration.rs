@@ -36,11 +36,18 @@ impl LastConfiguration {
                 event = "configuration-restored",
                 generation,
                 file = %self.path.display(),
-                "the saved configuration is in force until a controller sends one"
+                "the load balancer has restored its saved configuration, until a controller sends one"
             );
             Ok(())
         });
-        self.log_outcome(restored.context("the last configuration is not restored"));
+        if let Some(error) = self.record_outcome(restored.context("the last configuration is not restored")) {
+            tracing::warn!(
+                event = "configuration-not-restored",
+                file = %self.path.display(),
+                error,
+                "the load balancer cannot restore its saved configuration and waits for a controller's configuration"
+            );
+        }
     }
 
     /// Writes the configuration in force, if it has changed. Called once a second, which also retries a failed write.
@@ -61,10 +68,17 @@ impl LastConfiguration {
                 event = "configuration-saved",
                 generation = configuration.generation,
                 file = %self.path.display(),
-                "the configuration is saved for a restart"
+                "the load balancer has saved its configuration for a restart without a controller"
             );
         }
-        self.log_outcome(written);
+        if let Some(error) = self.record_outcome(written) {
+            tracing::warn!(
+                event = "configuration-not-saved",
+                file = %self.path.display(),
+                error,
+                "the load balancer cannot save its configuration for a restart and retries every second"
+            );
+        }
     }
 
     pub fn problem(&self) -> Option<&str> {
@@ -84,17 +98,17 @@ impl LastConfiguration {
     }
 
     fn write(&self, configuration: &FleetConfiguration) -> anyhow::Result<()> {
-        let directory = self.path.parent().context("a path without directory")?;
+        let directory =
+            self.path.parent().with_context(|| format!("{}: expected a path with a directory", self.path.display()))?;
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         coreward_tls::write_secret(&self.path, v1::FleetConfiguration::from(configuration).encode_to_vec())
     }
 
-    fn log_outcome(&mut self, outcome: anyhow::Result<()>) {
+    /// Stores the problem of an outcome, and returns it if it differs from the previous problem.
+    fn record_outcome(&mut self, outcome: anyhow::Result<()>) -> Option<String> {
         let problem = outcome.err().map(|error| format!("{error:#}"));
-        if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(problem)) {
-            tracing::warn!(event = "configuration-not-saved", %problem, "the last configuration is not saved");
-        }
-        self.problem = problem;
+        let before = std::mem::replace(&mut self.problem, problem.clone());
+        problem.filter(|problem| before.as_ref() != Some(problem))
     }
 }
 

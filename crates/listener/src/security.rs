@@ -51,8 +51,8 @@ impl Security {
             tracing::warn!(
                 event = "plaintext",
                 address = %config.listen,
-                "no TLS: any client can read the cookie keys and report for any server: expected `[tls]`, an address \
-                 of this host only (127.0.0.1), or `allow_plaintext = true`"
+                "without `[tls]` any client can read the cookie keys and report loads: configure `[tls]`, or set \
+                 `allow_plaintext`"
             );
         }
         let revoked = RevocationList::default();

@@ -36,11 +36,17 @@ pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
     let PreparedDaemon { config, intake } = prepared;
     let stop = Arc::new(AtomicBool::new(false));
     let signalled = stop.clone();
-    ctrlc::set_handler(move || signalled.store(true, Relaxed)).context("SIGTERM and SIGINT")?;
+    ctrlc::set_handler(move || signalled.store(true, Relaxed)).context("cannot handle SIGTERM and SIGINT")?;
     let mut daemon = Daemon::start(&config, intake)?;
     let (memory, services) = (config.memory.display(), config.engine.services.len());
     let cores = config.engine.cores;
-    tracing::info!(event = "orchestrator-started", %memory, services, cores, "orchestrator started");
+    tracing::info!(
+        event = "orchestrator-started",
+        %memory,
+        services,
+        cores,
+        "the orchestrator accepts requests and workers"
+    );
     daemon.run(&stop)?;
     Ok(daemon.report().json().to_string())
 }

@@ -196,7 +196,13 @@ impl Engine {
         let sent = self.queues.send(core, priority, &header, buffer.payload());
         self.buffers.release(handle);
         if let Err(error) = sent {
-            tracing::warn!(event = "request-rejected", core, service, %error, "a queue rejects a request: dropped");
+            tracing::warn!(
+                event = "request-rejected",
+                core,
+                service,
+                %error,
+                "a core's queue rejects a request: the orchestrator drops the request and releases the core"
+            );
             self.services[usize::from(service)].counters.rejected += 1;
             self.counters.damaged_queues += u64::from(matches!(error, RuntimeError::Damaged { .. }));
             self.balancer.feedback(service, core, 1).expect("the request was counted");
@@ -255,7 +261,11 @@ impl Engine {
         let entry = &mut self.cores[usize::from(core)];
         entry.has_worker = true;
         entry.liveness = Liveness::new(Duration::from_nanos(now), entry.completed);
-        tracing::info!(event = "worker-attached", core, "a worker is attached");
+        tracing::info!(
+            event = "worker-attached",
+            core,
+            "a worker has attached to the core, which gets requests once the worker enables services"
+        );
     }
 
     /// Checks which workers ended or stalled. To be called every few milliseconds.
@@ -288,8 +298,18 @@ impl Engine {
             self.balancer.set_runs(service, core, !is_stalled);
         }
         match is_stalled {
-            true => tracing::warn!(event = "worker-stalled", core, outstanding, "a worker stalled: no new requests"),
-            false => tracing::info!(event = "worker-recovered", core, "a stalled worker has completed a request"),
+            true => tracing::warn!(
+                event = "worker-stalled",
+                core,
+                outstanding,
+                stall_after = ?self.stall_after,
+                "the core's worker completes no requests: the orchestrator sends the core no new requests"
+            ),
+            false => tracing::info!(
+                event = "worker-recovered",
+                core,
+                "the core's stalled worker has completed a request: the core gets new requests again"
+            ),
         }
     }
 
@@ -319,7 +339,12 @@ impl Engine {
         }
         let entry = &mut self.cores[usize::from(core)];
         (entry.has_worker, entry.is_stalled, entry.enabled) = (false, false, 0);
-        tracing::info!(event = "worker-ended", core, lost, "a worker ended");
+        tracing::info!(
+            event = "worker-ended",
+            core,
+            lost,
+            "the core's worker has ended with `lost` outstanding requests, which get no response"
+        );
     }
 
     /// Performs the checks of the load monitors that are due, and sends their hints.
@@ -411,7 +436,15 @@ impl Accounts<'_> {
         };
         if let Err(error) = self.balancer.feedback(service, core, count) {
             if self.counters.bad_feedback == 0 {
-                tracing::warn!(event = "feedback-rejected", %error, "further rejections are only counted");
+                tracing::warn!(
+                    event = "feedback-rejected",
+                    core,
+                    service,
+                    count,
+                    %error,
+                    "the orchestrator ignores completions that a worker reports and counts further ones without a log \
+                     line"
+                );
             }
             self.counters.bad_feedback += 1;
             return false;

@@ -40,7 +40,12 @@ impl RequestIntake {
         match Intake::open(interface, &listeners) {
             Ok(opened) => {
                 intake.af_xdp = Some(opened);
-                tracing::info!(event = "intake-opened", interface, mode = intake.mode(), "requests enter by AF_XDP");
+                tracing::info!(
+                    event = "intake-opened",
+                    interface,
+                    mode = intake.mode(),
+                    "the orchestrator receives requests by AF_XDP"
+                );
             }
             Err(error) => intake.fall_back(format!("{error:#}")),
         }
@@ -48,7 +53,11 @@ impl RequestIntake {
     }
 
     fn fall_back(&mut self, reason: String) {
-        tracing::warn!(event = "intake-fallback", reason, "AF_XDP is not in use: requests enter by UDP sockets");
+        tracing::warn!(
+            event = "intake-fallback",
+            reason,
+            "the orchestrator cannot use AF_XDP and receives requests by UDP sockets"
+        );
         self.ended = self.counters();
         self.af_xdp = None;
         self.fallback = Some(reason);
@@ -94,7 +103,11 @@ impl RequestIntake {
     fn counters(&self) -> Counters {
         let Some(intake) = &self.af_xdp else { return self.ended.clone() };
         intake.counters().unwrap_or_else(|error| {
-            tracing::warn!(event = "intake-counters-unread", error = format!("{error:#}"), "cannot read the counters");
+            tracing::warn!(
+                event = "intake-counters-unread",
+                error = format!("{error:#}"),
+                "the orchestrator cannot read the counters of AF_XDP: its report omits them"
+            );
             Counters::new()
         })
     }

@@ -102,7 +102,10 @@ impl RackState {
                 up.reducer.configure((&configuration).try_into()?);
             }
             Some(v1::rack_update::Update::Agent(to_agent)) => up.send(to_agent),
-            None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this rack"),
+            None => tracing::warn!(
+                event = "update-unknown",
+                "the rack controller ignores an update of an unknown kind: upgrade the rack controller"
+            ),
         }
         Ok(())
     }
@@ -143,10 +146,10 @@ impl RackState {
         let Err(refused) = peer.require_name(Role::Agent, server) else { return true };
         tracing::warn!(
             event = "agent-rejected",
-            peer = %peer.caller,
             server,
+            peer = %peer.caller,
             error = refused.message(),
-            "an agent is rejected"
+            "the rack controller rejects an agent that may not report for this server"
         );
         if let Some(answers) = self.lock_controller().as_ref().and_then(|up| up.answers.get(&stream)) {
             let _ = answers.try_send(Err(refused));
@@ -176,7 +179,13 @@ impl RackState {
         let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
         let (forwarded_to_previous, outcome) = up.reducer.report(stream, report, now);
         if let Err(refused) = outcome {
-            tracing::debug!(event = "report-rejected", reason = refused.reason(), error = %refused, "report rejected");
+            tracing::debug!(
+                event = "report-rejected",
+                stream,
+                reason = refused.reason(),
+                error = %refused,
+                "the rack controller rejects a report of an agent"
+            );
         }
         let Some(report) = forwarded_to_previous else { return true };
         let has_room = up.forwarded_to_previous.len() < WAITING * up.answers.len();

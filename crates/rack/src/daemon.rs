@@ -50,7 +50,12 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup = signal(SignalKind::hangup())?;
         let rack = Rack::bind(config.clone()).await?;
-        tracing::info!(event = "listening", address = %rack.address(), "listening");
+        tracing::info!(
+            event = "listening",
+            address = %rack.address(),
+            rack = config.name,
+            "the rack controller listens for agents at `address`"
+        );
         let security = rack.security.clone();
         coreward_daemon::run_until_shutdown(async {
             tokio::select! {
@@ -70,11 +75,17 @@ async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, securi
             Ok(config) => {
                 security.revoked.set(config.revoked_certificates.iter().copied());
                 let unchanged = Config { revoked_certificates: begun.revoked_certificates.clone(), ..config } == begun;
+                let file = path.display();
                 match unchanged {
-                    true => tracing::info!(event = "revocations-reloaded", "`revoked_certificates` is in force"),
+                    true => tracing::info!(
+                        event = "revocations-reloaded",
+                        %file,
+                        "the rack controller has reloaded `revoked_certificates`"
+                    ),
                     false => tracing::warn!(
                         event = "restart-required",
-                        "`revoked_certificates` is in force; other keys need a restart"
+                        %file,
+                        "the rack controller reloads only `revoked_certificates`: other changed keys need a restart"
                     ),
                 }
             }
@@ -171,7 +182,12 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Rack
                 if shared.report_interval().is_none() && !shared.counts().connected {
                     // The first update means that the controller accepted this rack.
                     let controller = connection.controller();
-                    tracing::info!(event = "controller-connected", %controller, "connected to controller");
+                    tracing::info!(
+                        event = "controller-connected",
+                        %controller,
+                        rack = config.name,
+                        "the controller has accepted this rack controller"
+                    );
                     shared.connected(messages.clone(), Reducer::new(config.detail_interval, config.candidates));
                 }
                 shared.update(update)?;

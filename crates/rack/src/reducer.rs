@@ -69,7 +69,8 @@ impl Reducer {
                 Err(unknown) => {
                     tracing::warn!(
                         event = "policy-unknown",
-                        service = service.index.get(),
+                        service_index = service.index.get(),
+                        policy = service.policy,
                         error = %unknown,
                         "this rack controller does not know the policy and sends no loads for the service: upgrade it"
                     );

@@ -48,7 +48,12 @@ impl EmbeddedStore {
             Err(error @ StoreError::InUse { .. }) => return Err(error),
             Err(error) => {
                 let Ok(copy) = open_copy(path) else { return Err(error) };
-                tracing::warn!(event = "store-read-only", %error, "nothing can be changed until the store is writable");
+                tracing::warn!(
+                    event = "store-read-only",
+                    file = %path.display(),
+                    %error,
+                    "the controller cannot open its store for writing: it rejects changes until it can"
+                );
                 (None, Some(copy))
             }
         };

@@ -106,7 +106,12 @@ impl TrackedConnection {
         if let Err(error) = verifier.verify_client_cert(own, others, UnixTime::now())
             && !self.is_closed()
         {
-            tracing::warn!(event = "connection-closed", peer = %self.identity, %error, "certificate no longer valid");
+            tracing::warn!(
+                event = "connection-closed",
+                peer = %self.identity,
+                %error,
+                "the daemon closes the connection: the changed `ca` no longer covers the peer's certificate"
+            );
             self.close();
         }
     }
@@ -308,7 +313,11 @@ impl ConnectionAcceptor {
             if is_revoked || connection.not_after < now {
                 let why = if is_revoked { "is revoked" } else { "has expired" };
                 let peer = &connection.identity;
-                tracing::warn!(event = "connection-closed", %peer, "the certificate {why}");
+                tracing::warn!(
+                    event = "connection-closed",
+                    %peer,
+                    "the daemon closes the connection: the peer's certificate {why}"
+                );
                 connection.close();
             }
         }
@@ -330,7 +339,7 @@ impl Protection {
             tracing::warn!(
                 event = "connections-not-verified",
                 error = format!("{error:#}"),
-                "cannot verify open connections again"
+                "the daemon cannot verify open connections against the changed `ca`: the connections stay open"
             );
         });
         verifier.ok()

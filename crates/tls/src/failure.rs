@@ -236,7 +236,7 @@ impl Failures {
             reason,
             error = %failure,
             not_logged,
-            "a TLS connection is rejected"
+            "the daemon rejects a TLS connection; `not_logged` counts unlogged rejections for this reason"
         );
     }
 

@@ -28,9 +28,10 @@ impl Tls {
         let credentials = Arc::new(Credentials::load(&files)?);
         tracing::info!(
             event = "certificate-loaded",
+            file = %files.certificate.display(),
             identity = %credentials.identity,
             validity = %shown(&credentials.own),
-            "own certificate is loaded"
+            "the daemon has loaded its certificate"
         );
         Ok(Arc::new(Self { files, credentials: watch::Sender::new(credentials), watcher }))
     }
@@ -80,7 +81,13 @@ impl Tls {
             return Err(CredentialError { key: "certificate", message });
         }
         let validity = shown(&new.own);
-        tracing::info!(event = "certificates-reloaded", %validity, "certificates are reloaded");
+        tracing::info!(
+            event = "certificates-reloaded",
+            file = %self.files.certificate.display(),
+            identity = %new.identity,
+            %validity,
+            "the daemon has reloaded its certificate and authorities"
+        );
         self.credentials.send_replace(Arc::new(new));
         Ok(())
     }
@@ -101,13 +108,23 @@ impl Tls {
                 () = self.watcher.changed() => true,
                 _ = reminder.tick() => {
                     for problem in self.warnings() {
-                        tracing::warn!(event = "certificate-ends", %problem, "a certificate expires soon");
+                        tracing::warn!(
+                            event = "certificate-ends",
+                            identity = %self.identity(),
+                            %problem,
+                            "a certificate of this daemon expires soon"
+                        );
                     }
                     false
                 }
             };
             if read && let Err(error) = self.reload() {
-                tracing::warn!(event = "certificates-not-reloaded", %error, "the previous certificates stay in force");
+                tracing::warn!(
+                    event = "certificates-not-reloaded",
+                    file = %self.files.certificate.display(),
+                    %error,
+                    "the daemon cannot use the changed certificate files and keeps the previous certificates"
+                );
             }
         }
     }

@@ -30,7 +30,7 @@ impl PublishedLoad {
         };
         let mut bytes = [0; MAX_BYTES];
         let length = file.read_at(&mut bytes, 0)?;
-        ensure!(length > 0 && length.is_multiple_of(8), "{length} bytes: expected 8 per core");
+        ensure!(length > 0 && length.is_multiple_of(8), "the file has {length} bytes: expected 8 per core");
         busy_ns.extend(bytes[..length].chunks_exact(8).map(|core| u64::from_le_bytes(core.try_into().expect("eight"))));
         Ok(())
     }
@@ -66,6 +66,6 @@ mod tests {
         std::fs::write(&path, [7; 9]).unwrap();
         load.refresh(&[0, 1]);
         let error = load.read(&mut busy_ns).unwrap_err();
-        assert!(format!("{error:#}").ends_with("9 bytes: expected 8 per core"), "{error:#}");
+        assert!(format!("{error:#}").ends_with("the file has 9 bytes: expected 8 per core"), "{error:#}");
     }
 }

@@ -211,6 +211,10 @@ impl RssDevice for EthtoolRss {
         "ethtool"
     }
 
+    fn interface(&self) -> &str {
+        &self.interface
+    }
+
     fn receive_queues(&self) -> u16 {
         let rings = rxnfc(&self.interface, ETHTOOL_GRXRINGS, 0).ok().and_then(|rings| u16::try_from(rings).ok());
         rings.or_else(|| channels(&self.interface).ok()).unwrap_or(1).max(1)

@@ -63,9 +63,10 @@ impl RssManager {
         let source = self.device.source();
         tracing::warn!(
             event = "rss-input-differs",
+            interface = self.device.interface(),
             source,
             input = input.name(),
-            "packets arrive by another RSS input transform than the NIC reports"
+            "the NIC hashes by another input transform than its driver reports: the agent uses the observed one"
         );
         self.observed_input = Some(input);
         self.refresh();
@@ -76,17 +77,29 @@ impl RssManager {
         let Some(original) = memory.get().rss.clone() else { return };
         let source = self.device.source();
         match self.device.write(&original) {
-            Ok(()) => tracing::info!(event = "rss-restored", source, "original RSS key and table are restored"),
+            Ok(()) => tracing::info!(
+                event = "rss-restored",
+                interface = self.device.interface(),
+                source,
+                "the agent has restored the NIC's original RSS key and table"
+            ),
             // The original table may name queues that no longer exist.
             Err(error) => {
-                tracing::warn!(event = "rss-not-restored", source, %error, "cannot restore original RSS key and table");
+                tracing::warn!(
+                    event = "rss-not-restored",
+                    interface = self.device.interface(),
+                    source,
+                    %error,
+                    "the agent cannot restore the NIC's original RSS key and table: set them with `ethtool -X`"
+                );
             }
         }
         if let Err(error) = memory.change(|settings| settings.rss = None) {
             tracing::warn!(
-                event = "settings-not-saved",
+                event = "settings-not-cleared",
+                interface = self.device.interface(),
                 error = format!("{error:#}"),
-                "cannot save the original settings"
+                "the agent cannot delete the saved RSS settings: its next stop restores them again"
             );
         }
         self.refresh();
@@ -115,7 +128,13 @@ impl RssManager {
         let text = format!("RSS is not known: {error}");
         if self.problem.as_ref() != Some(&text) {
             let source = self.device.source();
-            tracing::warn!(event = "rss-unknown", source, %error, "the NIC's RSS configuration cannot be used");
+            tracing::warn!(
+                event = "rss-unknown",
+                interface = self.device.interface(),
+                source,
+                %error,
+                "the agent cannot predict receive queues from the NIC's RSS settings"
+            );
             self.problem = Some(text);
         }
     }
@@ -125,7 +144,12 @@ impl RssManager {
         if let Err(error) = self.try_apply(&desired, memory) {
             let text = format!("RSS cannot be set: {error:#}");
             if self.problem.as_ref() != Some(&text) {
-                tracing::warn!(event = "rss-not-set", error = format!("{error:#}"), "RSS cannot be set");
+                tracing::warn!(
+                    event = "rss-not-set",
+                    interface = self.device.interface(),
+                    error = format!("{error:#}"),
+                    "the agent cannot set the NIC's RSS key and table (`manage_rss`) and retries every second"
+                );
                 self.problem = Some(text);
             }
         }
@@ -151,10 +175,11 @@ impl RssManager {
         self.device.write(&settings)?;
         tracing::info!(
             event = "rss-set",
+            interface = self.device.interface(),
             source = self.device.source(),
             entries,
             receive_queues = self.receive_queues,
-            "the fleet's RSS key and a balanced indirection table are set"
+            "the agent has set the fleet's RSS key and a balanced indirection table"
         );
         self.refresh();
         Ok(())
@@ -217,6 +242,9 @@ mod tests {
     impl RssDevice for std::sync::Arc<std::sync::Mutex<Nic>> {
         fn source(&self) -> &'static str {
             "test"
+        }
+        fn interface(&self) -> &str {
+            "nic0"
         }
         fn receive_queues(&self) -> u16 {
             self.lock().unwrap().queues

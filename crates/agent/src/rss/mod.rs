@@ -72,6 +72,9 @@ pub trait RssDevice: Send {
     /// Returns the source's name in reports: "ethtool" or "testbed emulation".
     fn source(&self) -> &'static str;
 
+    /// Returns the name of the NIC's device.
+    fn interface(&self) -> &str;
+
     /// Returns the number of receive queues, at least 1.
     fn receive_queues(&self) -> u16;
 

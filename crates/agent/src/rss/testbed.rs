@@ -43,6 +43,10 @@ impl RssDevice for TestbedRss {
         "testbed emulation"
     }
 
+    fn interface(&self) -> &str {
+        &self.interface
+    }
+
     fn receive_queues(&self) -> u16 {
         channels(&self.interface).unwrap_or(1)
     }

@@ -133,7 +133,12 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
         // Closed sockets have taken the program with them.
         for listener in listeners::find_waiters(&listeners::listening(address)?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::duplicate_socket(listener)?.as_fd()) {
-                tracing::debug!(event = "steering-kept", %address, error = format!("{error:#}"), "cannot detach");
+                tracing::debug!(
+                    event = "steering-kept",
+                    service = %address,
+                    error = format!("{error:#}"),
+                    "the agent cannot detach its steering program from the service's sockets"
+                );
             }
         }
     }

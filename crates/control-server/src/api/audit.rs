@@ -58,7 +58,6 @@ pub async fn forget(
         None => api.not_changed(&error),
     })?;
     let event = format!("{caller}: forgotten");
-    tracing::info!(event = "load-balancer-forgotten", load_balancer = name, %caller, "a load balancer was forgotten");
     api.events.add((EventKind::LoadBalancer, EventId::LoadBalancerForgotten), &name, event, shared.now().wall);
     answer(Size::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
 }

@@ -97,7 +97,6 @@ async fn change(
     })?;
     if made.is_new {
         let event = format!("{caller}: {event}");
-        tracing::info!(event = "drain-changed", server, change = %event, "a server's drain has changed");
         api.events.add((EventKind::Server, EventId::ServerDrain), server, event, shared.now().wall);
     }
     status(shared, server).map(Json)

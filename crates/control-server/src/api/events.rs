@@ -77,9 +77,10 @@ impl EventLog {
         let mut id = before;
         for NewEvent { severity, event, kind, name, message } in happened {
             id += 1;
+            let (event_name, kind_name) = (event.name(), kind.to_string());
             match severity {
-                Severity::Info => tracing::info!(event = event.name(), id, name, "{message}"),
-                Severity::Warning => tracing::warn!(event = event.name(), id, name, "{message}"),
+                Severity::Info => tracing::info!(event = event_name, id, kind = kind_name, name, "{message}"),
+                Severity::Warning => tracing::warn!(event = event_name, id, kind = kind_name, name, "{message}"),
             }
             events.push_back(Event { id, at_unix_ms: wall.as_millis() as u64, severity, event, kind, name, message });
         }

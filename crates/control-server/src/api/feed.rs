@@ -64,7 +64,11 @@ impl Feed {
 fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
     match serde_json::to_string(document) {
         Ok(text) => drop(sender.send_replace(text.into())),
-        Err(error) => tracing::warn!(event = "feed-failed", %error, "cannot encode an update of the feed"),
+        Err(error) => tracing::warn!(
+            event = "feed-failed",
+            %error,
+            "the API cannot encode an update for the clients of /v1/watch, which miss this update"
+        ),
     }
 }
 

@@ -91,7 +91,6 @@ pub async fn put_fleet(
     let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: applied the document of generation {now_in_force}");
-        tracing::info!(event = "document-applied", generation = now_in_force, %caller, "document applied");
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
     // Answers whatever other requests do: a rejected caller would assume that the document was not applied.

@@ -38,7 +38,6 @@ pub async fn rotate(
     let step = shared.controller().requested_key_step(request.force, now);
     let step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
     shared.request_change((&caller).into(), Change::Keys(step)).await.map_err(|error| api.not_changed(&error))?;
-    tracing::info!(event = "key-step", step = step.describe(), %caller, "cookie keys are rotated");
     api.events.add((EventKind::Keys, EventId::KeysRotated), "", format!("{caller}: {}", step.describe()), now.wall);
     Ok(Json(api.shared()?.keys()))
 }

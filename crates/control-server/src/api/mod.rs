@@ -166,7 +166,7 @@ async fn follow_signal(guard: &Guard, mut hangup: Signal) {
             tracing::warn!(
                 event = "tokens-not-reloaded",
                 error = format!("{error:#}"),
-                "the previous tokens stay valid"
+                "the controller cannot reload the API's tokens: the previous tokens stay valid"
             );
         }
     }
@@ -196,7 +196,11 @@ async fn poll_loop(api: Api) {
             api.feed.loads(|| shared.loads());
         });
         if let Err(problem) = updated.await {
-            tracing::warn!(event = "feed-failed", error = %problem, "cannot update the clients of /v1/watch");
+            tracing::warn!(
+                event = "feed-failed",
+                error = %problem,
+                "the API cannot collect an update for the clients of /v1/watch, which miss this update"
+            );
         }
     }
 }

@@ -69,32 +69,44 @@ pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messa
                 peer = source.peer(),
                 rack = source.rack(),
                 error = status.message(),
-                "an agent is rejected"
+                "the controller rejects the registration of an agent"
             );
             refuse(status, &answers).await;
             return;
         }
     };
-    tracing::info!(event = "agent-connected", server = session.server(), "an agent is connected");
+    tracing::info!(
+        event = "agent-connected",
+        server = session.server(),
+        peer = source.peer(),
+        rack = source.rack(),
+        "the server's agent has registered with the controller"
+    );
     let outcome = tokio::select! {
         outcome = serve_stream(&shared, &session, &mut messages, &answers) => outcome,
         _ = shared.deposed() => Err(not_leading(None)),
     };
     shared.sockets.forget_agent(session.number());
     shared.controller().disconnect(&session);
-    match outcome {
-        Ok(()) => {
-            tracing::info!(event = "agent-disconnected", server = session.server(), "an agent closed its stream");
-        }
-        Err(status) => {
-            tracing::warn!(
-                event = "agent-lost",
-                server = session.server(),
-                error = status.message(),
-                "an agent's stream failed"
-            );
-            let _ = answers.send(Err(status)).await;
-        }
+    log_end(session.server(), outcome.as_ref().err());
+    if let Err(status) = outcome {
+        let _ = answers.send(Err(status)).await;
+    }
+}
+
+fn log_end(server: &str, error: Option<&Status>) {
+    match error {
+        None => tracing::info!(
+            event = "agent-disconnected",
+            server,
+            "the server's agent has closed its stream to the controller"
+        ),
+        Some(status) => tracing::warn!(
+            event = "agent-lost",
+            server,
+            error = status.message(),
+            "the controller has lost the stream of the server's agent: check the agent unless it reconnects"
+        ),
     }
 }
 
@@ -239,7 +251,7 @@ impl RefusalLog {
                 server = session.server(),
                 reason = refused.reason(),
                 error = %refused,
-                "a report is rejected"
+                "the controller rejects a report of the server's agent and logs each reason once"
             );
         }
         self.newest = Some(refused.reason());
@@ -251,7 +263,7 @@ impl RefusalLog {
             tracing::warn!(
                 event = "reports-delayed",
                 server,
-                "the agent sends more than two messages per report interval: the controller reads two per interval"
+                "the agent sends more than two messages per report interval: the controller reads only two"
             );
         }
     }

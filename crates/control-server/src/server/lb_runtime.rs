@@ -49,11 +49,14 @@ impl LbRuntime {
         let (connections, thread) = (self.connections.clone(), self.runtime().handle().clone());
         admitted.filter_map(move |admitted| match admitted {
             Ok(connection) if is_load_balancers(&connection) => {
+                let peer = connection.caller().clone();
                 if let Err(error) = hand_over(connection, &connections, &thread) {
                     tracing::warn!(
                         event = "handover-failed",
+                        %peer,
                         error = format!("{error:#}"),
-                        "cannot move a connection to its thread: the load balancer must connect again"
+                        "the controller cannot move a load balancer's connection to its thread: the load balancer \
+                         reconnects"
                     );
                 }
                 None
@@ -90,7 +93,6 @@ fn hand_over(
     connections: &mpsc::Sender<io::Result<AcceptedConnection>>,
     thread: &Handle,
 ) -> anyhow::Result<()> {
-    let caller = connection.caller().clone();
-    let moved = connection.move_to_runtime(thread).with_context(|| caller.to_string())?;
-    connections.try_send(Ok(moved)).map_err(|error| anyhow::anyhow!("{caller}: {error}"))
+    let moved = connection.move_to_runtime(thread)?;
+    connections.try_send(Ok(moved)).map_err(|error| anyhow::anyhow!("{error}"))
 }

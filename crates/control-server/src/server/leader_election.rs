@@ -157,10 +157,14 @@ impl LeaderElection {
         let Some(cluster) = &self.cluster else { return };
         self.become_follower(None);
         match cluster.leave().await {
-            Ok(true) => tracing::info!(event = "resigned", "resigned: another controller can lead"),
+            Ok(true) => tracing::info!(event = "resigned", "this controller has resigned: another controller can lead"),
             Ok(false) => {}
             Err(error) => {
-                tracing::warn!(event = "lease-not-revoked", %error, "cannot revoke the lease: others wait for its end")
+                tracing::warn!(
+                    event = "lease-not-revoked",
+                    %error,
+                    "this controller cannot revoke its lease in etcd: other controllers wait until the lease expires"
+                )
             }
         }
     }
@@ -197,17 +201,25 @@ pub async fn campaign(
     let (election, cluster_of) = (election.clone(), cluster.clone());
     let seen = move |seen| match seen {
         LeaderState::NoLeader => {
-            tracing::info!(event = "no-leader", "no controller leads");
+            tracing::info!(event = "no-leader", "no controller leads: this controller tries to become the leader");
             election.become_follower(None);
         }
         LeaderState::Leader(value) => {
             let leader = serde_json::from_str::<Leader>(&value).ok();
             let name = leader.as_ref().map_or(value, Leader::to_string);
-            tracing::info!(event = "following", leader = name, "another controller leads");
+            tracing::info!(
+                event = "following",
+                leader = name,
+                "another controller leads: this controller follows and rejects daemons"
+            );
             election.become_follower(leader);
         }
         LeaderState::Unknown(problem) => {
-            tracing::warn!(event = "leader-unknown", error = problem, "the leader is unknown");
+            tracing::warn!(
+                event = "leader-unknown",
+                error = problem,
+                "this controller cannot read from etcd which controller leads: it rejects daemons and retries"
+            );
             election.become_follower(None);
         }
     };
@@ -253,12 +265,17 @@ pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) 
             Err(error) => Err(error),
         };
         match renewed {
-            Ok(()) => tracing::info!(event = "etcd-certificates-reloaded", "the files of [etcd.tls] are reloaded"),
+            Ok(()) => tracing::info!(
+                event = "etcd-certificates-reloaded",
+                ca = %files.ca.display(),
+                "the controller has reloaded the files of `[etcd.tls]`"
+            ),
             Err(error) => {
                 tracing::warn!(
                     event = "etcd-certificates-not-reloaded",
+                    ca = %files.ca.display(),
                     error = format!("{error:#}"),
-                    "the previous certificates for etcd stay in use"
+                    "the controller cannot use the changed files of `[etcd.tls]` and keeps the previous certificates"
                 );
             }
         }

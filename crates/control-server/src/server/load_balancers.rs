@@ -33,13 +33,18 @@ pub async fn serve(
                 event = "load-balancer-rejected",
                 peer = %peer.caller,
                 error = status.message(),
-                "a load balancer is rejected"
+                "the controller rejects the registration of a load balancer"
             );
             let _ = updates.send(Err(status)).await;
             return;
         }
     };
-    tracing::info!(event = "load-balancer-connected", load_balancer = name, "a load balancer is connected");
+    tracing::info!(
+        event = "load-balancer-connected",
+        load_balancer = name,
+        peer = %peer.caller,
+        "the load balancer has registered with the controller"
+    );
     let answers = shared.sockets.register_load_balancer_session(session);
     tokio::select! {
         () = receive(&shared, &name, session, &mut messages) => {}
@@ -56,12 +61,17 @@ pub async fn serve(
 async fn leave(shared: &ControllerState, name: String, session: u64) {
     let now = shared.now();
     if shared.controller().load_balancers.disconnect(session, now) {
-        tracing::info!(event = "load-balancer-disconnected", load_balancer = name, "a load balancer is disconnected");
-        if let Err(error) = shared.change(Change::Departed { name }).await {
+        tracing::info!(
+            event = "load-balancer-disconnected",
+            load_balancer = name,
+            "the stream of the load balancer to the controller has ended"
+        );
+        if let Err(error) = shared.change(Change::Departed { name: name.clone() }).await {
             tracing::warn!(
                 event = "departure-not-stored",
+                load_balancer = name,
                 error = format!("{error:#}"),
-                "cannot record that a load balancer disconnected"
+                "the controller cannot store that the load balancer has disconnected"
             );
         }
     }
@@ -120,30 +130,9 @@ async fn receive(
         let now = shared.now();
         match message.message {
             Some(Message::State(state)) => shared.controller().load_balancer_state(session, state, now),
-            Some(Message::Traffic(traffic)) => match TrafficMessage::try_from(&traffic) {
-                Ok(traffic) => {
-                    shared.controller().load_balancer_traffic_received(session, &traffic, now);
-                    shared.inputs_changed();
-                }
-                Err(error) => {
-                    tracing::warn!(event = "traffic-rejected", load_balancer, %error, "a traffic message is rejected")
-                }
-            },
-            Some(Message::Health(health)) => match HealthMessage::try_from(&health) {
-                Ok(health) => {
-                    shared.controller().load_balancers.health(session, health, now);
-                    shared.poll_inputs();
-                }
-                Err(error) => {
-                    tracing::warn!(event = "health-rejected", load_balancer, %error, "health results are rejected")
-                }
-            },
-            Some(Message::SocketQuery(query)) => match SocketQuery::try_from(&query) {
-                Ok(query) => relay_query(shared, session, query),
-                Err(error) => {
-                    tracing::warn!(event = "query-rejected", load_balancer, %error, "a query for sockets is rejected")
-                }
-            },
+            Some(Message::Traffic(traffic)) => receive_traffic(shared, load_balancer, session, &traffic),
+            Some(Message::Health(health)) => receive_health(shared, load_balancer, session, &health),
+            Some(Message::SocketQuery(query)) => receive_query(shared, load_balancer, session, &query),
             Some(Message::TableInForce(table)) => {
                 if let Some(service) = ServiceIndex::new(table.service_index) {
                     shared.controller().table_in_force(session, service, table.generation, now);
@@ -151,6 +140,48 @@ async fn receive(
             }
             Some(Message::Registration(_)) | None => {}
         }
+    }
+}
+
+fn receive_traffic(shared: &ControllerState, load_balancer: &str, session: u64, traffic: &v1::LoadBalancerTraffic) {
+    match TrafficMessage::try_from(traffic) {
+        Ok(traffic) => {
+            shared.controller().load_balancer_traffic_received(session, &traffic, shared.now());
+            shared.inputs_changed();
+        }
+        Err(error) => tracing::warn!(
+            event = "traffic-rejected",
+            load_balancer,
+            %error,
+            "the controller rejects traffic counts of the load balancer and keeps the previous counts"
+        ),
+    }
+}
+
+fn receive_health(shared: &ControllerState, load_balancer: &str, session: u64, health: &v1::LoadBalancerHealth) {
+    match HealthMessage::try_from(health) {
+        Ok(health) => {
+            shared.controller().load_balancers.health(session, health, shared.now());
+            shared.poll_inputs();
+        }
+        Err(error) => tracing::warn!(
+            event = "health-rejected",
+            load_balancer,
+            %error,
+            "the controller rejects health results of the load balancer and keeps the previous results"
+        ),
+    }
+}
+
+fn receive_query(shared: &ControllerState, load_balancer: &str, session: u64, query: &v1::SocketQuery) {
+    match SocketQuery::try_from(query) {
+        Ok(query) => relay_query(shared, session, query),
+        Err(error) => tracing::warn!(
+            event = "query-rejected",
+            load_balancer,
+            %error,
+            "the controller rejects a query of the load balancer for the sockets of a server"
+        ),
     }
 }
 

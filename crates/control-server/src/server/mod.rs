@@ -56,6 +56,7 @@ use agents::ReportSource;
 use controller_state::{ChangeOutcome, ChangeRequest, ControllerState};
 use coreward_controller::Controller;
 use coreward_controller::rejection::Rejection;
+use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::Author;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
@@ -96,7 +97,12 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 
 async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     let server = Server::bind(&config).await?;
-    tracing::info!(event = "listening", address = %server.address(), api = %server.api_address(), "listening");
+    tracing::info!(
+        event = "listening",
+        address = %server.address(),
+        api = %server.api_address(),
+        "the controller listens for daemons at `address` and for API clients at `api`"
+    );
     let election = server.election();
     let outcome = coreward_daemon::run_until_shutdown(server.serve()).await;
     election.resign().await;
@@ -261,7 +267,7 @@ async fn lead_and_follow(
         });
         let reason = match opened.await? {
             Ok(manager) => {
-                tracing::info!(event = "leading", term, "this controller leads");
+                tracing::info!(event = "leading", term, "this controller leads from now on");
                 let term = Term::start(manager, election, Some(leadership.clone()));
                 let shared = term.shared.clone();
                 let reason = tokio::select! {
@@ -273,12 +279,25 @@ async fn lead_and_follow(
             }
             Err(error) => format!("the records are unusable: {error:#}"),
         };
-        tracing::warn!(event = "deposed", reason, "this controller no longer leads");
-        election.become_follower(None);
-        if let Err(error) = leadership.resign().await {
-            tracing::debug!(event = "lease-not-revoked", %error, "cannot revoke the lease: it expires by itself");
-        }
+        step_down(election, &leadership, &reason).await;
         tokio::time::sleep(CAMPAIGN_PAUSE).await;
+    }
+}
+
+/// Becomes a follower after the end of a term.
+async fn step_down(election: &LeaderElection, leadership: &Leadership, reason: &str) {
+    tracing::warn!(
+        event = "deposed",
+        reason,
+        "this controller no longer leads: it disconnects all daemons and tries to lead again"
+    );
+    election.become_follower(None);
+    if let Err(error) = leadership.resign().await {
+        tracing::debug!(
+            event = "lease-not-revoked",
+            %error,
+            "the deposed controller cannot revoke its lease in etcd, which expires by itself"
+        );
     }
 }
 
@@ -329,6 +348,7 @@ async fn process_changes(
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
     let mut retire = tokio::time::interval(RETIRE_INTERVAL);
+    let file = manager.path().to_owned();
     loop {
         let (change, waiting) = tokio::select! {
             _ = hangup.recv() => (ChangeRequest::without_reply(Change::Reload, Author::signal()), false),
@@ -336,18 +356,23 @@ async fn process_changes(
             Some(change) = changes.recv() => (change, true),
         };
         let ChangeRequest { change, author, reply: done } = change;
+        let is_reload = matches!(change, Change::Reload);
         let waiting = waiting.then_some(done);
         let (back, outcome) = apply_change(manager, shared, change, author).await?;
         manager = back;
         match (waiting, outcome) {
             (Some(done), outcome) => drop(done.send(outcome)),
-            (None, Err(error)) => {
-                tracing::warn!(
-                    event = "reload-failed",
-                    error = format!("{error:#}"),
-                    "the previous configuration stays in force"
-                );
-            }
+            (None, Err(error)) if is_reload => tracing::warn!(
+                event = "reload-failed",
+                file = %file.display(),
+                error = format!("{error:#}"),
+                "the controller cannot reload its files: the previous configuration stays in force"
+            ),
+            (None, Err(error)) => tracing::warn!(
+                event = "ids-not-retired",
+                error = format!("{error:#}"),
+                "the controller cannot release the ids of former servers and load balancers and retries in a minute"
+            ),
             (None, Ok(_)) => {}
         }
     }
@@ -381,7 +406,11 @@ pub(crate) async fn apply_change(
     let outcome = outcome.map(|fleet| {
         let is_new = fleet.is_some();
         if let Some(fleet) = fleet {
-            tracing::info!(event = "configuration-applied", generation = fleet.generation, "configuration applied");
+            tracing::info!(
+                event = "configuration-applied",
+                generation = fleet.generation,
+                "the controller has applied a new configuration and sends it to all daemons"
+            );
             shared.configure(fleet);
         }
         ChangeOutcome { is_new, document_generation }
@@ -397,34 +426,53 @@ async fn maintenance_loop(shared: &ControllerState) {
     loop {
         due.tick().await;
         let now = shared.now();
-        let histories = shared.controller().changed_histories();
-        if !histories.is_empty()
-            && let Err(error) = shared.change(Change::Buckets(histories)).await
-        {
-            tracing::warn!(
-                event = "buckets-not-stored",
-                error = format!("{error:#}"),
-                "cannot store the buckets' previous servers"
-            );
-        }
+        store_changed_histories(shared).await;
         let step = shared.controller().due_key_step(now);
         match step {
             Ok(None) => not_rotated = None,
-            Ok(Some(step)) => match shared.change(Change::Keys(step)).await {
-                Ok(_) => tracing::info!(event = "key-step", step = step.describe(), "cookie key rotation step"),
-                Err(error) => tracing::warn!(
-                    event = "key-step-failed",
-                    error = format!("{error:#}"),
-                    "cannot rotate the cookie keys"
-                ),
-            },
+            Ok(Some(step)) => take_key_step(shared, step).await,
             Err(reason) => {
                 if not_rotated.as_ref() != Some(&reason) {
-                    tracing::warn!(event = "key-step-delayed", %reason, "a due rotation of the cookie keys waits");
+                    tracing::warn!(
+                        event = "key-step-delayed",
+                        %reason,
+                        "the controller delays the next step of the cookie key rotation"
+                    );
                 }
                 not_rotated = Some(reason);
             }
         }
+    }
+}
+
+async fn store_changed_histories(shared: &ControllerState) {
+    let histories = shared.controller().changed_histories();
+    let services = histories.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(",");
+    if !histories.is_empty()
+        && let Err(error) = shared.change(Change::Buckets(histories)).await
+    {
+        tracing::warn!(
+            event = "buckets-not-stored",
+            services,
+            error = format!("{error:#}"),
+            "the controller cannot store the previous servers of moved buckets, which a restart needs"
+        );
+    }
+}
+
+async fn take_key_step(shared: &ControllerState, step: KeyStep) {
+    match shared.change(Change::Keys(step)).await {
+        Ok(_) => tracing::info!(
+            event = "key-step",
+            step = step.describe(),
+            "the controller has taken the next step of the cookie key rotation"
+        ),
+        Err(error) => tracing::warn!(
+            event = "key-step-failed",
+            step = step.describe(),
+            error = format!("{error:#}"),
+            "the controller cannot take the next step of the cookie key rotation and retries"
+        ),
     }
 }
 

@@ -37,16 +37,26 @@ pub async fn serve(
     let (name, session) = match register(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
-            tracing::warn!(event = "rack-rejected", peer = %peer.caller, error = status.message(), "rack rejected");
+            tracing::warn!(
+                event = "rack-rejected",
+                peer = %peer.caller,
+                error = status.message(),
+                "the controller rejects the registration of a rack controller"
+            );
             let _ = updates.send(Err(status)).await;
             return;
         }
     };
-    tracing::info!(event = "rack-connected", rack = name, "a rack is connected");
+    tracing::info!(event = "rack-connected", rack = name, peer = %peer.caller, "the rack controller has registered");
     tokio::select! {
         () = listen(&shared, &name, session, &mut messages, &updates) => {}
         refused = send_updates(&shared, session, &updates) => if let Some(refused) = refused {
-            tracing::warn!(event = "rack-rejected", rack = name, error = %refused, "a rack is rejected");
+            tracing::warn!(
+                event = "rack-rejected",
+                rack = name,
+                error = %refused,
+                "the controller ends the stream of the rack controller"
+            );
             let _ = updates.send(Err(rejection_status(&refused))).await;
         },
         _ = shared.deposed() => {
@@ -54,7 +64,7 @@ pub async fn serve(
         }
     }
     shared.controller().rack_disconnected(session);
-    tracing::info!(event = "rack-disconnected", rack = name, "a rack is disconnected");
+    tracing::info!(event = "rack-disconnected", rack = name, "the rack controller's stream has ended");
 }
 
 async fn register(
@@ -95,10 +105,7 @@ async fn listen(
                         served.retain(|_, printed| !printed.is_closed());
                     }
                     if served.len() >= MAX_AGENTS && !served.contains_key(&stream) {
-                        let refusal =
-                            format!("stream {stream} of an agent is one more than {MAX_AGENTS}: expected fewer");
-                        tracing::warn!(event = "rack-rejected", rack = name, error = refusal, "a rack is rejected");
-                        let _ = updates.send(Err(Status::resource_exhausted(refusal))).await;
+                        let _ = updates.send(Err(too_many_agents_status(name, stream))).await;
                         return;
                     }
                     let relay = RackRelay { rack: session, name: name.into(), stream };
@@ -117,10 +124,26 @@ async fn listen(
         if let Err(refused) = &outcome
             && newest_refusal.as_ref() != Some(refused)
         {
-            tracing::warn!(event = "summary-rejected", rack = name, error = %refused, "a rack's summary is rejected");
+            tracing::warn!(
+                event = "summary-rejected",
+                rack = name,
+                error = %refused,
+                "the controller rejects a load summary of the rack controller and logs each error once"
+            );
         }
         newest_refusal = outcome.err();
     }
+}
+
+fn too_many_agents_status(rack: &str, stream: u64) -> Status {
+    let error = format!("stream {stream} of an agent is one more than {MAX_AGENTS}: expected fewer");
+    tracing::warn!(
+        event = "rack-rejected",
+        rack,
+        error,
+        "the controller ends the stream of the rack controller, which has too many agents"
+    );
+    Status::resource_exhausted(error)
 }
 
 fn start(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> AgentMessages {

@@ -75,7 +75,12 @@ impl Sockets {
         if was_asked {
             self.reply(answer);
         } else {
-            tracing::debug!(event = "answer-unexpected", "an agent answers an unknown or expired query");
+            tracing::debug!(
+                event = "answer-unexpected",
+                agent_session = agent,
+                query = answer.number,
+                "an agent has answered a query that is unknown or expired: the controller drops the answer"
+            );
         }
         was_asked
     }

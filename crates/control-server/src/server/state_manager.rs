@@ -188,9 +188,10 @@ impl StateManager {
             (Err(error), Some(stored)) if !stored.document.text.is_empty() && config.fleet.is_some() => {
                 tracing::warn!(
                     event = "fleet-file-rejected",
+                    file = %config.fleet.as_deref().unwrap_or(path).display(),
                     generation = stored.document.generation,
                     error = format!("{error:#}"),
-                    "the fleet's file is rejected: the last valid generation stays in force"
+                    "the controller rejects the fleet's file: the last valid generation stays in force"
                 );
                 let (fleet, records) = start(Ok(None), Some(stored), clock.now())?;
                 (fleet, records, true)
@@ -209,7 +210,7 @@ impl StateManager {
                 tracing::warn!(
                     event = "store-read-only",
                     %error,
-                    "the store is read-only: the stored state is in force"
+                    "the controller cannot write to its store: it leads with the stored state and rejects changes"
                 );
                 if stored.document.text != manager.records.document.text {
                     manager.fleet = applied(&stored.document)?;
@@ -219,6 +220,11 @@ impl StateManager {
             (Err(error), _) => return Err(error.into()),
         }
         Ok(manager)
+    }
+
+    /// Returns the path of the controller's file.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     pub fn counts(&self) -> Arc<Counts> {
@@ -232,7 +238,10 @@ impl StateManager {
             Ok(()) => {
                 self.counts.writes.fetch_add(1, Ordering::Relaxed);
                 if !was_writable {
-                    tracing::info!(event = "store-writable", "the store is writable again");
+                    tracing::info!(
+                        event = "store-writable",
+                        "the controller can write to its store again and accepts changes"
+                    );
                 }
             }
             Err(_) => drop(self.counts.failed_writes.fetch_add(1, Ordering::Relaxed)),
@@ -351,7 +360,12 @@ impl StateManager {
                 // Connections are not part of the configuration and are written with the next change. A load balancer
                 // that returns while the disk is full gets its tables.
                 Err(error) if !is_new && !matches!(error, StoreError::Etcd(_)) => {
-                    tracing::warn!(event = "change-not-stored", %error, "a change is not stored yet");
+                    tracing::warn!(
+                        event = "change-not-stored",
+                        %error,
+                        "the controller cannot write a change of its state to the store and writes it with the next \
+                         change"
+                    );
                 }
                 Err(error) => return Err(error).context("the change is not on record, and not in force"),
             }
@@ -405,7 +419,7 @@ impl StateManager {
                 event = "restart-required",
                 file = %self.path.display(),
                 key,
-                "a changed key needs a restart"
+                "the controller keeps the old value of a changed key: restart the controller to apply the key"
             );
         }
         (self.config, self.fleet, self.records) = (config, fleet, records);

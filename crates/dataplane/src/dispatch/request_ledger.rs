@@ -257,7 +257,13 @@ impl RequestLedger {
                 continue;
             }
             if sockets.get(&slot) != Some(&socket) {
-                tracing::info!(event = "worker-gone", slot, "a worker's socket is closed");
+                tracing::info!(
+                    event = "worker-gone",
+                    service = %self.service().0,
+                    slot,
+                    pid = self.pid(slot),
+                    "the worker's socket is closed: the dispatcher gives up the worker's outstanding requests"
+                );
                 self.liveness.remove(&slot);
                 self.release_slot(slot);
                 died = true;
@@ -279,6 +285,11 @@ impl RequestLedger {
         self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, queued)).load(Ordering::Relaxed) as usize
     }
 
+    /// Returns the process of the slot's worker.
+    fn pid(&self, slot: u32) -> u32 {
+        self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, pid)).load(Ordering::Relaxed)
+    }
+
     /// Disables a worker that does not read its requests, or enables it again. The programs enable it by its first
     /// response, but that may come from another socket, or the queue may be emptied without a response.
     fn check_liveness(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
@@ -293,10 +304,12 @@ impl RequestLedger {
             (true, false) => {
                 tracing::warn!(
                     event = "worker-stalled",
+                    service = %self.service().0,
                     slot,
+                    pid = self.pid(slot),
                     queued,
                     stall_after = ?timeouts.stall_after,
-                    "a worker does not read its requests: it gets no new ones"
+                    "the worker does not read its requests: the dispatcher sends the worker no new requests"
                 );
                 self.disable(slot, intf::DISPATCH_DISABLED);
             }

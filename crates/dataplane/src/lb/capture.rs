@@ -238,7 +238,7 @@ impl Drop for Capture {
             tracing::warn!(
                 event = "program-not-restored",
                 error = format!("{error:#}"),
-                "cannot restore the program that the capture replaced"
+                "the capture cannot restore the load balancer's program: restart the load balancer"
             );
         }
     }

@@ -93,7 +93,7 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
         tracing::info!(
             event = "entries-recovered",
             count = lost.len(),
-            "connection table entries that an earlier process lost are free again"
+            "the load balancer has freed connection table entries that an earlier process lost"
         );
     }
     Ok(())

@@ -38,7 +38,11 @@ impl LoadBalancer {
         }
         if let Some(link) = &self.link {
             match link.interface_index()? {
-                0 => tracing::warn!(event = "device-gone", "the device of the pinned link is gone: attaching again"),
+                0 => tracing::warn!(
+                    event = "device-gone",
+                    interface,
+                    "the device of the pinned program is gone: the load balancer attaches its program again"
+                ),
                 found if found == index => return self.replace_pinned(mode),
                 found => bail!(
                     "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index {index}): \
@@ -63,8 +67,9 @@ impl LoadBalancer {
         if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == Attachment::Generic) {
             tracing::warn!(
                 event = "xdp-mode-kept",
+                interface = self.interface,
                 ?attachment,
-                "the program keeps its mode: detach it to change that"
+                "the pinned program keeps its XDP mode: to apply `xdp_mode`, run `coreward lb --detach` first"
             );
         }
         Ok(attachment)
@@ -77,15 +82,16 @@ impl LoadBalancer {
             tracing::warn!(
                 event = "generic-xdp",
                 interface,
-                "the other end of the veth has no XDP program: trying generic XDP, which is slower"
+                "the other end of the veth has no XDP program: the load balancer uses generic XDP, which is slower"
             );
         } else if mode != XdpMode::Generic {
             match self.attach_in(Attachment::Native, interface, index) {
                 Err(error) if mode == XdpMode::Auto => {
                     tracing::warn!(
                         event = "generic-xdp",
+                        interface,
                         error = format!("{error:#}"),
-                        "trying generic XDP, which is slower"
+                        "native XDP is not possible: the load balancer uses generic XDP, which is slower"
                     );
                 }
                 other => return other,

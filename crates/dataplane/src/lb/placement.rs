@@ -120,7 +120,11 @@ impl LoadBalancer {
         self.program = program;
         // Programs that still run mask offsets with the old size. They must end before a table lies beyond it.
         self.grace_periods.wait(self.grace_periods.request())?;
-        tracing::info!(event = "table-memory-grown", mib = bytes >> 20, "the memory for placement tables was doubled");
+        tracing::info!(
+            event = "table-memory-grown",
+            mib = bytes >> 20,
+            "the load balancer has doubled the memory for placement tables"
+        );
         Ok(())
     }
 

@@ -277,9 +277,10 @@ impl Maps {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
                 event = "flow-table-size-kept",
+                pin_directory = %directory.display(),
                 entries = entries(self.sizes.flow_sets),
                 expected = entries(requested.flow_sets),
-                "the pinned flow table keeps its size: detach the load balancer to change the size"
+                "the pinned flow table keeps its size: to apply `flow_table`, run `coreward lb --detach` first"
             );
         }
         let (found, requested) = (self.connections.size(), requested.connection_table);

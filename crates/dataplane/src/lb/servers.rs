@@ -8,6 +8,7 @@ use coreward_model::ServerId;
 use coreward_model::lb::ServerTraffic;
 
 use super::program::Maps;
+use super::services::service_name;
 use super::variant::Variant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at};
 use crate::mac::MacAddress;
@@ -80,9 +81,10 @@ impl LoadBalancer {
         if let Err(error) = self.move_lb_stamped_server(service, id, server.mac, server.eligible) {
             tracing::warn!(
                 event = "server-not-stamped",
+                service = service_name(&self.maps, service),
                 server_id = %id,
                 error = format!("{error:#}"),
-                "a server's replies are not stamped"
+                "the load balancer cannot stamp replies of the server, whose service has `timestamps = \"lb\"`"
             );
         }
         self.maps.servers.store(entry_at::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
@@ -100,9 +102,10 @@ impl LoadBalancer {
         if let Err(error) = self.forget_lb_stamped_server(service, id) {
             tracing::warn!(
                 event = "server-not-removed",
+                service = service_name(&self.maps, service),
                 server_id = %id,
                 error = format!("{error:#}"),
-                "cannot remove a stamped server"
+                "the load balancer cannot forget the MAC address of a removed server with LB-side stamping"
             );
         }
         self.set_member(service, id, intf::SERVER_MEMBER_MASK, 0);

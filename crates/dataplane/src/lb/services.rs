@@ -281,11 +281,14 @@ fn name_of(service: ServiceIndex) -> usize {
 
 /// Returns the services in maps taken over, with their configured names.
 pub(super) fn service_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
-    let name = |index: ServiceIndex| {
-        let bytes = maps.state.read::<ServiceName>(name_of(index));
-        String::from_utf8_lossy(&bytes[..]).trim_end_matches('\0').to_owned()
-    };
-    services_of(maps).into_iter().map(|(address, service)| (address, name(service.index))).collect()
+    let named = |(address, service): (ServiceAddress, Service)| (address, service_name(maps, service.index));
+    services_of(maps).into_iter().map(named).collect()
+}
+
+/// Returns a service's name; empty if none was set.
+pub(super) fn service_name(maps: &Maps, service: ServiceIndex) -> String {
+    let bytes = maps.state.read::<ServiceName>(name_of(service));
+    String::from_utf8_lossy(&bytes[..]).trim_end_matches('\0').to_owned()
 }
 
 const DIRECTORIES_OFFSET: usize = offset_of!(intf::lb_state, directories);

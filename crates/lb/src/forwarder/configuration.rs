@@ -146,7 +146,10 @@ impl Forwarder {
     pub fn change(&mut self, change: FleetChange) -> anyhow::Result<()> {
         if self.number != Some(change.base_number) {
             self.needs_configuration = true;
-            anyhow::bail!("a change of configuration {}, which is not in force here", change.base_number);
+            anyhow::bail!(
+                "the change is based on configuration {}, which is not in force: expected a complete configuration",
+                change.base_number
+            );
         }
         let same_but_servers = |new: &Service| {
             let known = self.services.get(&new.index);
@@ -156,7 +159,7 @@ impl Forwarder {
         let peers_moved = peer_addresses(&self.peers) != peer_addresses(&next.load_balancers);
         if !change.removed_services.is_empty() || peers_moved || !next.services.iter().all(same_but_servers) {
             let number = change.number;
-            let before = self.configuration().context("a change before any configuration")?;
+            let before = self.configuration().context("a change without a configuration in force")?;
             let whole = change.apply_to(before);
             return self.configure(number, whole);
         }
@@ -288,8 +291,10 @@ impl Forwarder {
                 tracing::error!(
                     event = "server-address-not-set",
                     server = server.name,
+                    service = service.name,
+                    address = %server.address,
                     error = format!("{error:#}"),
-                    "packets are not encapsulated for a server's new address"
+                    "the load balancer cannot encapsulate packets for the server's new address"
                 );
             }
             self.balancer.set_server_vlan(server.id, self.vlan_of(service, server));

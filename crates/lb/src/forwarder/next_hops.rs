@@ -63,12 +63,22 @@ impl Forwarder {
         }
         let before = std::mem::take(&mut self.next_hops);
         if let Err(error) = self.follow_addresses() {
-            tracing::error!(event = "neighbours-not-set", error = format!("{error:#}"), "next hops are not resolved");
+            tracing::error!(
+                event = "neighbours-not-set",
+                error = format!("{error:#}"),
+                "the load balancer cannot resolve the MAC addresses of the servers' new next hops"
+            );
         }
         if self.next_hops == before {
             return;
         }
-        tracing::info!(event = "next-hops-changed", "next hops of servers changed");
+        let servers = self.next_hops.iter().filter(|(server, next_hop)| before.get(*server) != Some(*next_hop)).count();
+        tracing::info!(
+            event = "next-hops-changed",
+            interface = self.interface,
+            servers,
+            "the kernel's routes have changed: the load balancer sends packets for servers to other next hops"
+        );
         self.index_servers();
         for index in self.services.keys().copied().collect::<Vec<_>>() {
             self.set_servers(index);

@@ -21,14 +21,14 @@ impl Refusals {
         let same = |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
         if !self.0.get(&subject).is_some_and(same) {
             let RefusedUpdate { service, generation, reason, table } = &refused;
-            let what = if *table { "table" } else { "configuration" };
+            let kind = if *table { "table" } else { "configuration" };
             tracing::warn!(
                 event = "update-rejected",
-                kind = what,
+                kind,
                 generation,
                 service,
-                reason,
-                "an update is rejected"
+                error = reason,
+                "the load balancer rejects an update of the controller and keeps its previous state"
             );
         }
         self.0.insert(subject, refused);

@@ -42,8 +42,8 @@ impl Forwarder {
                 tracing::warn!(
                     event = "symptom-found",
                     symptom = what,
-                    details = %words,
-                    "a symptom of lost packets was found"
+                    problem = %words,
+                    "the load balancer's counters show that packets are lost: run `coreward doctor` on this machine"
                 );
             }
         }
@@ -52,7 +52,7 @@ impl Forwarder {
                 event = "symptom-gone",
                 symptom = what,
                 window_s = WINDOW.as_secs(),
-                "a symptom of lost packets has ended"
+                "the load balancer's counters no longer show this symptom of lost packets"
             );
         }
         self.symptoms.faults = found;

@@ -122,7 +122,7 @@ impl Forwarder {
                 event = "candidates-not-replaced",
                 service = service.name,
                 error = format!("{error:#}"),
-                "no new table within the lifetime: the candidates stay unchanged"
+                "the table has expired, and the load balancer cannot select candidates: the old candidates stay"
             );
         }
     }
@@ -143,7 +143,7 @@ fn log_expired(service: &Service, lifetime: Duration) {
         event = "table-expired",
         service = service.name,
         ?lifetime,
-        "no new table within the lifetime: this load balancer places new connections by its own counts"
+        "no new table came within the lifetime: this load balancer selects candidates by its own connection counts"
     );
 }
 

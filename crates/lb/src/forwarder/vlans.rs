@@ -55,7 +55,11 @@ impl Forwarder {
     pub(super) fn check_vlans(&mut self) {
         let found = if self.balancer.uses_vlans() { self.vlan_faults() } else { BTreeSet::new() };
         for problem in found.difference(&self.vlan_problems) {
-            tracing::warn!(event = "vlan-problem", %problem, "a device does not suit the configured VLANs");
+            tracing::warn!(
+                event = "vlan-problem",
+                %problem,
+                "the load balancer cannot forward packets in a configured VLAN because of a network device"
+            );
         }
         self.vlan_problems = found;
     }

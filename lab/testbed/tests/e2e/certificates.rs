@@ -116,7 +116,7 @@ fn peers_authenticate_each_other() {
     eventually(*TIMEOUT, expired, || daemon_log(&testbed, "agent-s1", before).contains(expired));
     ours(Role::Agent, "s1", "testbed", good);
     eventually(*TIMEOUT, "the agent is back", || {
-        daemon_log(&testbed, "agent-s1", before).contains("connected to controller")
+        daemon_log(&testbed, "agent-s1", before).contains("event=\"controller-connected\"")
     });
     fleet.wait_until_ready(&testbed).unwrap();
 

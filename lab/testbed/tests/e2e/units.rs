@@ -184,7 +184,7 @@ fn every_unit_starts_with_its_capabilities() {
         agent_pins.0
     );
     StartedProcess::start("agent", &[("agent.toml", &agent)])
-        .wait_for_log("programs attached event=\"programs-attached\"");
+        .wait_for_log("the agent has attached its BPF programs event=\"programs-attached\"");
     for pins in [lb_pins, agent_pins] {
         fs::remove_dir_all(&pins.0).unwrap();
     }
