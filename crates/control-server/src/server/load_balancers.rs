@@ -1,5 +1,6 @@
 //! Stream of one load balancer. In: a registration, then its state. Out: configuration, tables and agents' answers.
 
+use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -130,9 +131,25 @@ async fn receive(
         let now = shared.now();
         match message.message {
             Some(Message::State(state)) => shared.controller().load_balancer_state(session, state, now),
-            Some(Message::Traffic(traffic)) => receive_traffic(shared, load_balancer, session, &traffic),
-            Some(Message::Health(health)) => receive_health(shared, load_balancer, session, &health),
-            Some(Message::SocketQuery(query)) => receive_query(shared, load_balancer, session, &query),
+            Some(Message::Traffic(traffic)) => {
+                let traffic = TrafficMessage::try_from(&traffic);
+                if let Some(traffic) = accepted("traffic-rejected", load_balancer, traffic) {
+                    shared.controller().load_balancer_traffic_received(session, &traffic, now);
+                    shared.inputs_changed();
+                }
+            }
+            Some(Message::Health(health)) => {
+                let health = HealthMessage::try_from(&health);
+                if let Some(health) = accepted("health-rejected", load_balancer, health) {
+                    shared.controller().load_balancers.health(session, health, now);
+                    shared.poll_inputs();
+                }
+            }
+            Some(Message::SocketQuery(query)) => {
+                if let Some(query) = accepted("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
+                    relay_query(shared, session, query);
+                }
+            }
             Some(Message::TableInForce(table)) => {
                 if let Some(service) = ServiceIndex::new(table.service_index) {
                     shared.controller().table_in_force(session, service, table.generation, now);
@@ -143,46 +160,17 @@ async fn receive(
     }
 }
 
-fn receive_traffic(shared: &ControllerState, load_balancer: &str, session: u64, traffic: &v1::LoadBalancerTraffic) {
-    match TrafficMessage::try_from(traffic) {
-        Ok(traffic) => {
-            shared.controller().load_balancer_traffic_received(session, &traffic, shared.now());
-            shared.inputs_changed();
-        }
-        Err(error) => tracing::warn!(
-            event = "traffic-rejected",
+/// Returns a decoded message of the load balancer. An error is logged as `event`.
+fn accepted<T>(event: &str, load_balancer: &str, decoded: Result<T, impl Display>) -> Option<T> {
+    let log = |error: &_| {
+        tracing::warn!(
+            event,
             load_balancer,
             %error,
-            "the controller rejects traffic counts of the load balancer and keeps the previous counts"
-        ),
-    }
-}
-
-fn receive_health(shared: &ControllerState, load_balancer: &str, session: u64, health: &v1::LoadBalancerHealth) {
-    match HealthMessage::try_from(health) {
-        Ok(health) => {
-            shared.controller().load_balancers.health(session, health, shared.now());
-            shared.poll_inputs();
-        }
-        Err(error) => tracing::warn!(
-            event = "health-rejected",
-            load_balancer,
-            %error,
-            "the controller rejects health results of the load balancer and keeps the previous results"
-        ),
-    }
-}
-
-fn receive_query(shared: &ControllerState, load_balancer: &str, session: u64, query: &v1::SocketQuery) {
-    match SocketQuery::try_from(query) {
-        Ok(query) => relay_query(shared, session, query),
-        Err(error) => tracing::warn!(
-            event = "query-rejected",
-            load_balancer,
-            %error,
-            "the controller rejects a query of the load balancer for the sockets of a server"
-        ),
-    }
+            "the controller cannot decode a message of the load balancer and ignores the message"
+        );
+    };
+    decoded.inspect_err(log).ok()
 }
 
 /// Relays the query to the server's agent. Without an agent, the load balancer gets an answer at once.

@@ -348,7 +348,6 @@ async fn process_changes(
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
     let mut retire = tokio::time::interval(RETIRE_INTERVAL);
-    let file = manager.path().to_owned();
     loop {
         let (change, waiting) = tokio::select! {
             _ = hangup.recv() => (ChangeRequest::without_reply(Change::Reload, Author::signal()), false),
@@ -364,7 +363,7 @@ async fn process_changes(
             (Some(done), outcome) => drop(done.send(outcome)),
             (None, Err(error)) if is_reload => tracing::warn!(
                 event = "reload-failed",
-                file = %file.display(),
+                file = %manager.path().display(),
                 error = format!("{error:#}"),
                 "the controller cannot reload its files: the previous configuration stays in force"
             ),
@@ -447,10 +446,11 @@ async fn maintenance_loop(shared: &ControllerState) {
 
 async fn store_changed_histories(shared: &ControllerState) {
     let histories = shared.controller().changed_histories();
+    if histories.is_empty() {
+        return;
+    }
     let services = histories.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(",");
-    if !histories.is_empty()
-        && let Err(error) = shared.change(Change::Buckets(histories)).await
-    {
+    if let Err(error) = shared.change(Change::Buckets(histories)).await {
         tracing::warn!(
             event = "buckets-not-stored",
             services,
