@@ -66,8 +66,7 @@ use connections::Occupancy;
 use link::XdpLink;
 use program::{Maps, Sizes};
 use services::{Service, features_in_use, services_of};
-use variant::{EnabledFeatures, Variant};
-use vlans::VlansInUse;
+use variant::{EnabledFeatures, Variant, VlansInUse};
 
 /// A rate of packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

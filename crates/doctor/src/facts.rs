@@ -16,7 +16,7 @@ use coreward_dataplane::ethtool::Channels;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
 
-use crate::nat_rules::NatRule;
+use crate::nat_rules::Chain;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Role {
@@ -248,25 +248,6 @@ pub struct Netfilter {
     pub chains: Result<Vec<Chain>, String>,
     /// Tables of legacy iptables.
     pub legacy_tables: Vec<String>,
-}
-
-/// Chain of nftables.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Chain {
-    /// Family, table and name.
-    pub name: String,
-    /// Hook; empty: the chain has no hook.
-    pub hook: String,
-    /// Whether the chain's policy is to drop.
-    pub drops_by_default: bool,
-    /// Whether a rule accepts packets or jumps to another chain.
-    pub accepts_packets: bool,
-    /// Whether a rule uses the connection's state or NAT.
-    pub tracks_connections: bool,
-    /// Whether a rule exempts packets from connection tracking.
-    pub exempts_packets: bool,
-    /// Rules that change destinations or lead to other chains.
-    pub rules: Vec<NatRule>,
 }
 
 /// Service of the machine.

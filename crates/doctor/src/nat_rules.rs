@@ -7,7 +7,24 @@ use std::ops::RangeInclusive;
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 
-use crate::facts::Chain;
+/// Chain of nftables.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Chain {
+    /// Family, table and name.
+    pub name: String,
+    /// Hook; empty: the chain has no hook.
+    pub hook: String,
+    /// Whether the chain's policy is to drop.
+    pub drops_by_default: bool,
+    /// Whether a rule accepts packets or jumps to another chain.
+    pub accepts_packets: bool,
+    /// Whether a rule uses the connection's state or NAT.
+    pub tracks_connections: bool,
+    /// Whether a rule exempts packets from connection tracking.
+    pub exempts_packets: bool,
+    /// Rules that change destinations or lead to other chains.
+    pub rules: Vec<NatRule>,
+}
 
 /// Rule that changes destinations or leads to other chains.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

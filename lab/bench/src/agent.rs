@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::cli::default_args;
 use crate::cpus::thread_time;
+use crate::default_args::default_args;
 use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
@@ -15,7 +15,8 @@ use coreward_agent::daemon;
 use coreward_intf as intf;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 
-use crate::controller::{self, Controller, Scratch};
+use crate::controller;
+use crate::controller_process::{Controller, Scratch};
 use crate::report::{Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench agent`.
@@ -55,7 +56,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let mut one_agent = controller::Args::default();
     (one_agent.agents, one_agent.report_interval_ms) = (1, args.report_interval_ms);
-    let mut controller = Controller::start(&one_agent, None, &scratch.0)?;
+    let mut controller = Controller::start(&controller::fleet(&one_agent), None, &scratch.0)?;
     let mut agent = Agent::start(configuration(args, &controller, &scratch.0, &pins.0)?)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {

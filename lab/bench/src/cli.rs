@@ -9,8 +9,8 @@ use crate::page::GeneratedPart;
 use crate::report::Report;
 use crate::xdp::{self, flood, server, throughput};
 use crate::{
-    agent, conn_count, controller, cpu_load, dispatch, environment, idle, orchestrate, page, placement, racks, scale,
-    sim, startup, test_env,
+    agent, conn_count, controller, controller_process, cpu_load, dispatch, environment, idle, orchestrate, page,
+    placement, racks, scale, sim, startup, test_env,
 };
 
 /// Arguments of `coreward-lab bench`.
@@ -52,7 +52,7 @@ enum Command {
     /// Measure the cost of the controller behind rack controllers, with emulated agents
     Racks(racks::Args),
     #[command(hide = true)]
-    ControllerProcess(controller::ProcessArgs),
+    ControllerProcess(controller_process::ProcessArgs),
     /// Measure how many agents a controller on one CPU serves, and the delay of its tables (needs root)
     Scale(scale::Args),
     #[command(hide = true)]
@@ -67,12 +67,6 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         write: Option<PathBuf>,
     },
-}
-
-/// Returns the options of a command line without options.
-pub(crate) fn default_args<A: clap::Args>() -> A {
-    let command = A::augment_args(clap::Command::new("bench"));
-    A::from_arg_matches(&command.get_matches_from(["bench"])).expect("every option has a default")
 }
 
 /// Measures, and prints or writes reports. Fails when the machine cannot be measured or a file cannot be written.
@@ -94,7 +88,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
         Command::Counting(args) => arguments.show(&conn_count::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::Racks(args) => arguments.show(&racks::run(args)?),
-        Command::ControllerProcess(args) => controller::run_process(args),
+        Command::ControllerProcess(args) => controller_process::run_process(args),
         Command::Scale(args) => arguments.show(&scale::run(args)?),
         Command::LoadBalancerProcess(args) => test_env::run_process(args),
         Command::Start(args) => arguments.show(&startup::run(args)?),

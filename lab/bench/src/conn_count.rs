@@ -3,8 +3,8 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Instant;
 
-use crate::cli::default_args;
 use crate::cpus::thread_time;
+use crate::default_args::default_args;
 use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::sockets::counts::connections_of;

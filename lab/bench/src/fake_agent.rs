@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
-use crate::controller::Controller;
+use crate::controller_process::Controller;
 
 pub(crate) fn name(agent: u32) -> String {
     format!("s{agent}")

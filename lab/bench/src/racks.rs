@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::controller::Controller;
+use crate::controller_process::Controller;
 use crate::cpus::thread_time;
 use crate::fake_agent::{FakeAgent, name};
 use crate::report::{Report, Table};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::time::{Instant, sleep};
 
-use crate::controller::Controller;
+use crate::controller_process::Controller;
 use crate::fake_agent;
 use crate::report::{Report, Table};
 use crate::test_env::{self, ScaleArgs};

@@ -10,7 +10,7 @@ use coreward_sim::trace::Source;
 use coreward_sim::trace::capture::{ReadOptions, writer};
 use coreward_sim::{lb, rpc};
 
-use crate::cli::default_args;
+use crate::default_args::default_args;
 use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench sim`.

@@ -16,7 +16,8 @@ use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{MsgFlags, recv};
 
 use crate::agent::Pins;
-use crate::controller::{self, Controller, Scratch, fleet, vip};
+use crate::controller::{self, fleet, vip};
+use crate::controller_process::{Controller, Scratch};
 use crate::fake_agent;
 use crate::namespace;
 use crate::report::{Report, Table};

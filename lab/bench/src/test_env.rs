@@ -12,7 +12,8 @@ use coreward_tls::Role;
 
 use crate::agent::Pins;
 use crate::certificates::Certificates;
-use crate::controller::{self, Controller, Scratch};
+use crate::controller;
+use crate::controller_process::{Controller, Scratch};
 use crate::report::Report;
 
 /// Options of measurements of a controller at its limit.
@@ -58,7 +59,7 @@ where
     let certificates = tls.then(|| Certificates::new(&scratch.0.join("certificates"))).transpose()?;
     // A process inherits the CPU of the thread that starts it.
     cpus::bind(THIS_THREAD, 0)?;
-    let mut controller = Controller::start(fleet, certificates, &scratch.0)?;
+    let mut controller = Controller::start(&controller::fleet(fleet), certificates, &scratch.0)?;
     cpus::bind(THIS_THREAD, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {

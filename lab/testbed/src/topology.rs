@@ -29,7 +29,6 @@ use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process};
 use crate::rss_emulation;
-use crate::vlans::Vlans;
 
 const CLIENT_ADDRESSES_MAX: u16 = 200;
 const SERVERS_MAX: u16 = 250;
@@ -78,6 +77,15 @@ pub struct TestbedOptions {
     pub indirection_entries: usize,
     /// Seed of the initial RSS keys of emulated NICs.
     pub seed: u64,
+}
+
+/// VLANs of a testbed; 0: untagged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Vlans {
+    /// VLAN of clients' packets.
+    pub vips: u16,
+    /// VLAN of server K at (K - 1) modulo their number, at least one.
+    pub servers: Vec<u16>,
 }
 
 impl Default for TestbedOptions {

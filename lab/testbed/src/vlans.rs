@@ -18,15 +18,6 @@ use crate::topology::Testbed;
 /// Priority of the tc programs: before the emulated NIC.
 const PRIORITY: u32 = 1;
 
-/// VLANs of a testbed; 0: untagged.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Vlans {
-    /// VLAN of clients' packets.
-    pub vips: u16,
-    /// VLAN of server K at (K - 1) modulo their number, at least one.
-    pub servers: Vec<u16>,
-}
-
 impl Testbed {
     /// Returns the VLAN of the VIPs.
     pub fn vip_vlan(&self) -> u16 {

@@ -1,6 +1,7 @@
 //! Features that are compiled into the program. A change of the features loads the program again.
 
-use super::vlans::VlansInUse;
+use coreward_model::vlan::Vlan;
+
 use super::{Broadcast, LbStampingClock};
 
 /// Features that the services and their tables need. The program is compiled without all other features.
@@ -53,4 +54,19 @@ pub(super) struct Variant {
     /// Whether packets read the kernel's clock to age entries of the connection table.
     pub packets_read_clock: bool,
     pub vlans: VlansInUse,
+}
+
+/// VLAN settings that the program is compiled for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct VlansInUse {
+    /// VLAN of the VIPs.
+    pub vip: Vlan,
+    /// Whether any server is in a VLAN.
+    pub servers: bool,
+}
+
+impl VlansInUse {
+    pub fn is_used(self) -> bool {
+        self.servers || self.vip.is_tagged()
+    }
 }

@@ -8,23 +8,8 @@ use coreward_model::ServerId;
 use coreward_model::vlan::Vlan;
 
 use super::program::Maps;
-use super::variant::Variant;
+use super::variant::{Variant, VlansInUse};
 use super::{LoadBalancer, ServiceIndex, state_of};
-
-/// VLAN settings that the program is compiled for.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct VlansInUse {
-    /// VLAN of the VIPs.
-    pub vip: Vlan,
-    /// Whether any server is in a VLAN.
-    pub servers: bool,
-}
-
-impl VlansInUse {
-    pub fn is_used(self) -> bool {
-        self.servers || self.vip.is_tagged()
-    }
-}
 
 const SERVER_VLANS: usize = offset_of!(intf::lb_state, server_vlans);
 /// Number of VLAN ids in one word of the array.

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::facts::{Chain, Facts, Role, Service};
+use crate::facts::{Facts, Role, Service};
 use crate::finding::Finding;
-use crate::nat_rules::translating_chains;
+use crate::nat_rules::{Chain, translating_chains};
 
 fn with_chains(facts: &Facts, check: impl FnOnce(&[Chain]) -> Vec<Finding>) -> Vec<Finding> {
     if !facts.netfilter.legacy_tables.is_empty() {

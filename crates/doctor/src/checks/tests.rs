@@ -19,7 +19,7 @@ use coreward_tls::authority::DAY;
 use super::*;
 use crate::facts::*;
 use crate::finding::Severity;
-use crate::nat_rules::{Condition, NatRule};
+use crate::nat_rules::{Chain, Condition, NatRule};
 
 fn service(protocol: Protocol) -> Service {
     let workers = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();

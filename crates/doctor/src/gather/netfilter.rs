@@ -9,8 +9,8 @@ use std::process::Command;
 use coreward_model::tuple::Protocol;
 use serde_json::Value;
 
-use crate::facts::{Chain, Netfilter};
-use crate::nat_rules::{Condition, NatRule};
+use crate::facts::Netfilter;
+use crate::nat_rules::{Chain, Condition, NatRule};
 
 pub(super) fn gather() -> Netfilter {
     let legacy = fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap_or_default();

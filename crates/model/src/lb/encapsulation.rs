@@ -4,7 +4,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use coreward_intf as intf;
 
-use super::packet::{self, ETHERNET_HEADER, ETHERTYPE_IPV4};
+use super::ip_packet::ETHERNET_HEADER;
+use super::packet::{self, ETHERTYPE_IPV4};
 use super::packet_ipv6::{ETHERTYPE_IPV6, IPV6_HEADER};
 use super::{LoadBalancer, Mac};
 use crate::ServerId;

@@ -7,7 +7,8 @@ use std::net::IpAddr;
 use coreward_intf as intf;
 
 use super::LoadBalancer;
-use super::packet::{IpPacket, Packet};
+use super::ip_packet::IpPacket;
+use super::packet::Packet;
 use crate::connection_table::{Clock, ConnectionHash};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};

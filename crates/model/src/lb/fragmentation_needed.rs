@@ -7,7 +7,8 @@ use coreward_intf as intf;
 
 use super::LoadBalancer;
 use super::encapsulation::{Header, set_macs};
-use super::packet::{self, ETHERNET_HEADER, FRAGMENT_OFFSET, ICMP_HEADER, IPV4_HEADER, PROTOCOL_ICMP};
+use super::ip_packet::{ETHERNET_HEADER, ICMP_HEADER, u16_at};
+use super::packet::{self, FRAGMENT_OFFSET, IPV4_HEADER, PROTOCOL_ICMP};
 use super::packet_ipv6::{self, IPV6_HEADER, PROTOCOL_ICMPV6};
 
 /// Bytes of the dropped packet that an error quotes.
@@ -53,7 +54,7 @@ fn may_answer(frame: &[u8]) -> bool {
     packet.len() >= QUOTED
         && packet[9] != PROTOCOL_ICMP
         && (1..224).contains(&packet[12])
-        && packet::u16_at(packet, 6) & FRAGMENT_OFFSET == 0
+        && u16_at(packet, 6) & FRAGMENT_OFFSET == 0
 }
 
 fn may_answer_ipv6(frame: &[u8]) -> bool {

@@ -6,7 +6,8 @@ use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
 use super::flow::{Handshake, Kind};
-use super::packet::{self, FragmentPart, Packet, RST, SYN};
+use super::ip_packet::FragmentPart;
+use super::packet::{self, Packet, RST, SYN};
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
 use crate::consistency::Timestamps;
 use crate::cookie::{CookieKey, FleetKeys};

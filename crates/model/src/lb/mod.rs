@@ -5,7 +5,7 @@
 //! are then the same, bit for bit, as the BPF program's. So the two can be compared (`make fuzz`), and results of the
 //! model (`make consistency`) hold for the program.
 //!
-//! * [`mod@packet`]: parsing and rewriting of a frame
+//! * [`mod@packet`], [`mod@ip_packet`], [`mod@packet_ipv6`], [`mod@timestamp_option`]: parsing and rewriting of a frame
 //! * [`mod@place`]: new connections
 //! * [`mod@flow`]: connections without a cookie
 //! * [`mod@stateful`]: connections with an entry in the connection table
@@ -21,12 +21,14 @@ mod decision;
 mod encapsulation;
 mod flow;
 mod fragmentation_needed;
+mod ip_packet;
 mod lb_stamped;
 mod packet;
 mod packet_ipv6;
 mod place;
 mod rate;
 mod stateful;
+mod timestamp_option;
 mod vlan;
 
 use std::collections::{HashMap, HashSet};

@@ -1,50 +1,32 @@
-//! Parsing and rewriting of a frame: Ethernet, IPv4, TCP and its timestamp option. `packet_ipv6.rs` has IPv6.
+//! Parsing and rewriting of a frame: Ethernet, IPv4, TCP. `packet_ipv6.rs` has IPv6.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use coreward_intf as intf;
 
+use super::ip_packet::{
+    ETHERNET_HEADER, FragmentPart, ICMP_HEADER, IpPacket, NOT_A_SERVICE, Outer, ParseEnd, QUOTED_BYTES, Quote, u16_at,
+    u32_at,
+};
 use super::packet_ipv6::{self, PROTOCOL_ICMPV6};
+use super::timestamp_option::{Malformed, TCP_HEADER, quoted_value, timestamp_at};
 use crate::FourTuple;
 use crate::tuple::Protocol;
 
-pub(super) const ETHERNET_HEADER: usize = 14;
 pub(super) const IPV4_HEADER: usize = 20;
-const TCP_HEADER: usize = 20;
 pub(super) const ETHERTYPE_IPV4: u16 = 0x0800;
 const UDP_HEADER: usize = 8;
-pub(super) const ICMP_HEADER: usize = 8;
 /// Flag of a fragment with later ones (RFC 791, Sect. 3.1).
 const MORE_FRAGMENTS: u16 = 0x2000;
 pub(super) const FRAGMENT_OFFSET: u16 = 0x1fff;
 pub(super) const PROTOCOL_ICMP: u8 = 1;
 /// ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
 const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
-/// Minimum length in bytes of the payload that an error quotes (RFC 792).
-pub(super) const QUOTED_BYTES: usize = 8;
 
 pub(super) const FIN: u8 = 0x01;
 pub(super) const SYN: u8 = 0x02;
 pub(super) const RST: u8 = 0x04;
 pub(super) const ACK: u8 = 0x10;
-
-const OPTION_END: u8 = 0;
-const OPTION_NOP: u8 = 1;
-const OPTION_TIMESTAMP: u8 = 8;
-const TIMESTAMP_LENGTH: usize = 10;
-
-/// Counter of a packet whose parsing ends early.
-pub(super) type ParseEnd = intf::lb_counter;
-/// The packet belongs to no service.
-pub(super) const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
-
-pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
-    u16::from_be_bytes([frame[offset], frame[offset + 1]])
-}
-
-fn u32_at(frame: &[u8], offset: usize) -> u32 {
-    u32::from_be_bytes(frame[offset..offset + 4].try_into().expect("four bytes"))
-}
 
 pub(super) fn address_at(frame: &[u8], offset: usize) -> IpAddr {
     Ipv4Addr::from(u32_at(frame, offset)).into()
@@ -53,14 +35,6 @@ pub(super) fn address_at(frame: &[u8], offset: usize) -> IpAddr {
 /// Returns source and destination of an IPv4 packet.
 pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
     [12, 16].map(|at| Ipv4Addr::from(u32_at(packet, at)))
-}
-
-/// Fields of an IP header that are read first, unchecked.
-pub(super) struct Outer {
-    pub destination_mac: [u8; 6],
-    /// Protocol number; in IPv6 the number of the next header.
-    pub protocol: u8,
-    pub vip: IpAddr,
 }
 
 /// Returns the fields that are read first; `None`: neither IPv4 nor IPv6, or too short for a destination address.
@@ -76,27 +50,6 @@ pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
         protocol: frame[ETHERNET_HEADER + 9],
         vip: address_at(frame, ETHERNET_HEADER + 16),
     })
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum FragmentPart {
-    Whole,
-    /// The first of several fragments, with the transport header.
-    First,
-    Later,
-}
-
-/// An IP packet or a fragment of one.
-pub(super) struct IpPacket<'a> {
-    pub client: IpAddr,
-    pub vip: IpAddr,
-    pub protocol: u8,
-    pub identification: u32,
-    pub part: FragmentPart,
-    /// Offset of the transport header in the frame.
-    pub transport: usize,
-    /// Bytes after the IP headers, to the packet's end.
-    pub payload: &'a [u8],
 }
 
 fn part(packet: &[u8]) -> FragmentPart {
@@ -232,15 +185,6 @@ pub(super) fn udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Pa
     Ok(Packet { client, vip, protocol: Protocol::Udp, flags: 0, tsecr: None })
 }
 
-/// The packet from VIP to client that an ICMP error quotes.
-pub(super) struct Quote {
-    pub protocol: u8,
-    pub client: SocketAddr,
-    pub vip: SocketAddr,
-    /// TSval, if the quoted packet is TCP and the quote includes TSval.
-    pub value: Option<u32>,
-}
-
 pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     if packet.vip.is_ipv6() { packet_ipv6::quote(packet) } else { quote_ipv4(packet) }
 }
@@ -275,39 +219,6 @@ fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
         vip: SocketAddr::new(packet.vip, u16_at(segment, 0)),
         value: if quoted[9] == Protocol::Tcp.number() { quoted_value(segment) } else { None },
     })
-}
-
-/// Returns TSval in the quoted part of a TCP segment.
-pub(super) fn quoted_value(segment: &[u8]) -> Option<u32> {
-    let header = usize::from(segment.get(12)? >> 4) * 4;
-    let options = segment.get(TCP_HEADER..header.min(segment.len()))?;
-    // A truncated list is malformed: then there is no timestamp.
-    let at = timestamp_at(options).ok().flatten()?;
-    Some(u32_at(options, at + 2))
-}
-
-struct Malformed;
-
-/// Returns the offset of the timestamp option. The options after it are not checked.
-fn timestamp_at(options: &[u8]) -> Result<Option<usize>, Malformed> {
-    let mut at = 0;
-    while at < options.len() {
-        match options[at] {
-            OPTION_END => return Ok(None),
-            OPTION_NOP => at += 1,
-            kind => {
-                let length = options.get(at + 1).copied().map_or(0, usize::from);
-                if length < 2 || at + length > options.len() {
-                    return Err(Malformed);
-                }
-                if kind == OPTION_TIMESTAMP && length == TIMESTAMP_LENGTH {
-                    return Ok(Some(at));
-                }
-                at += length;
-            }
-        }
-    }
-    Ok(None)
 }
 
 /// Returns the Internet checksum (RFC 1071) of `bytes`, of even length.

@@ -4,10 +4,10 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use coreward_intf as intf;
 
-use super::packet::{
-    ETHERNET_HEADER, FragmentPart, ICMP_HEADER, IpPacket, NOT_A_SERVICE, Outer, ParseEnd, QUOTED_BYTES, Quote,
-    quoted_value, u16_at,
+use super::ip_packet::{
+    ETHERNET_HEADER, FragmentPart, ICMP_HEADER, IpPacket, NOT_A_SERVICE, Outer, ParseEnd, QUOTED_BYTES, Quote, u16_at,
 };
+use super::timestamp_option::quoted_value;
 use crate::tuple::Protocol;
 
 pub(super) const ETHERTYPE_IPV6: u16 = 0x86dd;

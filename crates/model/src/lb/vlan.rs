@@ -3,7 +3,7 @@
 use coreward_intf as intf;
 
 use super::decision::Decision;
-use super::packet::{self, ETHERNET_HEADER};
+use super::ip_packet::{ETHERNET_HEADER, u16_at};
 use super::{LoadBalancer, Outcome, Verdict};
 use crate::ServerId;
 use crate::vlan::Vlan;
@@ -64,10 +64,10 @@ impl LoadBalancer {
     fn remove_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
         let is_ours = frame.len() >= ETHERNET_HEADER + TAG
             && frame[..6] == self.own_mac
-            && packet::u16_at(frame, TAG_AT) == ETHERTYPE_VLAN;
+            && u16_at(frame, TAG_AT) == ETHERTYPE_VLAN;
         is_ours.then(|| {
             let removed: Vec<u8> = frame.drain(TAG_AT..TAG_AT + TAG).collect();
-            packet::u16_at(&removed, 2)
+            u16_at(&removed, 2)
         })
     }
 

@@ -4,7 +4,7 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::vlans::Vlans;
+use coreward_testbed::topology::Vlans;
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 

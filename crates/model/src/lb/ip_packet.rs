@@ -1,0 +1,61 @@
+//! Parts of a packet that IPv4 and IPv6 share.
+
+use std::net::{IpAddr, SocketAddr};
+
+use coreward_intf as intf;
+
+pub(super) const ETHERNET_HEADER: usize = 14;
+pub(super) const ICMP_HEADER: usize = 8;
+/// Minimum length in bytes of the payload that an error quotes (RFC 792).
+pub(super) const QUOTED_BYTES: usize = 8;
+
+/// Counter of a packet whose parsing ends early.
+pub(super) type ParseEnd = intf::lb_counter;
+/// The packet belongs to no service.
+pub(super) const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+
+pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
+    u16::from_be_bytes([frame[offset], frame[offset + 1]])
+}
+
+pub(super) fn u32_at(frame: &[u8], offset: usize) -> u32 {
+    u32::from_be_bytes(frame[offset..offset + 4].try_into().expect("four bytes"))
+}
+
+/// Fields of an IP header that are read first, unchecked.
+pub(super) struct Outer {
+    pub destination_mac: [u8; 6],
+    /// Protocol number; in IPv6 the number of the next header.
+    pub protocol: u8,
+    pub vip: IpAddr,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FragmentPart {
+    Whole,
+    /// The first of several fragments, with the transport header.
+    First,
+    Later,
+}
+
+/// An IP packet or a fragment of one.
+pub(super) struct IpPacket<'a> {
+    pub client: IpAddr,
+    pub vip: IpAddr,
+    pub protocol: u8,
+    pub identification: u32,
+    pub part: FragmentPart,
+    /// Offset of the transport header in the frame.
+    pub transport: usize,
+    /// Bytes after the IP headers, to the packet's end.
+    pub payload: &'a [u8],
+}
+
+/// The packet from VIP to client that an ICMP error quotes.
+pub(super) struct Quote {
+    pub protocol: u8,
+    pub client: SocketAddr,
+    pub vip: SocketAddr,
+    /// TSval, if the quoted packet is TCP and the quote includes TSval.
+    pub value: Option<u32>,
+}

@@ -1,0 +1,42 @@
+//! The timestamp option of TCP (RFC 7323).
+
+use super::ip_packet::u32_at;
+
+pub(super) const TCP_HEADER: usize = 20;
+const OPTION_END: u8 = 0;
+const OPTION_NOP: u8 = 1;
+const OPTION_TIMESTAMP: u8 = 8;
+const TIMESTAMP_LENGTH: usize = 10;
+
+pub(super) struct Malformed;
+
+/// Returns the offset of the timestamp option. The options after it are not checked.
+pub(super) fn timestamp_at(options: &[u8]) -> Result<Option<usize>, Malformed> {
+    let mut at = 0;
+    while at < options.len() {
+        match options[at] {
+            OPTION_END => return Ok(None),
+            OPTION_NOP => at += 1,
+            kind => {
+                let length = options.get(at + 1).copied().map_or(0, usize::from);
+                if length < 2 || at + length > options.len() {
+                    return Err(Malformed);
+                }
+                if kind == OPTION_TIMESTAMP && length == TIMESTAMP_LENGTH {
+                    return Ok(Some(at));
+                }
+                at += length;
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Returns TSval in the quoted part of a TCP segment.
+pub(super) fn quoted_value(segment: &[u8]) -> Option<u32> {
+    let header = usize::from(segment.get(12)? >> 4) * 4;
+    let options = segment.get(TCP_HEADER..header.min(segment.len()))?;
+    // A truncated list is malformed: then there is no timestamp.
+    let at = timestamp_at(options).ok().flatten()?;
+    Some(u32_at(options, at + 2))
+}

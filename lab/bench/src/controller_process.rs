@@ -1,0 +1,205 @@
+//! Process of a controller that a bench measures, and its clients.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_api::types::Status;
+use coreward_http::client::Client;
+use coreward_http::tokens::token_file;
+use coreward_rpc::v1::control_client::ControlClient;
+use coreward_tls::connect::Connector;
+use coreward_tls::{Role, Tls};
+use coreward_wire::v1::{dataplane_update, load_balancer_message};
+use coreward_wire::{table, v1};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+use tonic::transport::{Channel, Endpoint};
+
+use crate::certificates::Certificates;
+
+/// Options of the measured process.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ProcessArgs {
+    #[arg(long)]
+    config: std::path::PathBuf,
+}
+
+/// Runs the measured process: the controller as `coreward controller` runs it. Fails as the controller does.
+pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
+    coreward_control_server::server::run(&args.config)
+}
+
+/// Temporary directory; removed when dropped.
+pub(crate) struct Scratch(pub(crate) std::path::PathBuf);
+
+impl Scratch {
+    pub(crate) fn new() -> anyhow::Result<Self> {
+        let path = std::env::temp_dir().join(format!("coreward-bench-{}", std::process::id()));
+        std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Process of the measured controller; killed when dropped.
+pub(crate) struct Controller {
+    pub(crate) process: Child,
+    pub(crate) address: SocketAddr,
+    /// Address of the controller's HTTP API.
+    api: SocketAddr,
+    /// Token of an operator.
+    token_file: PathBuf,
+    /// Address of the controller's metrics.
+    pub(crate) metrics: SocketAddr,
+    /// Certificates of all parts; `None`: connections without TLS.
+    certificates: Option<Certificates>,
+}
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+impl Controller {
+    pub(crate) fn start(fleet: &str, certificates: Option<Certificates>, directory: &Path) -> anyhow::Result<Self> {
+        std::fs::write(directory.join("fleet.toml"), fleet)?;
+        Self::spawn("fleet = \"fleet.toml\"\n", certificates, directory)
+    }
+
+    pub(crate) fn start_without_fleet(directory: &Path) -> anyhow::Result<Self> {
+        Self::spawn("", None, directory)
+    }
+
+    fn spawn(keys: &str, certificates: Option<Certificates>, directory: &Path) -> anyhow::Result<Self> {
+        // A free port, which the controller binds shortly afterwards.
+        let free = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
+        let (address, api, metrics) = (free()?, free()?, free()?);
+        let store = directory.join("controller.redb");
+        let config = directory.join("controller.toml");
+        let tls = certificates.as_ref().map(|all| all.table(Role::Controller, "controller")).transpose()?;
+        std::fs::write(
+            &config,
+            format!(
+                "listen = \"{address}\"\napi = \"{api}\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}{}",
+                tls.unwrap_or_default()
+            ),
+        )?;
+        let mut command = Command::new(std::env::current_exe()?);
+        let process = command.args(["bench", "controller-process"]).arg("--config").arg(config).spawn()?;
+        let token_file = token_file(directory, coreward_api::Role::Operator);
+        Ok(Self { process, address, api, token_file, metrics, certificates })
+    }
+
+    /// Waits until the controller accepts connections.
+    pub(crate) async fn wait_until_listening(&mut self) -> anyhow::Result<()> {
+        for _ in 0..100 {
+            if TcpStream::connect(self.address).await.is_ok() {
+                return Ok(());
+            }
+            let ended = self.process.try_wait()?;
+            ensure!(ended.is_none(), "the controller ended: {ended:?}");
+            sleep(Duration::from_millis(50)).await;
+        }
+        anyhow::bail!("no connection to the controller at {}", self.address)
+    }
+
+    /// Returns the table `[tls]` for the file of another part; empty without TLS.
+    pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
+        Ok(self.certificates.as_ref().map(|all| all.table(role, name)).transpose()?.unwrap_or_default())
+    }
+
+    /// Connects with this role and name, once the controller listens.
+    pub(crate) async fn connect_as(&mut self, role: Role, name: &str) -> anyhow::Result<ControlClient<Channel>> {
+        self.wait_until_listening().await?;
+        let files = self.certificates.as_ref().map(|all| all.issue(role, name)).transpose()?;
+        let tls = files.map(Tls::load).transpose()?;
+        let connector = Connector::new(self.address, tls.map(|tls| (tls, &[Role::Controller][..])));
+        let endpoint = Endpoint::from_shared(format!("http://{}", self.address))?;
+        Ok(ControlClient::new(endpoint.connect_with_connector(connector).await?))
+    }
+
+    /// Returns a client with an operator's token, once the API answers.
+    pub(crate) async fn operator_client(&mut self) -> anyhow::Result<Client> {
+        self.wait_until_listening().await?;
+        Client::new(self.api.into(), &self.token_file)
+    }
+
+    /// Returns the controller's status of everything.
+    pub(crate) async fn status(&mut self) -> anyhow::Result<Status> {
+        self.operator_client().await?.status(false).await
+    }
+
+    /// CPU time of the controller's process so far (s), in user and in kernel mode: fields 14 and 15 of proc(5).
+    pub(crate) fn cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
+        let text = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
+        let (_, fields) = text.rsplit_once(") ").context("a stat file without a name in brackets")?;
+        let field = |number: usize| -> anyhow::Result<f64> {
+            Ok(fields.split(' ').nth(number - 3).context("a short stat file")?.parse::<f64>()?)
+        };
+        let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no clock ticks")? as f64;
+        Ok((field(14)? / ticks, field(15)? / ticks))
+    }
+
+    pub(crate) fn resident_mib(&self) -> anyhow::Result<u64> {
+        self.memory_mib("VmRSS:")
+    }
+
+    /// Returns the value of a line of proc(5)'s status file (MiB).
+    pub(crate) fn memory_mib(&self, name: &str) -> anyhow::Result<u64> {
+        let text = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name}"))?;
+        Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
+    }
+}
+
+pub(crate) async fn subscribe(
+    controller: &mut Controller,
+    balancer: u32,
+) -> anyhow::Result<Streaming<v1::DataplaneUpdate>> {
+    let (sender, receiver) = mpsc::channel(1);
+    let registration = v1::LoadBalancerRegistration {
+        name: format!("lb{balancer}"),
+        version: "bench".into(),
+        address: Vec::new(),
+        configuration_generation: 0,
+    };
+    let message = Some(load_balancer_message::Message::Registration(registration));
+    sender.send(v1::LoadBalancerMessage { message }).await?;
+    let updates = controller
+        .connect_as(Role::Lb, &format!("lb{balancer}"))
+        .await?
+        .load_balancer(ReceiverStream::new(receiver))
+        .await?
+        .into_inner();
+    // The stream ends when no sender is left.
+    tokio::spawn(async move {
+        sender.closed().await;
+    });
+    Ok(updates)
+}
+
+/// Returns the arrival times of the tables, and the size of the last one, once the controller ends.
+pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
+    let (mut arrivals, mut size) = (Vec::new(), 0);
+    while let Ok(Some(update)) = updates.message().await {
+        if let Some(dataplane_update::Update::Table(bytes)) = update.update {
+            size = bytes.len();
+            table::decode(bytes).expect("the controller sends tables that can be read");
+            arrivals.push(Instant::now());
+        }
+    }
+    (arrivals, size)
+}
