@@ -20,6 +20,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::codegen::BoxStream;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::reducer::Reducer;
@@ -287,29 +288,28 @@ fn agents_only_status() -> Status {
 
 #[tonic::async_trait]
 impl Control for Service {
-    type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
-    type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
-    type RackStream = ReceiverStream<Result<v1::RackUpdate, Status>>;
-
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
-    ) -> Result<Response<Self::AgentStream>, Status> {
+    ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
         let peer = AuthenticatedPeer::of(&request, &self.security)?;
         let (answers, updates) = mpsc::channel(QUEUE_LENGTH);
         let (stream, up) = self.shared.begin(answers)?;
         tokio::spawn(serve(self.shared.clone(), peer, stream, request.into_inner(), up));
-        Ok(Response::new(ReceiverStream::new(updates)))
+        Ok(Response::new(Box::pin(ReceiverStream::new(updates))))
     }
 
     async fn load_balancer(
         &self,
         _request: Request<Streaming<v1::LoadBalancerMessage>>,
-    ) -> Result<Response<Self::LoadBalancerStream>, Status> {
+    ) -> Result<Response<BoxStream<v1::DataplaneUpdate>>, Status> {
         Err(agents_only_status())
     }
 
-    async fn rack(&self, _request: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
+    async fn rack(
+        &self,
+        _request: Request<Streaming<v1::RackMessage>>,
+    ) -> Result<Response<BoxStream<v1::RackUpdate>>, Status> {
         Err(agents_only_status())
     }
 

@@ -20,6 +20,7 @@ use coreward_wire::v1::agent_message::Message;
 use coreward_wire::{AgentConfiguration, PreviousServer, Report, SocketAnswer, SocketQuery, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::codegen::BoxStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::support::{CORES, busy_file, config, configuration, counter, get, server_id, testbed, wait_until};
@@ -36,14 +37,10 @@ struct Listener {
 
 #[tonic::async_trait]
 impl Control for Listener {
-    type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
-    type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
-    type RackStream = ReceiverStream<Result<v1::RackUpdate, Status>>;
-
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
-    ) -> Result<Response<Self::AgentStream>, Status> {
+    ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
         if self.refuse {
             self.refused.fetch_add(1, Ordering::Relaxed);
             return Err(Status::not_found("server s1 is not in the controller's file"));
@@ -58,22 +55,7 @@ impl Control for Listener {
             }
             drop(sender);
         });
-        Ok(Response::new(ReceiverStream::new(receiver)))
-    }
-
-    async fn load_balancer(
-        &self,
-        _: Request<Streaming<v1::LoadBalancerMessage>>,
-    ) -> Result<Response<Self::LoadBalancerStream>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn rack(&self, _: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn fleet(&self, _: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        Err(Status::unimplemented("not here"))
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 }
 

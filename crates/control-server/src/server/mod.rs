@@ -47,6 +47,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::codegen::BoxStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api;
@@ -494,8 +495,11 @@ fn rejection_status(refused: &Rejection) -> Status {
 }
 
 /// Returns a stream with the leader's term: a peer that has seen a newer term disconnects.
-fn stream_response<T>(shared: &ControllerState, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
-    let mut response = Response::new(ReceiverStream::new(stream));
+fn stream_response<T: Send + 'static>(
+    shared: &ControllerState,
+    updates: mpsc::Receiver<Result<T, Status>>,
+) -> Response<BoxStream<T>> {
+    let mut response: Response<BoxStream<T>> = Response::new(Box::pin(ReceiverStream::new(updates)));
     if let Some(leadership) = shared.leadership() {
         response.metadata_mut().insert(TERM_HEADER, leadership.term().into());
     }
@@ -521,14 +525,10 @@ impl Service {
 
 #[tonic::async_trait]
 impl Control for Service {
-    type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
-    type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
-    type RackStream = ReceiverStream<Result<v1::RackUpdate, Status>>;
-
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
-    ) -> Result<Response<Self::AgentStream>, Status> {
+    ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
         let peer = self.peer(&request, &[Role::Agent])?;
         let (answers, stream) = mpsc::channel(1);
         let source = ReportSource::Agent(peer);
@@ -541,7 +541,7 @@ impl Control for Service {
     async fn load_balancer(
         &self,
         request: Request<Streaming<v1::LoadBalancerMessage>>,
-    ) -> Result<Response<Self::LoadBalancerStream>, Status> {
+    ) -> Result<Response<BoxStream<v1::DataplaneUpdate>>, Status> {
         let peer = self.peer(&request, &[Role::Lb])?;
         let (updates, stream) = mpsc::channel(MAX_UNCONFIRMED_TABLES);
         let shared = self.election.shared()?;
@@ -550,7 +550,10 @@ impl Control for Service {
         Ok(begun)
     }
 
-    async fn rack(&self, request: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
+    async fn rack(
+        &self,
+        request: Request<Streaming<v1::RackMessage>>,
+    ) -> Result<Response<BoxStream<v1::RackUpdate>>, Status> {
         let peer = self.peer(&request, &[Role::Rack])?;
         let (updates, stream) = mpsc::channel(1);
         let shared = self.election.shared()?;
