@@ -1,9 +1,9 @@
 //! The agent's file; docs/config.md is the reference for users.
 
 use std::net::{IpAddr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use coreward_config::{AbsolutePath, Diagnostics, Interface, Name, Source, config_enum, config_struct, string_enum};
+use coreward_config::{AbsolutePath, Interface, Name, config_enum, config_file, config_struct, string_enum};
 use coreward_daemon::Controllers;
 
 config_struct! {
@@ -88,20 +88,12 @@ config_enum! {
     }
 }
 
-impl Config {
-    /// Reads and parses the file. Fails when the file cannot be read; the error lists every mistake.
-    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
-        Self::parse(&Source::read(path)?)
-    }
-
-    /// Parses the file; the error lists every mistake.
-    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|config, _| Some(config))
-    }
-}
+config_file!(Config);
 
 #[cfg(test)]
 mod tests {
+    use coreward_config::Source;
+
     use super::*;
 
     const MINIMAL: &str = r#"server = "s1"

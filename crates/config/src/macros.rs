@@ -219,3 +219,25 @@ macro_rules! config_enum {
         }
     };
 }
+
+/// Implements `load` and `parse` of a file's configuration. `$check` checks combinations of values, as that of
+/// [`Source::read_as`](crate::Source::read_as).
+#[macro_export]
+macro_rules! config_file {
+    ($config:ident) => {
+        $crate::config_file!($config, |config: $config, _| Some(config));
+    };
+    ($config:ident, $check:expr) => {
+        impl $config {
+            /// Reads and parses the file. Fails when the file cannot be read; the error lists every mistake.
+            pub fn load(path: &std::path::Path) -> Result<Self, $crate::Diagnostics> {
+                Self::parse(&$crate::Source::read(path)?)
+            }
+
+            /// Parses the file; the error lists every mistake.
+            pub fn parse(source: &$crate::Source) -> Result<Self, $crate::Diagnostics> {
+                source.read_as($check)
+            }
+        }
+    };
+}

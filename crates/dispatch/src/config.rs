@@ -1,13 +1,13 @@
 //! The file of `coreward dispatch`, which is `[dispatch]` in the agent's; docs/dispatch.md is the reference for users.
 
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::serde_json::Value;
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    AbsolutePath, BoundedDuration, Diagnostics, Field, FromToml, HOUR, Number, Reader, Source, Spanned, config_struct,
+    AbsolutePath, BoundedDuration, Field, FromToml, HOUR, Number, Reader, Spanned, config_file, config_struct,
     string_enum,
 };
 use coreward_dataplane::dispatch::{
@@ -168,17 +168,7 @@ struct PolicyName(Policy);
 
 string_enum!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_owned(), PolicyName(policy))));
 
-impl Config {
-    /// Fails when the file cannot be read; the error lists every mistake.
-    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
-        Self::parse(&Source::read(path)?)
-    }
-
-    /// The error lists every mistake.
-    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|table: Table, reader| Some(table.check(reader)))
-    }
-}
+config_file!(Config, |table: Table, reader| Some(table.check(reader)));
 
 /// Decodes a table of another daemon's file.
 impl FromToml for Config {
@@ -319,6 +309,10 @@ fn matched(kind: &TypeTable, field: Option<&FieldTable>) -> Result<(Bytes, Bytes
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use coreward_config::Source;
+
     use super::*;
 
     fn parse(text: &str) -> Result<Config, String> {

@@ -1,11 +1,11 @@
 //! The load balancer's file; docs/config.md is the reference for users.
 
 use std::net::{IpAddr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, BoundedDuration, Diagnostics, HOUR, Interface, MINUTE, Name, Number, SECOND, Source, config_struct,
+    AbsolutePath, BoundedDuration, HOUR, Interface, MINUTE, Name, Number, SECOND, config_file, config_struct,
     string_enum,
 };
 use coreward_daemon::Controllers;
@@ -121,17 +121,7 @@ string_enum!(
         .map(|(name, mode)| (name.to_owned(), mode))
 );
 
-impl Config {
-    /// Reads and parses the file. Fails when the file cannot be read; the error lists every mistake.
-    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
-        Self::parse(&Source::read(path)?)
-    }
-
-    /// Parses the file; the error lists every mistake.
-    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|config, _| Some(config))
-    }
-}
+config_file!(Config);
 
 #[cfg(test)]
 mod tests {

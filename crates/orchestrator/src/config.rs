@@ -2,12 +2,12 @@
 
 use std::net::{SocketAddr, SocketAddrV4};
 use std::num::NonZeroU16;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, BoundedDuration, Diagnostics, HOUR, Interface, MILLISECOND, Name, Number, Reader, SECOND, Source,
-    Spanned, config_struct, string_enum,
+    AbsolutePath, BoundedDuration, HOUR, Interface, MILLISECOND, Name, Number, Reader, SECOND, Spanned, config_file,
+    config_struct, string_enum,
 };
 use coreward_model::dispatch::{
     FeoConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, RankRule, Ranking, RateLimit,
@@ -175,17 +175,7 @@ string_enum!(
     ]
 );
 
-impl Config {
-    /// Reads and parses the file. Fails when the file cannot be read; the error lists every mistake.
-    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
-        Self::parse(&Source::read(path)?)
-    }
-
-    /// Parses the file; the error lists every mistake.
-    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|table: Table, reader| table.check(reader))
-    }
-}
+config_file!(Config, |table: Table, reader| table.check(reader));
 
 impl Table {
     fn check(self, reader: &mut Reader<'_>) -> Option<Config> {

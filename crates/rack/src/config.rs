@@ -1,10 +1,9 @@
 //! The rack controller's file; docs/config.md is the reference for users.
 
 use std::net::SocketAddr;
-use std::path::Path;
 use std::time::Duration;
 
-use coreward_config::{BoundedDuration, Diagnostics, MILLISECOND, MINUTE, Name, Number, Source, config_struct};
+use coreward_config::{BoundedDuration, MILLISECOND, MINUTE, Name, Number, config_file, config_struct};
 use coreward_daemon::Controllers;
 use coreward_listener::security::ListenerConfig;
 use coreward_model::policy::MAX_CANDIDATES;
@@ -39,17 +38,9 @@ config_struct! {
     }
 }
 
+config_file!(Config);
+
 impl Config {
-    /// Reads and parses the file.
-    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
-        Self::parse(&Source::read(path)?)
-    }
-
-    /// Parses the file, or returns all mistakes.
-    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|config, _| Some(config))
-    }
-
     /// Returns the settings of the listening socket.
     pub fn listener_config(&self) -> ListenerConfig<'_> {
         let Self { listen, tls, revoked_certificates, allow_plaintext, .. } = self;
@@ -59,6 +50,8 @@ impl Config {
 
 #[cfg(test)]
 mod tests {
+    use coreward_config::Source;
+
     use super::*;
 
     #[test]

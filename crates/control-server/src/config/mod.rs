@@ -8,7 +8,7 @@ pub mod file;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use coreward_config::{Diagnostics, Secret, Source, Spanned};
+use coreward_config::{Reader, Secret, Spanned, config_file};
 use coreward_listener::security::ListenerConfig;
 use coreward_model::rss::RssKey;
 use coreward_tls::certificate::Fingerprint;
@@ -76,44 +76,37 @@ impl ControllerConfig {
         ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }
     }
 
-    /// Reads and parses the file. The error lists every mistake.
-    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
-        Self::parse(&Source::read(path)?)
-    }
-
-    /// Parses the text of the file. The error lists every mistake.
-    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|file: ControllerFile, reader| {
-            let listen = file.listen.value;
-            let api = *file.api.get_ref();
-            if file.tls.is_none() && !api.ip().is_loopback() {
-                let expected = "expected `[tls]`, or an address of this host only, as \"127.0.0.1:7401\"";
-                reader.report(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
-            }
-            let fleet = file.fleet.as_ref().map(Spanned::span);
-            let store =
-                etcd::store_place(file.store, file.etcd, ListenAddresses { parts: listen, api }, fleet, reader)?;
-            let listen = listen?;
-            let token_directory = match (file.token_directory, &store) {
-                (Some(directory), _) => reader.resolve_path(&directory),
-                (None, StoreLocation::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
-                (None, StoreLocation::Etcd(_)) => STATE_DIRECTORY.into(),
-            };
-            Some(Self {
-                listen,
-                api,
-                token_directory,
-                store,
-                metrics: file.metrics,
-                fleet: file.fleet.map(|path| reader.resolve_path(path.get_ref())),
-                rss_key: file.rss_key_file,
-                tls: file.tls,
-                revoked_certificates: file.revoked_certificates,
-                allow_plaintext: file.allow_plaintext,
-            })
+    fn from_file(file: ControllerFile, reader: &mut Reader<'_>) -> Option<Self> {
+        let listen = file.listen.value;
+        let api = *file.api.get_ref();
+        if file.tls.is_none() && !api.ip().is_loopback() {
+            let expected = "expected `[tls]`, or an address of this host only, as \"127.0.0.1:7401\"";
+            reader.report(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
+        }
+        let fleet = file.fleet.as_ref().map(Spanned::span);
+        let store = etcd::store_place(file.store, file.etcd, ListenAddresses { parts: listen, api }, fleet, reader)?;
+        let listen = listen?;
+        let token_directory = match (file.token_directory, &store) {
+            (Some(directory), _) => reader.resolve_path(&directory),
+            (None, StoreLocation::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
+            (None, StoreLocation::Etcd(_)) => STATE_DIRECTORY.into(),
+        };
+        Some(Self {
+            listen,
+            api,
+            token_directory,
+            store,
+            metrics: file.metrics,
+            fleet: file.fleet.map(|path| reader.resolve_path(path.get_ref())),
+            rss_key: file.rss_key_file,
+            tls: file.tls,
+            revoked_certificates: file.revoked_certificates,
+            allow_plaintext: file.allow_plaintext,
         })
     }
 }
+
+config_file!(ControllerConfig, ControllerConfig::from_file);
 
 /// The state directory of the packaged unit, the only writable one.
 const STATE_DIRECTORY: &str = "/var/lib/coreward";
