@@ -83,7 +83,7 @@ static __noinline __u64 next_best(__u32 class)
 }
 
 /* Returns the worker at a position of the rotation. */
-static __always_inline __u32 by_order(__u32 position)
+static __always_inline __u32 worker_at(__u32 position)
 {
 	return state.order[position & (MAX_DISPATCH_WORKERS - 1)];
 }
@@ -99,9 +99,9 @@ static __always_inline __u32 choose(__u32 class, __u32 hash, bool *over_bound)
 
 	if (policy == DISPATCH_POLICY_RANDOM && count)
 		/* The selection is that of reuseport_select_sock_by_hash in net/core/sock_reuseport.c. */
-		return by_order((__u64)hash * count >> 32);
+		return worker_at((__u64)hash * count >> 32);
 	if (policy == DISPATCH_POLICY_RR && count)
-		return by_order(__sync_fetch_and_add(&state.turn, 1) % count);
+		return worker_at(__sync_fetch_and_add(&state.turn, 1) % count);
 	rank = least_loaded_slot(class);
 	if (policy == DISPATCH_POLICY_JSQ)
 		*over_bound = (rank >> RANK_SHIFT & DISPATCH_COUNT_MASK) >= state.bound[0][0];

@@ -21,7 +21,7 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
     ensure!(source != target, "{} and {} name the same store: expected two", from.display(), to.display());
-    let (source, mut target) = (Opened::open(&source)?, Opened::open(&target)?);
+    let (source, mut target) = (OpenStore::open(&source)?, OpenStore::open(&target)?);
     let mut records =
         source.store.load()?.with_context(|| format!("the store of {} has no records", from.display()))?;
     if let Some(before) = target.store.load()? {
@@ -40,12 +40,12 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
 }
 
 /// Store that is open for the copy only.
-struct Opened {
+struct OpenStore {
     store: Store,
     leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,
 }
 
-impl Opened {
+impl OpenStore {
     fn open(place: &StoreLocation) -> anyhow::Result<Self> {
         match place {
             StoreLocation::Embedded(file) => {
@@ -64,7 +64,7 @@ impl Opened {
     }
 }
 
-impl Drop for Opened {
+impl Drop for OpenStore {
     fn drop(&mut self) {
         if let Some((cluster, leadership)) = &self.leadership
             && let Err(error) = cluster.block_on(leadership.resign())

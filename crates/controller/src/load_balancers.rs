@@ -125,8 +125,8 @@ impl LoadBalancers {
         is_ahead.then_some(name)
     }
 
-    /// Returns load balancers that had a newer configuration than the store, and its generation. A document that an
-    /// operator applies later ends this state.
+    /// Returns the name and the generation of each load balancer whose configuration is newer than the store's.
+    /// `document`: generation of the stored document; a load balancer counts until a later document is applied.
     pub fn ahead(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
             let ahead = balancer.ahead.filter(|ahead| ahead.document == document)?;

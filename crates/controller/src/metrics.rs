@@ -41,7 +41,7 @@ metrics! {
         Counter, "coreward_reports_ahead_total", &[], &[Component::Controller],
         "Reports sent more than a second ahead of the controller's wall clock",
     );
-    SERVERS: Family<1> = family(Gauge, "coreward_servers", &["state"], &[Component::Controller], "Servers, by state");
+    SERVER_COUNT: Family<1> = family(Gauge, "coreward_servers", &["state"], &[Component::Controller], "Servers, by state");
     SERVICE_SERVERS: Family<2> = family(
         Gauge, "coreward_service_servers", &["service", "state"], &[Component::Controller],
         "Servers of a service, by state",
@@ -97,7 +97,7 @@ pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
     }
     for state in ServerState::ALL {
         let count = status.servers.iter().filter(|server| server.state == state).count();
-        page.add(&SERVERS, [state.name()], count as f64);
+        page.add(&SERVER_COUNT, [state.name()], count as f64);
     }
     for service in &status.services {
         for state in ServerState::ALL {

@@ -19,12 +19,12 @@ use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
 use coreward_fleet::records::Records;
 
-const SERVERS: usize = 3;
+const SERVER_COUNT: usize = 3;
 const RETIRE_AFTER: Duration = Duration::from_secs(1000);
 
 fn config(more: &str, service: &str) -> FleetConfig {
     let mut text = format!("max_connection_lifetime = \"1000s\"\n{more}");
-    for n in 0..SERVERS {
+    for n in 0..SERVER_COUNT {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
     }
     text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service}");
@@ -81,7 +81,7 @@ impl Harness {
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(5, 0));
         records.apply(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
-        let agents = (0..SERVERS).map(|_| Peer::new()).collect();
+        let agents = (0..SERVER_COUNT).map(|_| Peer::new()).collect();
         let balancers = vec![Peer::new(), Peer::new()];
         Self { config, records, controller, now: Duration::ZERO, balancers, agents, sequence: 0, rotations: 0 }
     }
@@ -177,14 +177,14 @@ impl Harness {
     /// Starts another process with the records, and without connections.
     fn restart_controller(&mut self) {
         (0..self.balancers.len()).for_each(|n| self.disconnect_balancer(n));
-        (0..SERVERS).for_each(|n| self.disconnect_agent(n));
+        (0..SERVER_COUNT).for_each(|n| self.disconnect_agent(n));
         self.records.generation += 1;
         self.controller = Controller::new(Fleet::new(&self.config, &self.records));
     }
 
     fn connect_all(&mut self) {
         (0..self.balancers.len()).for_each(|n| self.connect_balancer(n));
-        (0..SERVERS).for_each(|n| self.connect_agent(n));
+        (0..SERVER_COUNT).for_each(|n| self.connect_agent(n));
     }
 
     /// Delivers and confirms everything.
@@ -208,7 +208,7 @@ impl Harness {
     }
 
     fn apply_event(&mut self, event: u8, n: usize) {
-        let (balancer, agent) = (n % self.balancers.len(), n % SERVERS);
+        let (balancer, agent) = (n % self.balancers.len(), n % SERVER_COUNT);
         match event {
             0..3 => self.balancers[balancer].receive(),
             3..6 => self.agents[agent].receive(),
@@ -298,7 +298,7 @@ fn rotation_has_two_phases_and_changes_the_stamping_key() {
     assert_eq!(announced.keys.current, first.keys.current);
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "no daemon has confirmed it");
     let status = harness.controller.keys(harness.now());
-    assert_eq!((status.phase, status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVERS));
+    assert_eq!((status.phase, status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVER_COUNT));
     harness.settle();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Switch)));
     harness.step(KeyStep::Switch);

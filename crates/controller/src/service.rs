@@ -333,7 +333,7 @@ impl Service {
         down.map(|(id, _)| *id)
     }
 
-    /// Returns [`PlacementTable::core_slot_ages`] for a new table.
+    /// Records the servers in a new table and returns its [`PlacementTable::core_slot_ages`].
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
         self.dirty.is_in_table(table.generation);
         if table.rule != Rule::LeastAssigned {

@@ -13,8 +13,8 @@ use super::*;
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::records::Records;
 
-const SERVERS: usize = 10;
-const CORES: usize = 4;
+const SERVER_COUNT: usize = 10;
+const CORE_COUNT: usize = 4;
 /// New connections in 100 ms, all together, and the intervals that each lives.
 const PER_INTERVAL: u64 = 20;
 const LIFE: usize = 50;
@@ -35,7 +35,7 @@ struct Harness {
     random: u32,
     /// Cores of the open connections, by the interval in which they came.
     open: VecDeque<Vec<(usize, usize)>>,
-    busy: Vec<[u64; CORES]>,
+    busy: Vec<[u64; CORE_COUNT]>,
     opened: Vec<u64>,
     is_byzantine: bool,
     /// RSS key of the false reports, and the hash under it of every connection; `None`: the others' key.
@@ -45,7 +45,7 @@ struct Harness {
 impl Harness {
     fn new(policy: &str, is_byzantine: bool) -> Self {
         let mut text = String::new();
-        for n in 0..SERVERS {
+        for n in 0..SERVER_COUNT {
             text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
         }
         text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
@@ -53,7 +53,7 @@ impl Harness {
         let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
-        let sessions = (0..SERVERS).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        let sessions = (0..SERVER_COUNT).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
         let balancer = controller.register_load_balancer("lb1", at(0)).unwrap();
         Self {
             controller,
@@ -61,8 +61,8 @@ impl Harness {
             balancer,
             random: 7,
             open: VecDeque::new(),
-            busy: vec![[0; CORES]; SERVERS],
-            opened: vec![0; SERVERS],
+            busy: vec![[0; CORE_COUNT]; SERVER_COUNT],
+            opened: vec![0; SERVER_COUNT],
             is_byzantine,
             own_key: None,
         }
@@ -75,7 +75,7 @@ impl Harness {
             }
         }
         for (n, session) in self.sessions.iter().enumerate() {
-            let mut rss = (interval == 0).then(|| plain_rss(128, CORES as u32));
+            let mut rss = (interval == 0).then(|| plain_rss(128, CORE_COUNT as u32));
             if let Some((key, _)) = self.own_key.as_ref().filter(|_| n == IMPOSTOR)
                 && let Some(rss) = rss.as_mut().and_then(|reported| reported.rss.as_mut())
             {
@@ -100,7 +100,7 @@ impl Harness {
             let chosen = table.choose_by_hash(&mut assigned, |group| own_hash(&table.groups[group]).unwrap_or(hash));
             let server = usize::from(chosen.unwrap().get());
             self.opened[server] += 1;
-            new.push((server, hash as usize % CORES));
+            new.push((server, hash as usize % CORE_COUNT));
         }
         self.open.push_back(new);
         if self.open.len() > LIFE {

@@ -18,19 +18,19 @@ use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::Records;
 
-const SERVERS: usize = 4;
+const SERVER_COUNT: usize = 4;
 const POLICIES: [&str; 4] = ["hash", "crossrss-plus", "least", "pow2"];
 
 /// Whether each server takes new connections; `None`: it is not in the document.
-type States = [Option<bool>; SERVERS];
+type States = [Option<bool>; SERVER_COUNT];
 
 #[derive(Debug, Clone)]
 enum Change {
     Report { server: usize, busy_ms: u64, cores: u32 },
     Disconnect { server: usize },
     Configure { states: States, weight: u32, capacity: Option<u32>, slow_start: bool, fail_open: bool },
-    Check { down: [bool; SERVERS] },
-    Unresolved { servers: [bool; SERVERS] },
+    Check { down: [bool; SERVER_COUNT] },
+    Unresolved { servers: [bool; SERVER_COUNT] },
     Traffic { server: usize, opened: u64 },
     LoseLoadBalancer,
     Nothing,
@@ -41,17 +41,17 @@ fn change() -> impl Strategy<Value = Change> {
     let states = [state.clone(), state.clone(), state.clone(), state];
     let capacity = proptest::option::of(1..4u32);
     prop_oneof![
-        6 => (0..SERVERS, 0..100u64, 1..3u32)
+        6 => (0..SERVER_COUNT, 0..100u64, 1..3u32)
             .prop_map(|(server, busy_ms, cores)| Change::Report { server, busy_ms, cores: 2 * cores }),
-        1 => (0..SERVERS).prop_map(|server| Change::Disconnect { server }),
+        1 => (0..SERVER_COUNT).prop_map(|server| Change::Disconnect { server }),
         2 => (states, 1..4u32, capacity, any::<bool>(), any::<bool>()).prop_map(
             |(states, weight, capacity, slow_start, fail_open)| {
                 Change::Configure { states, weight, capacity, slow_start, fail_open }
             }
         ),
-        2 => any::<[bool; SERVERS]>().prop_map(|down| Change::Check { down }),
-        1 => any::<[bool; SERVERS]>().prop_map(|servers| Change::Unresolved { servers }),
-        2 => (0..SERVERS, 1..50u64).prop_map(|(server, opened)| Change::Traffic { server, opened }),
+        2 => any::<[bool; SERVER_COUNT]>().prop_map(|down| Change::Check { down }),
+        1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| Change::Unresolved { servers }),
+        2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened)| Change::Traffic { server, opened }),
         1 => Just(Change::LoseLoadBalancer),
         2 => Just(Change::Nothing),
     ]
@@ -85,7 +85,7 @@ fn config(change: &Change) -> FleetConfig {
 struct Harness {
     controller: Controller,
     records: Records,
-    agents: [Option<Session>; SERVERS],
+    agents: [Option<Session>; SERVER_COUNT],
     sequence: u64,
     load_balancer: Option<u64>,
     traffic: TrafficMessage,
@@ -95,7 +95,7 @@ struct Harness {
 
 impl Harness {
     fn all_servers() -> Change {
-        let states = [Some(true); SERVERS];
+        let states = [Some(true); SERVER_COUNT];
         Change::Configure { states, weight: 1, capacity: None, slow_start: false, fail_open: false }
     }
 
@@ -133,7 +133,7 @@ impl Harness {
             Change::Check { down } => {
                 let Some(session) = self.load_balancer(now) else { return };
                 let indexes: Vec<_> = self.controller.services.iter().map(|service| service.fleet().index).collect();
-                let servers = indexes.into_iter().flat_map(|index| (0..SERVERS).map(move |n| (index, n)));
+                let servers = indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
                 let checked = |verdict| CheckedServer { verdict: Some(verdict), ..Default::default() };
                 let verdict = |n: usize| checked(if down[n] { Verdict::Down } else { Verdict::Up });
                 let servers = servers.map(|(index, n)| (index, id(n), verdict(n))).collect();

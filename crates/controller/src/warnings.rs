@@ -11,7 +11,8 @@ impl Controller {
                 load_balancer = name,
                 generation,
                 stored_generation = self.fleet.generation,
-                "the load balancer has a newer configuration than the store: restore the store's newest copy"
+                "the load balancer has a newer configuration than the store, and keeps it: restore the store's newest \
+                 backup"
             );
         }
     }

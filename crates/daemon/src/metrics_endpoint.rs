@@ -20,7 +20,7 @@ use coreward_metrics::snapshot::Snapshot;
 /// Media type of OpenMetrics 1.0, which prometheus-client writes.
 const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Limit of concurrent connections; further connections wait.
-const CONNECTIONS: usize = 8;
+const MAX_CONNECTIONS: usize = 8;
 /// Time limit from the connection to the end of the answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const HEADERS_LIMIT: usize = 16 << 10;
@@ -112,7 +112,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
     address: SocketAddr,
     collect: impl Fn() -> F + Clone + 'static,
 ) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let Ok(place) = places.clone().acquire_owned().await else { return };
         let stream = match listener.accept().await {

@@ -28,7 +28,7 @@ use crate::per_cpu::per_cpu_sums;
 use crate::skeleton::decap::DecapSkelBuilder;
 
 /// Number of counters.
-pub const COUNTERS: usize = intf::DECAP_COUNTER_COUNT as usize;
+pub const COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
 
 const MAPS: [&str; 3] = ["sources", "vips", "counters"];
 /// Bytes of a map's key: an address, with IPv4 addresses as in `struct service_key`.
@@ -111,7 +111,7 @@ impl Decapsulation {
     }
 
     /// Returns the counters since the maps were made, in the order of [`COUNTER_NAMES`].
-    pub fn counters(&self) -> anyhow::Result<[u64; COUNTERS]> {
+    pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
         per_cpu_sums(&self.counters)
     }
 }

@@ -52,7 +52,7 @@ use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
-pub use counters::{COUNTERS, Counters, EVENTS};
+pub use counters::{COUNTERS, Counters, EVENT_COUNT};
 pub(crate) use device::mac_of;
 pub use lb_stamping::{ClockState, IdTooLarge, ServerClock, StampedPackets};
 pub use pinned::{PinnedServers, pinned_problem, pinned_program};

@@ -27,7 +27,7 @@ pub struct Listener {
     /// Process id.
     pub pid: i32,
     /// CPUs on which the process may run.
-    pub affinity: BTreeSet<usize>,
+    pub cpu_affinity: BTreeSet<usize>,
 }
 
 /// Returns the inodes of the TCP sockets that listen at `address`; without such sockets, of sockets that listen at its
@@ -100,8 +100,8 @@ pub fn find_waiters(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
         // A process that has just ended has no descriptors to read.
         for (inode, descriptor) in epoll_members(&entry.path()).unwrap_or_default() {
             if inodes.contains(&inode) {
-                let affinity = affinity(pid);
-                found.entry(inode).or_insert(Listener { inode, descriptor, pid, affinity });
+                let cpu_affinity = cpu_affinity(pid);
+                found.entry(inode).or_insert(Listener { inode, descriptor, pid, cpu_affinity });
             }
         }
     }
@@ -146,7 +146,7 @@ pub fn find_owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found: BTreeMap<Inode, Listener> = BTreeMap::new();
     for (pid, held) in holders {
         for (inode, descriptor) in held {
-            found.entry(inode).or_insert_with(|| Listener { inode, descriptor, pid, affinity: affinity(pid) });
+            found.entry(inode).or_insert_with(|| Listener { inode, descriptor, pid, cpu_affinity: cpu_affinity(pid) });
         }
     }
     Ok(found.into_values().collect())
@@ -161,7 +161,7 @@ fn open_sockets(process: &Path) -> std::io::Result<Vec<(Inode, i32)>> {
     Ok(fs::read_dir(process.join("fd"))?.flatten().filter_map(socket).collect())
 }
 
-fn affinity(pid: i32) -> BTreeSet<usize> {
+fn cpu_affinity(pid: i32) -> BTreeSet<usize> {
     let set = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(pid)).unwrap_or_default();
     (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).collect()
 }
@@ -220,7 +220,7 @@ mod tests {
         let found = find_waiters(&inodes).unwrap();
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!((found[0].pid, found[0].descriptor), (std::process::id() as i32, socket.as_raw_fd()));
-        assert!(!found[0].affinity.is_empty());
+        assert!(!found[0].cpu_affinity.is_empty());
         let taken = duplicate_socket(&found[0]).unwrap();
         assert_eq!(socket_cookie(taken.as_fd()).unwrap(), socket_cookie(socket.as_fd()).unwrap());
     }

@@ -43,7 +43,7 @@ use crate::tc::{self, Attachment, Direction};
 pub use coreward_intf::SERVER_COUNTER_NAMES as COUNTER_NAMES;
 
 /// Number of counters.
-pub const COUNTERS: usize = intf::SERVER_COUNTER_COUNT as usize;
+pub const COUNTER_COUNT: usize = intf::SERVER_COUNTER_COUNT as usize;
 
 /// Options of the server's programs.
 #[derive(Debug, Clone)]
@@ -336,8 +336,8 @@ impl ServerPrograms {
     }
 
     /// Returns the counters since the state was created, in the order of [`COUNTER_NAMES`].
-    pub fn counters(&self) -> [u64; COUNTERS] {
-        let mut sums = [0u64; COUNTERS];
+    pub fn counters(&self) -> [u64; COUNTER_COUNT] {
+        let mut sums = [0u64; COUNTER_COUNT];
         let counters = offset_of!(intf::server_state, counters);
         for row in 0..self.counter_rows {
             let row = counters + row * size_of::<intf::server_counters>();

@@ -23,7 +23,7 @@ use crate::skeleton::steer::SteerSkelBuilder;
 pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
 
 /// Number of counters.
-pub const COUNTERS: usize = intf::STEER_COUNTER_COUNT as usize;
+pub const COUNTER_COUNT: usize = intf::STEER_COUNTER_COUNT as usize;
 
 /// Steering of one service's connections. The program continues to work after a drop.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl Counts {
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`].
-    pub fn values(&self) -> [u64; COUNTERS] {
+    pub fn values(&self) -> [u64; COUNTER_COUNT] {
         *self.0.read(offset_of!(intf::steer_state, counters))
     }
 }
@@ -120,7 +120,7 @@ impl Steer {
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`].
-    pub fn counters(&self) -> [u64; COUNTERS] {
+    pub fn counters(&self) -> [u64; COUNTER_COUNT] {
         *self.state.read(offset_of!(intf::steer_state, counters))
     }
 }

@@ -101,7 +101,7 @@ impl Finding {
     }
 
     /// Adds a sysctl to set, by `--fix` if this is `safe`.
-    pub fn sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
+    pub fn with_sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
         if safe { self.fix(fix) } else { self.remedy(fix.command()) }
     }

@@ -21,7 +21,7 @@ use crate::cluster::{Cluster, TIMEOUT};
 /// Divisor of the unused part of a lease: the last tenth is not used.
 const LEASE_MARGIN_DIVISOR: u32 = 10;
 /// Number of renewals during a lease, of which several may fail.
-const RENEWALS: u32 = 5;
+const RENEWAL_COUNT: u32 = 5;
 /// Longest wait for a watch event before the key is read again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const CLOCK_POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -237,7 +237,7 @@ async fn renew(
 ) {
     let end = || Deadline::at(Duration::from_nanos(lease_end.load(Ordering::Relaxed)));
     loop {
-        tokio::time::sleep((time / RENEWALS).min(end().remaining())).await;
+        tokio::time::sleep((time / RENEWAL_COUNT).min(end().remaining())).await;
         if end().remaining().is_zero() {
             let _ = ending.send(Some("its lease has ended: etcd has not renewed it in time".to_owned()));
             return;

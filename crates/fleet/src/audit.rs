@@ -9,7 +9,7 @@ use coreward_api::types::AuditEntry;
 use crate::records::Records;
 
 /// Limit of entries; older ones are dropped.
-pub const ENTRIES: usize = 1000;
+pub const MAX_ENTRIES: usize = 1000;
 /// Limit of a name, bytes. With these limits an entry has about 1 KB; fifty are written with each change.
 const NAME_LIMIT: usize = 100;
 /// Limit of `before` and of `after`, bytes.
@@ -103,7 +103,7 @@ impl Records {
             before: note.before,
             after: note.after,
         }));
-        let superfluous = entries.len().saturating_sub(ENTRIES);
+        let superfluous = entries.len().saturating_sub(MAX_ENTRIES);
         entries.drain(..superfluous);
     }
 }
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn audit_log_is_bounded() {
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
-        for generation in 1..=ENTRIES as u64 + 7 {
+        for generation in 1..=MAX_ENTRIES as u64 + 7 {
             let note = ChangeDescription {
                 action: "apply",
                 target: String::new(),
@@ -148,6 +148,6 @@ mod tests {
             };
             records.record_change(&Author::signal(), note, Duration::from_secs(generation));
         }
-        assert_eq!((records.audit.len(), records.audit[0].id), (ENTRIES, 8));
+        assert_eq!((records.audit.len(), records.audit[0].id), (MAX_ENTRIES, 8));
     }
 }

@@ -173,7 +173,7 @@ impl Records {
                 Membership::LeftAt(left) => now.saturating_sub(*left) < max_connection_lifetime,
             });
         }
-        self.servers.retain(|_, server| server.is_needed());
+        self.servers.retain(|_, server| server.has_id_in_use());
         self.servers != before || self.load_balancers.len() != load_balancers
     }
 
@@ -289,13 +289,13 @@ impl Records {
                 record.services.insert(service.name.clone(), Membership::Present);
             }
         }
-        self.servers.retain(|_, server| server.is_needed());
+        self.servers.retain(|_, server| server.has_id_in_use());
     }
 }
 
 impl ServerRecord {
     /// Returns whether the server is in the document, or cookies may carry its id.
-    fn is_needed(&self) -> bool {
+    fn has_id_in_use(&self) -> bool {
         self.in_file || !self.services.is_empty()
     }
 }

@@ -27,7 +27,7 @@ pub(crate) struct ConnectionSlots {
 struct Connections {
     by_number: BTreeMap<u64, Connection>,
     /// Counter of arrivals and answers: smaller numbers are earlier.
-    next: u64,
+    last_number: u64,
 }
 
 struct Connection {
@@ -41,8 +41,8 @@ struct Connection {
 
 impl Connections {
     fn next_number(&mut self) -> u64 {
-        self.next += 1;
-        self.next
+        self.last_number += 1;
+        self.last_number
     }
 
     /// Returns the longest idle connection of the network with most idle connections.

@@ -76,9 +76,9 @@ impl Guard {
     /// permitted callers reconnect. If a token is unusable, fails and keeps the previous tokens.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
-        self.sessions.end_sessions_begun_by(false);
+        self.sessions.end_sessions_of_certificates();
         if outcome.as_ref().is_ok_and(|others| *others) {
-            self.sessions.end_sessions_begun_by(true);
+            self.sessions.end_sessions_of_tokens();
         }
         self.permission_changes.send_modify(|count| *count += 1);
         outcome.map(drop)

@@ -34,18 +34,18 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
         let (head, body) = request.into_parts();
         // The content type is checked first, with a valid body in place of the actual one.
         let empty = Request::from_parts(head.clone(), Body::from("{}"));
-        axum::Json::<Object<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
+        axum::Json::<JsonObject<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
         let size = if bytes.len() > SMALL_BODY { Size::Large } else { Size::Small };
-        let axum::Json(Object(body)) = work::run(size, move || axum::Json::from_bytes(&bytes)).await??;
+        let axum::Json(JsonObject(body)) = work::run(size, move || axum::Json::from_bytes(&bytes)).await??;
         Ok(Self(body))
     }
 }
 
 /// Value that must be a JSON object: serde would accept an array of a struct's fields, too.
-struct Object<T>(T);
+struct JsonObject<T>(T);
 
-impl<'de, T: DeserializeOwned> Deserialize<'de> for Object<T> {
+impl<'de, T: DeserializeOwned> Deserialize<'de> for JsonObject<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(ObjectVisitor(PhantomData))
     }
@@ -54,14 +54,14 @@ impl<'de, T: DeserializeOwned> Deserialize<'de> for Object<T> {
 struct ObjectVisitor<T>(PhantomData<T>);
 
 impl<'de, T: DeserializeOwned> Visitor<'de> for ObjectVisitor<T> {
-    type Value = Object<T>;
+    type Value = JsonObject<T>;
 
     fn expecting(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
         text.write_str("an object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Object<T>, A::Error> {
-        T::deserialize(MapAccessDeserializer::new(map)).map(Object)
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<JsonObject<T>, A::Error> {
+        T::deserialize(MapAccessDeserializer::new(map)).map(JsonObject)
     }
 }
 
@@ -83,8 +83,8 @@ mod tests {
 
     #[test]
     fn body_must_be_an_object() {
-        assert!(!serde_json::from_str::<Object<Body>>("{}").unwrap().0.force);
-        let refused = serde_json::from_str::<Object<Body>>("[]").map(|body| body.0).unwrap_err();
+        assert!(!serde_json::from_str::<JsonObject<Body>>("{}").unwrap().0.force);
+        let refused = serde_json::from_str::<JsonObject<Body>>("[]").map(|body| body.0).unwrap_err();
         assert!(refused.to_string().contains("invalid type: sequence, expected an object"), "{refused}");
     }
 }

@@ -143,9 +143,9 @@ impl Listener {
         router: Router,
         begin_thread: impl Fn() + Send + Sync + 'static,
         background: impl Future<Output = ()> + Send + 'static,
-    ) -> anyhow::Result<Serving> {
+    ) -> anyhow::Result<RunningServer> {
         let runtime = tokio::runtime::Builder::new_current_thread()
-            .max_blocking_threads(work::THREADS)
+            .max_blocking_threads(work::THREAD_COUNT)
             .on_thread_start(begin_thread)
             .thread_name("api-work")
             .enable_all()
@@ -173,12 +173,12 @@ impl Listener {
             });
         };
         std::thread::Builder::new().name("api".to_owned()).spawn(serve)?;
-        Ok(Serving { _alive: alive })
+        Ok(RunningServer { _alive: alive })
     }
 }
 
 /// Ends the server when it is dropped.
-pub struct Serving {
+pub struct RunningServer {
     _alive: oneshot::Sender<std::convert::Infallible>,
 }
 

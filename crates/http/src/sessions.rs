@@ -86,9 +86,14 @@ impl Sessions {
         set_cookie("", Duration::ZERO, encrypted)
     }
 
-    /// Ends sessions that were begun by a token if `token`, or else by a certificate.
-    pub fn end_sessions_begun_by(&self, token: bool) {
-        self.live_sessions().retain(|session| (session.by == SessionProof::Token) != token);
+    /// Ends all sessions that were begun by a token.
+    pub fn end_sessions_of_tokens(&self) {
+        self.live_sessions().retain(|session| session.by != SessionProof::Token);
+    }
+
+    /// Ends all sessions that were begun by a certificate.
+    pub fn end_sessions_of_certificates(&self) {
+        self.live_sessions().retain(|session| session.by == SessionProof::Token);
     }
 
     fn live_sessions(&self) -> MutexGuard<'_, Vec<Session>> {
@@ -156,9 +161,9 @@ mod tests {
         assert!(sessions.has_session(&lost, &revoked) && !sessions.has_session(&expired, &revoked));
         revoked.set([Fingerprint::sha256(&[1])]);
         assert!(!sessions.has_session(&lost, &revoked) && sessions.has_session(&kept, &revoked));
-        sessions.end_sessions_begun_by(false);
+        sessions.end_sessions_of_certificates();
         assert!(sessions.has_session(&token, &revoked) && !sessions.has_session(&kept, &revoked));
-        sessions.end_sessions_begun_by(true);
+        sessions.end_sessions_of_tokens();
         assert!(!sessions.has_session(&token, &revoked));
     }
 

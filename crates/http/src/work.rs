@@ -9,7 +9,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use crate::{Problem, ProblemKind};
 
 /// Number of threads, each of which makes one answer at a time.
-pub(crate) const THREADS: usize = 4;
+pub(crate) const THREAD_COUNT: usize = 4;
 /// Number of threads that may answer large bodies, so that threads remain for small ones.
 const LARGE_THREADS: usize = 2;
 /// Limit of waiting requests with a large body, which is in memory.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
-use coreward_dataplane::lb::capture::{self, Capture, Captured, Destination, Options};
+use coreward_dataplane::lb::capture::{self, Capture, CapturedPacket, Destination, Options};
 use coreward_model::ServiceAddress;
 use nix::time::{ClockId, clock_gettime};
 use pcap_file::DataLink;
@@ -121,7 +121,7 @@ enum Sink {
 }
 
 impl Sink {
-    fn take(&mut self, time: Duration, packet: &Captured) -> anyhow::Result<()> {
+    fn take(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         match self {
             Sink::Text => {
                 let verdict = DecisionComment(packet);
@@ -163,7 +163,7 @@ impl PcapNg {
         Ok(Self { writer, verdict })
     }
 
-    fn write(&mut self, time: Duration, packet: &Captured) -> anyhow::Result<()> {
+    fn write(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         let mut options = Vec::new();
         if self.verdict {
             options.push(EnhancedPacketOption::Comment(DecisionComment(packet).to_string().into()));
@@ -179,7 +179,7 @@ impl PcapNg {
     }
 }
 
-struct DecisionComment<'a>(&'a Captured);
+struct DecisionComment<'a>(&'a CapturedPacket);
 
 impl fmt::Display for DecisionComment<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

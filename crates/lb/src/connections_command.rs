@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use comfy_table::{CellAlignment, Table, presets};
-use coreward_dataplane::lb::connections::Pinned;
+use coreward_dataplane::lb::connections::PinnedConnections;
 use coreward_model::connection_table::{Clock, Connection, heaviest};
 
 use crate::capture_command::find_service;
@@ -54,7 +54,7 @@ pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
         Some(directory) => directory.clone(),
         None => only_load_balancer(Path::new(PIN_DIRECTORIES))?,
     };
-    let pinned = Pinned::open(&directory)?;
+    let pinned = PinnedConnections::open(&directory)?;
     let service = find_service(&args.service, &pinned.services())?;
     let mut count = 0;
     let counted = pinned.connections(service).inspect(|_| count += 1);

@@ -332,7 +332,7 @@ mod tests {
         next: usize,
     }
 
-    const SERVERS: u64 = 1000;
+    const SERVER_COUNT: u64 = 1000;
     const CALLS_PER_SECOND: u32 = 10;
     const CONNECTION_CALLS: u32 = 60 * CALLS_PER_SECOND;
     const SWEEP_CALLS: usize = 10;
@@ -415,7 +415,7 @@ mod tests {
         let mut server = 0;
         for beat in 0..10 * 60 * CALLS_PER_SECOND {
             for _ in 0..per_second / CALLS_PER_SECOND {
-                server = (server + 1) % SERVERS;
+                server = (server + 1) % SERVER_COUNT;
                 assert!(simulation.open(server, beat), "the table is full after {} s", beat / CALLS_PER_SECOND);
             }
             simulation.tick(beat, &dead);
@@ -428,7 +428,7 @@ mod tests {
     fn occupancy_is_that_of_live_connections_with_a_tenth_of_the_agents_dead() {
         for dead in [Agent::Responsive, Agent::Absent, Agent::Silent] {
             // The dead servers are the first ones of the rotation.
-            let occupancy = occupancy(1000, |server| if server < SERVERS / 10 { dead } else { Agent::Responsive });
+            let occupancy = occupancy(1000, |server| if server < SERVER_COUNT / 10 { dead } else { Agent::Responsive });
             assert!((0.9..1.1).contains(&occupancy), "{occupancy}");
         }
     }

@@ -15,7 +15,7 @@ const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit of a stream's registration, here and at racks.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limit of concurrent streams of one connection: a daemon opens one, a command several.
-const STREAMS: u32 = 32;
+const MAX_STREAMS: u32 = 32;
 /// HTTP/2 frame size: the minimum.
 const FRAME_BYTES: u32 = 16 << 10;
 /// HTTP/2 window, with room for a rack's summaries of one interval.
@@ -26,7 +26,7 @@ pub fn builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
-        .max_concurrent_streams(Some(STREAMS))
+        .max_concurrent_streams(Some(MAX_STREAMS))
         .max_frame_size(Some(FRAME_BYTES))
         .initial_stream_window_size(WINDOW_BYTES)
         .initial_connection_window_size(WINDOW_BYTES)

@@ -18,7 +18,7 @@ use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
 
 /// Number of server ids that this cookie can name: ids from 0 to one less.
-pub const SERVER_IDS: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
+pub const SERVER_ID_COUNT: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 
 /// Number of connections in a row whose SYN-ACKs must agree before a server's new connections are stamped.
 pub const AGREEING: u16 = intf::LB_STAMPING_AGREEING as u16;
@@ -30,7 +30,7 @@ const RNG_STREAM_TIME_KEY: u64 = 8;
 
 /// Whether a cookie can name the server.
 pub fn can_name(id: ServerId) -> bool {
-    u64::from(id.get()) < SERVER_IDS
+    u64::from(id.get()) < SERVER_ID_COUNT
 }
 
 /// Returns the key that masks the time part of a service's cookies, from the service's seed. All load balancers have
@@ -218,7 +218,7 @@ mod tests {
     proptest! {
         #[test]
         fn tsecr_names_the_server_and_returns_its_time(
-            seed: u64, k: [u64; 4], second: bool, client: u32, port: u16, id in 0..SERVER_IDS, sent: u32,
+            seed: u64, k: [u64; 4], second: bool, client: u32, port: u16, id in 0..SERVER_ID_COUNT, sent: u32,
             age in 0u32..900_000, early in 0u32..50_000,
         ) {
             let current = if second { KeyIndex::Second } else { KeyIndex::First };
@@ -238,7 +238,7 @@ mod tests {
         /// If two TSvals are less than 524 s apart, the later one is stamped later across any change of keys.
         #[test]
         fn tsval_is_monotonic_across_key_switch(
-            seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..SERVER_IDS,
+            seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..SERVER_ID_COUNT,
         ) {
             let keys = [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }];
             let (time_key, tuple, id) = (time_key(seed), tuple(client, 7), ServerId::try_from(id).unwrap());

@@ -42,16 +42,16 @@ async fn client(address: SocketAddr) -> ControlClient<tonic::transport::Channel>
 }
 
 /// A server task that is aborted on drop, and its address.
-struct Running(JoinHandle<anyhow::Result<()>>, SocketAddr);
+struct RunningServer(JoinHandle<anyhow::Result<()>>, SocketAddr);
 
-impl Drop for Running {
+impl Drop for RunningServer {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
 /// Starts a controller; returns its task and the address of its API.
-async fn controller(directory: &Path) -> (Running, SocketAddr) {
+async fn controller(directory: &Path) -> (RunningServer, SocketAddr) {
     let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
     let fleet = (1..=4).map(server).collect::<String>()
         + "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nbuckets = 128\n";
@@ -62,16 +62,16 @@ async fn controller(directory: &Path) -> (Running, SocketAddr) {
     std::fs::write(directory.join("controller.toml"), own).unwrap();
     let server = Server::bind(&directory.join("controller.toml")).await.unwrap();
     let (address, api) = (server.address(), server.api_address());
-    (Running(tokio::spawn(server.serve()), address), api)
+    (RunningServer(tokio::spawn(server.serve()), address), api)
 }
 
-async fn rack(name: &str, listen: &str, controller: &Running) -> Running {
+async fn rack(name: &str, listen: &str, controller: &RunningServer) -> RunningServer {
     let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = \"{}\"\n", controller.1);
     let text = text + "detail_interval = \"100ms\"\n";
     let config = Config::parse(&Source::from_text("rack.toml", &text)).unwrap();
     let rack = Rack::bind(config).await.unwrap();
     let address = rack.address();
-    Running(tokio::spawn(rack.serve()), address)
+    RunningServer(tokio::spawn(rack.serve()), address)
 }
 
 /// An agent that reports the same loads until this value is dropped.
@@ -157,7 +157,7 @@ struct LoadBalancer {
 }
 
 impl LoadBalancer {
-    async fn start(controller: &Running) -> Self {
+    async fn start(controller: &RunningServer) -> Self {
         let (sender, receiver) = mpsc::channel(4);
         let registration = v1::LoadBalancerRegistration {
             name: "lb1".into(),
@@ -264,7 +264,7 @@ async fn rack_without_controller_accepts_no_agent() {
     let taken = tokio::net::TcpSocket::new_v4().unwrap();
     taken.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let away = taken.local_addr().unwrap();
-    let nobody = Running(tokio::spawn(std::future::pending()), away);
+    let nobody = RunningServer(tokio::spawn(std::future::pending()), away);
     let lonely = rack("r1", "127.0.0.1:0", &nobody).await;
     let refused = begin("s1", lonely.1).await.unwrap_err();
     assert_eq!(

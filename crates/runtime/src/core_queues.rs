@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use crate::error::RuntimeError;
-use crate::layout::{Geometry, MESSAGES, RawMessage, SEQUENCE_BYTES, SlotHeader};
+use crate::layout::{Geometry, MESSAGE_COUNT, RawMessage, SEQUENCE_BYTES, SlotHeader};
 use crate::message::{HintMessage, Message};
 use crate::ring::{Consumer, DamagedCursor, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
@@ -67,9 +67,9 @@ impl CoreQueues {
         let rings = (0..geometry.cores).map(|_| Rings {
             worker: 0,
             requests: (0..geometry.priorities).map(|_| Producer::new(geometry.slots, 0)).collect(),
-            hints: Producer::new(MESSAGES, 0),
+            hints: Producer::new(MESSAGE_COUNT, 0),
             responses: Consumer::new(geometry.response_slots(), 0),
-            messages: Consumer::new(MESSAGES, 0),
+            messages: Consumer::new(MESSAGE_COUNT, 0),
         });
         Ok(Self { rings: rings.collect(), segment })
     }
@@ -107,11 +107,11 @@ impl CoreQueues {
             *producer = Producer::new(geometry.slots, adopt(&tails.data[index], &lines.worker_heads.data[index]));
             producer.clear(|slot| self.segment.sequence(geometry.request(core, priority, slot)));
         }
-        rings.hints = Producer::new(MESSAGES, adopt(&tails.messages, &lines.worker_heads.messages));
+        rings.hints = Producer::new(MESSAGE_COUNT, adopt(&tails.messages, &lines.worker_heads.messages));
         rings.hints.clear(|slot| self.segment.sequence(geometry.downlink_message(core, slot)));
         let responses = adopt(&heads.data[0], &lines.worker_tails.data[0]);
         rings.responses = Consumer::new(geometry.response_slots(), responses);
-        rings.messages = Consumer::new(MESSAGES, adopt(&heads.messages, &lines.worker_tails.messages));
+        rings.messages = Consumer::new(MESSAGE_COUNT, adopt(&heads.messages, &lines.worker_tails.messages));
         rings.worker = lines.worker_tails.worker.load(Acquire);
         tails.worker.store(rings.worker, Release);
     }

@@ -31,7 +31,7 @@ pub const MAX_SLOT_BYTES: u32 = 1 << 16;
 pub(crate) const SEQUENCE_BYTES: usize = 8;
 pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
 /// Slots of a ring of messages: one ring in each direction between a core's worker and the orchestrator.
-pub(crate) const MESSAGES: u32 = 256;
+pub(crate) const MESSAGE_COUNT: u32 = 256;
 
 /// First cache line of the memory, which the orchestrator stores before the file gets its name.
 #[derive(Debug)]
@@ -170,7 +170,7 @@ impl Geometry {
     }
 
     fn messages_bytes() -> usize {
-        MESSAGES as usize * MESSAGE_BYTES
+        MESSAGE_COUNT as usize * MESSAGE_BYTES
     }
 
     fn core_bytes(&self) -> usize {
@@ -219,7 +219,7 @@ mod tests {
         let mut parts = Vec::new();
         for core in 0..3 {
             parts.push((geometry.core(core), size_of::<CoreLines>()));
-            for slot in 0..MESSAGES {
+            for slot in 0..MESSAGE_COUNT {
                 parts.push((geometry.uplink_message(core, slot), MESSAGE_BYTES));
                 parts.push((geometry.downlink_message(core, slot), MESSAGE_BYTES));
             }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::core_queues::reserved;
 use crate::error::RuntimeError;
-use crate::layout::{MESSAGES, SlotHeader};
+use crate::layout::{MESSAGE_COUNT, SlotHeader};
 use crate::message::{HintMessage, Message, Trigger};
 use crate::ring::{Consumer, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
@@ -82,9 +82,9 @@ impl Runtime {
             |priority: u8| Consumer::new(geometry.slots, lines.worker_heads.data[usize::from(priority)].load(Relaxed));
         let rings = Rings {
             requests: (0..geometry.priorities).map(request).collect(),
-            hints: Consumer::new(MESSAGES, lines.worker_heads.messages.load(Relaxed)),
+            hints: Consumer::new(MESSAGE_COUNT, lines.worker_heads.messages.load(Relaxed)),
             responses: Producer::new(geometry.response_slots(), lines.worker_tails.data[0].load(Relaxed)),
-            messages: Producer::new(MESSAGES, lines.worker_tails.messages.load(Relaxed)),
+            messages: Producer::new(MESSAGE_COUNT, lines.worker_tails.messages.load(Relaxed)),
         };
         lines.worker_tails.worker.store(number, Release);
         let timeout = ANSWER_TIMEOUT;

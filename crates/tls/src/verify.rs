@@ -73,13 +73,13 @@ impl Host {
 
 /// Accepted fleet and roles.
 #[derive(Debug)]
-struct Expected {
+struct AcceptedPeers {
     /// Fleet of the peer; `None`: any.
     fleet: Option<Name>,
     roles: Vec<Role>,
 }
 
-impl Expected {
+impl AcceptedPeers {
     fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Certificate), AcceptError> {
         let read = Certificate::read(certificate).map_err(AcceptError::NoIdentity)?;
         let identity = read.identity.clone().ok_or_else(|| AcceptError::NoIdentity(read.subject.clone()))?;
@@ -101,7 +101,7 @@ fn refuse(not_accepted: AcceptError) -> Error {
 pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
     algorithms: WebPkiSupportedAlgorithms,
-    expected: Expected,
+    expected: AcceptedPeers,
     host: Host,
 }
 
@@ -115,7 +115,7 @@ impl ServerVerifier {
         host: Host,
     ) -> Self {
         let algorithms = provider.signature_verification_algorithms;
-        Self { roots, algorithms, expected: Expected { fleet, roles: roles.to_vec() }, host }
+        Self { roots, algorithms, expected: AcceptedPeers { fleet, roles: roles.to_vec() }, host }
     }
 }
 
@@ -177,7 +177,7 @@ pub enum ClientCertificates {
 pub struct ClientVerifier {
     chain: Arc<dyn ClientCertVerifier>,
     algorithms: WebPkiSupportedAlgorithms,
-    expected: Expected,
+    expected: AcceptedPeers,
     revoked: RevocationList,
 }
 
@@ -197,7 +197,7 @@ impl ClientVerifier {
             ClientCertificates::Accepted => builder.allow_unauthenticated().build()?,
         };
         let algorithms = provider.signature_verification_algorithms;
-        Ok(Self { chain, algorithms, expected: Expected { fleet: Some(fleet), roles: roles.to_vec() }, revoked })
+        Ok(Self { chain, algorithms, expected: AcceptedPeers { fleet: Some(fleet), roles: roles.to_vec() }, revoked })
     }
 }
 

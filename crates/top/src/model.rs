@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use coreward_api::types::{Loads, ServerLoads, Status};
 
 /// Number of samples that a rate spans: load balancers report only once a second.
-const SAMPLES: usize = 6;
+const SAMPLE_COUNT: usize = 6;
 
 /// Newest answers of the controller.
 #[derive(Debug, Default)]
@@ -42,7 +42,7 @@ impl Model {
                     self.loads.clear();
                 }
                 self.loads.push_back(loads);
-                while self.loads.len() > SAMPLES {
+                while self.loads.len() > SAMPLE_COUNT {
                     self.loads.pop_front();
                 }
             }

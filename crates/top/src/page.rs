@@ -9,7 +9,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Paragraph, Row, Table};
 
 use crate::model::Model;
-use crate::view::{Order, View};
+use crate::view::{SortOrder, View};
 
 /// Limit of lines each for services, load balancers and warnings, if servers need the room.
 const LINES: usize = 4;
@@ -69,7 +69,7 @@ fn section_heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     })
 }
 
-fn head_lines<'a>(seen: &Model, status: &Status, order: Order) -> Vec<Line<'a>> {
+fn head_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line<'a>> {
     let fresh = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     let loads: Vec<f64> = seen.servers().values().flat_map(|server| server.cores.iter().copied()).collect();
     let highest = loads.iter().copied().fold(0.0, f64::max);
@@ -185,9 +185,9 @@ fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -
     let load = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.cores));
     let mut servers: Vec<&'a Server> = status.servers.iter().collect();
     match view.order {
-        Order::Name => servers.sort_by(|a, b| a.name.cmp(&b.name)),
-        Order::Load => servers.sort_by(|a, b| load(b).unwrap_or(-1.0).total_cmp(&load(a).unwrap_or(-1.0))),
-        Order::NewConnections => servers.sort_by(|a, b| rate(b).unwrap_or(-1.0).total_cmp(&rate(a).unwrap_or(-1.0))),
+        SortOrder::Name => servers.sort_by(|a, b| a.name.cmp(&b.name)),
+        SortOrder::Load => servers.sort_by(|a, b| load(b).unwrap_or(-1.0).total_cmp(&load(a).unwrap_or(-1.0))),
+        SortOrder::NewConnections => servers.sort_by(|a, b| rate(b).unwrap_or(-1.0).total_cmp(&rate(a).unwrap_or(-1.0))),
     }
     let room = usize::from(area.width.saturating_sub(COLUMNS_BEFORE_CORES));
     let row = |server: &'a Server| server_row(server, loads.get(server.name.as_str()).copied(), rate(server), room);

@@ -3,14 +3,14 @@
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Order {
+pub enum SortOrder {
     Load,
     #[default]
     Name,
     NewConnections,
 }
 
-impl Order {
+impl SortOrder {
     pub fn name(self) -> &'static str {
         match self {
             Self::Load => "load",
@@ -22,7 +22,7 @@ impl Order {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct View {
-    pub order: Order,
+    pub order: SortOrder,
     /// Number of servers above the page.
     pub first_row: usize,
     /// Number of servers that fit the page.
@@ -36,9 +36,9 @@ impl View {
         match key.code {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
             KeyCode::Char('q') | KeyCode::Esc => return false,
-            KeyCode::Char('l') => self.order = Order::Load,
-            KeyCode::Char('n') => self.order = Order::Name,
-            KeyCode::Char('c') => self.order = Order::NewConnections,
+            KeyCode::Char('l') => self.order = SortOrder::Load,
+            KeyCode::Char('n') => self.order = SortOrder::Name,
+            KeyCode::Char('c') => self.order = SortOrder::NewConnections,
             KeyCode::Up => self.first_row = self.first_row.saturating_sub(1),
             KeyCode::Down => self.first_row += 1,
             KeyCode::PageUp => self.first_row = self.first_row.saturating_sub(page),
@@ -63,16 +63,16 @@ mod tests {
             let goes_on = view.handle_key(code.into(), 25);
             (goes_on, view.order, view.first_row)
         };
-        assert_eq!(press(KeyCode::Up), (true, Order::Name, 0));
+        assert_eq!(press(KeyCode::Up), (true, SortOrder::Name, 0));
         assert_eq!(press(KeyCode::Down).2, 1);
         assert_eq!(press(KeyCode::PageDown).2, 11);
         assert_eq!(press(KeyCode::PageDown).2, 15, "the last page is full");
         assert_eq!(press(KeyCode::PageUp).2, 5);
         assert_eq!(press(KeyCode::End).2, 15);
         assert_eq!(press(KeyCode::Home).2, 0);
-        assert_eq!(press(KeyCode::Char('c')), (true, Order::NewConnections, 0));
-        assert_eq!(press(KeyCode::Char('l')).1, Order::Load);
-        assert_eq!(press(KeyCode::Char('n')).1, Order::Name);
+        assert_eq!(press(KeyCode::Char('c')), (true, SortOrder::NewConnections, 0));
+        assert_eq!(press(KeyCode::Char('l')).1, SortOrder::Load);
+        assert_eq!(press(KeyCode::Char('n')).1, SortOrder::Name);
         assert!(!press(KeyCode::Char('q')).0);
         assert!(!view.handle_key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL), 25));
     }

@@ -122,7 +122,7 @@ pub(crate) const MAX_CORES: usize = 4096;
 const MAX_COUNTERS: usize = 256;
 const MAX_WARNINGS: usize = 64;
 const MAX_DISPATCHED: usize = 1024;
-/// Limit of counted services: the number of service indexes.
+/// Maximum number of services with counters in a report: one per service index.
 const MAX_COUNTED: usize = 1024;
 /// Limit of workers of all UDP services: each worker has a core, or shares one.
 const MAX_WORKERS: usize = 4096;

@@ -22,12 +22,12 @@
 #include "lb/parse.h"
 
 #define FRAME_WORDS 10
-#define LIVE_PACKETS (1 << 17)
+#define LIVE_PACKET_COUNT (1 << 17)
 
-enum live_form {
+enum live_packet_kind {
 	LIVE_ESTABLISHED,
 	LIVE_NEW,
-	LIVE_FORMS,
+	LIVE_PACKET_KINDS,
 };
 
 struct live_frame {
@@ -40,15 +40,15 @@ struct live_packet {
 	__u32 ports;
 	/* TSecr. */
 	__u32 tsecr;
-	/* enum live_form. */
-	__u32 form;
+	/* enum live_packet_kind. */
+	__u32 kind;
 };
 
-struct live_packet live_packets[LIVE_PACKETS] SEC(".bss.packets");
+struct live_packet live_packets[LIVE_PACKET_COUNT] SEC(".bss.packets");
 __u64 next_packet;
 
-/* By enum live_form; user space sets all constants before the program is loaded. */
-const volatile struct live_frame frames[LIVE_FORMS];
+/* By enum live_packet_kind; user space sets all constants before the program is loaded. */
+const volatile struct live_frame frames[LIVE_PACKET_KINDS];
 /* Index of the device into which frames are redirected. */
 const volatile __u32 target;
 
@@ -71,16 +71,16 @@ SEC("xdp")
 int generate(struct xdp_md *ctx)
 {
 	__u64 number = next_packet++;
-	const struct live_packet *packet = &live_packets[number & (LIVE_PACKETS - 1)];
+	const struct live_packet *packet = &live_packets[number & (LIVE_PACKET_COUNT - 1)];
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 form = packet->form;
+	__u32 kind = packet->kind;
 
-	if (data + sizeof(struct live_frame) > data_end || form >= LIVE_FORMS)
+	if (data + sizeof(struct live_frame) > data_end || kind >= LIVE_PACKET_KINDS)
 		return XDP_ABORTED;
 	for (int i = 0; i < FRAME_WORDS; i++)
-		PACKET_U64(data, i * sizeof(__u64)) = frames[form].words[i];
-	if (form == LIVE_NEW) {
+		PACKET_U64(data, i * sizeof(__u64)) = frames[kind].words[i];
+	if (kind == LIVE_NEW) {
 		__u64 client = new_client(number);
 
 		PACKET_U32(data, IP_AT(saddr)) = client;

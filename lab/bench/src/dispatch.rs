@@ -46,7 +46,7 @@ impl Default for Args {
 }
 
 const WORKERS: [usize; 2] = [16, 64];
-const CLIENTS: usize = 61;
+const CLIENT_COUNT: usize = 61;
 /// Number of requests that are outstanding at once.
 const BURST: u32 = 48;
 
@@ -104,7 +104,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "dispatch",
         title: "Which worker gets a request",
         about: format!(
-            "dispatch.bpf.c on datagrams over a loopback, {CLIENTS} clients, up to {BURST} outstanding, by the \
+            "dispatch.bpf.c on datagrams over a loopback, {CLIENT_COUNT} clients, up to {BURST} outstanding, by the \
              kernel's run-time statistics: medians of {rounds} rounds of {requests} requests, interleaved, with the \
              datagram's whole path in between. jlq and jbsrq distinguish two types of requests. `(always the same)` \
              only calls the helper that names a socket."
@@ -116,8 +116,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 /// Adds the cost of the egress program for a response of the service, and for any other datagram.
 fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::Result<()> {
     // The services with `jsq` and `random`; only the first one gets requests.
-    let jsq = FLOORS + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
-    let (empty, own, other) = (&services[0].egress, &services[jsq].egress, &services[FLOORS].egress);
+    let jsq = FLOOR_COUNT + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
+    let (empty, own, other) = (&services[0].egress, &services[jsq].egress, &services[FLOOR_COUNT].egress);
     let (mut of_service, mut of_others, mut of_empty) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {
         let before = [empty, own, other].map(|program| run_time(program.as_fd()));
@@ -152,7 +152,7 @@ enum Floor {
 }
 
 /// Number of baseline services, which precede those of the policies.
-const FLOORS: usize = 2;
+const FLOOR_COUNT: usize = 2;
 
 /// Service whose workers are sockets of this process.
 struct Service {
@@ -242,7 +242,7 @@ impl Service {
         for first in (0..requests).step_by(BURST as usize) {
             for number in first..requests.min(first + BURST) {
                 let payload = if number % 4 == 0 { b"long request" } else { b"a short one " };
-                self.clients[number as usize % CLIENTS].send(payload)?;
+                self.clients[number as usize % CLIENT_COUNT].send(payload)?;
             }
             self.answer();
         }
@@ -273,7 +273,7 @@ fn clients(service: SocketAddr) -> anyhow::Result<Vec<UdpSocket>> {
         socket.connect(service)?;
         Ok(socket)
     };
-    (0..CLIENTS).map(client).collect()
+    (0..CLIENT_COUNT).map(client).collect()
 }
 
 /// Returns a socket of the reuseport group.

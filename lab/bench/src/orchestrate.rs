@@ -44,7 +44,7 @@ impl Default for Args {
     }
 }
 
-const SERVICES: u8 = 2;
+const SERVICE_COUNT: u8 = 2;
 const DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
 const PAYLOAD: [u8; 16] = [7; 16];
 const CPUS: [usize; 2] = [0, 1];
@@ -93,12 +93,12 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "orchestrate",
         title: "Requests to cores through shared memory",
         about: format!(
-            "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICES} services, depth {DEPTH}, {} bytes \
+            "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICE_COUNT} services, depth {DEPTH}, {} bytes \
              of payload; without sockets, except the last table ({} cores). The orchestrator is on CPU {}, \
              all workers share a thread on CPU {}; where they are slower, they are the limit. A decision is a request \
              that is sent to a core, and its feedback. {} operations per case, {} rounds; medians.",
             PAYLOAD.len(),
-            sockets::CORES,
+            sockets::CORE_COUNT,
             CPUS[0],
             CPUS[1],
             args.operations,
@@ -157,14 +157,14 @@ fn millions_per_second(operations: u64, started: Instant) -> f64 {
 /// Decides requests of alternating services while each core has two on average; each decision completes the oldest one.
 /// Returns ns per decision.
 fn decide(cores: u16, decisions: u64) -> f64 {
-    let ranked: Vec<_> = (0..SERVICES).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
+    let ranked: Vec<_> = (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
     let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, DEPTH);
-    let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &FeoConfig::strict(0..SERVICES))
+    let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &FeoConfig::strict(0..SERVICE_COUNT))
         .expect("a valid configuration");
     let mut outstanding = VecDeque::new();
     let started = Instant::now();
     for number in 0..decisions {
-        let sent = balancer.submit(number, (number % u64::from(SERVICES)) as u8, number as u32).sent;
+        let sent = balancer.submit(number, (number % u64::from(SERVICE_COUNT)) as u8, number as u32).sent;
         outstanding.extend(sent.map(|(release, _)| release));
         if outstanding.len() > 2 * usize::from(cores)
             && let Some(oldest) = outstanding.pop_front()
@@ -196,8 +196,8 @@ fn config(cores: u16, address: SocketAddrV4) -> EngineConfig {
         cores,
         depth: DEPTH,
         rule: RankRule::Ranked,
-        services: (0..SERVICES).map(service).collect(),
-        scheduler: FeoConfig { capacity: 1024, ..FeoConfig::strict(0..SERVICES) },
+        services: (0..SERVICE_COUNT).map(service).collect(),
+        scheduler: FeoConfig { capacity: 1024, ..FeoConfig::strict(0..SERVICE_COUNT) },
         payload_bytes: 64,
         stall_after: Duration::from_secs(10),
     }
@@ -217,10 +217,10 @@ fn submit(engine: &mut Engine, now: u64, service: u8) {
 
 /// Connects workers of all cores, with all services enabled. The orchestrator must be polling.
 fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
-    (0..SERVICES).try_for_each(|service| runtime.register_service(service, address, service))?;
+    (0..SERVICE_COUNT).try_for_each(|service| runtime.register_service(service, address, service))?;
     let mut workers = (0..cores).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
-        (0..SERVICES).try_for_each(|service| worker.enable_service(service, worker.core()))?;
+        (0..SERVICE_COUNT).try_for_each(|service| worker.enable_service(service, worker.core()))?;
     }
     Ok(workers)
 }
@@ -244,7 +244,7 @@ fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
         while completed(&engine) < requests {
             // Number of requests that one loop of the daemon receives.
             while sent < requests && sent - completed(&engine) < 2 * u64::from(cores) {
-                submit(&mut engine, sent, (sent % u64::from(SERVICES)) as u8);
+                submit(&mut engine, sent, (sent % u64::from(SERVICE_COUNT)) as u8);
                 sent += 1;
             }
             engine.poll(sent, &mut |_, _, _| ());

@@ -26,7 +26,7 @@ use crate::test_env::{self, ScaleArgs};
 
 /// Number of different summaries that each rack sends in turn. They are made in advance, because real racks would make
 /// them on other machines.
-const ROUNDS: usize = 4;
+const ROUND_COUNT: usize = 4;
 const DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Options of `coreward-lab bench racks`.
@@ -133,7 +133,7 @@ impl Rack {
             agents.clone().map(|agent| FakeAgent::new(agent, args.scale.cores, interval)).collect();
         let (mut rounds, mut cost_us) = (Vec::new(), 0.0);
         // The first reports contain no loads yet.
-        for round in 0..=ROUNDS {
+        for round in 0..=ROUND_COUNT {
             let reports: Vec<v1::Report> = servers.iter_mut().map(FakeAgent::report).collect();
             let wall = wall_clock();
             let now = Now { monotonic: interval * round as u32, wall, record: wall };
@@ -160,7 +160,7 @@ impl Rack {
         for round in 0.. {
             sleep_until(due).await;
             due = (due + interval).max(Instant::now());
-            let mut message = self.rounds[round % ROUNDS].clone();
+            let mut message = self.rounds[round % ROUND_COUNT].clone();
             let requested = Duration::from_millis(self.detail_interval.load(Ordering::Relaxed).into());
             let per_detail = (DETAIL_INTERVAL.max(requested).as_secs_f64() / interval.as_secs_f64()).round() as usize;
             // The first report of each agent has its RSS configuration and is sent immediately.

@@ -21,7 +21,7 @@ use established::ByConnections;
 use goals::Goals;
 use interleaved::{Program, Rounds, Turn, run_interleaved};
 pub use interleaved::{difference, fastest_difference, median_of, quartiles};
-use runner::{PACKETS, Runner};
+use runner::{PACKET_COUNT, Runner};
 use workload::Case;
 
 /// Length of a measurement.
@@ -37,7 +37,7 @@ pub struct Length {
 
 impl Default for Length {
     fn default() -> Self {
-        Self { rounds: 15, packets: PACKETS as u32 }
+        Self { rounds: 15, packets: PACKET_COUNT as u32 }
     }
 }
 

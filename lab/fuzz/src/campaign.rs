@@ -101,10 +101,10 @@ impl Campaign {
     fn packets_of(&self, number: u64, start: Instant) -> Option<u64> {
         match self.limit {
             RunLimit::Packets(total) => {
-                let before = number * epoch::PACKETS;
-                (before < total).then(|| epoch::PACKETS.min(total - before))
+                let before = number * epoch::PACKET_COUNT;
+                (before < total).then(|| epoch::PACKET_COUNT.min(total - before))
             }
-            RunLimit::Elapsed(time) => (start.elapsed() < time).then_some(epoch::PACKETS),
+            RunLimit::Elapsed(time) => (start.elapsed() < time).then_some(epoch::PACKET_COUNT),
         }
     }
 
@@ -116,7 +116,7 @@ impl Campaign {
         start: Instant,
         ended: &AtomicBool,
         outcomes: &mut [u64],
-    ) -> anyhow::Result<(u64, Option<epoch::Found>)> {
+    ) -> anyhow::Result<(u64, Option<epoch::Mismatch>)> {
         const PART: u64 = 8192;
         let mut epoch = Epoch::new(self.epoch_seed(self.first_epoch + number), true)?;
         let mut given = 0;

@@ -53,7 +53,7 @@ impl TsecrCoverage {
 
 /// Results of single flipped bits of valid cookies.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Flips {
+pub struct BitFlipCounts {
     /// Valid cookies tried.
     pub cookies: u64,
     /// Packets that reached another server, by flipped bit of TSecr.
@@ -174,8 +174,8 @@ impl Cookies {
 
     /// Flips each single bit of `cookies` valid cookies. Fails as [`random`](Self::random) does, and when an unchanged
     /// cookie does not reach its server.
-    pub fn flipped(&mut self, cookies: u64) -> anyhow::Result<Flips> {
-        let mut flips = Flips { cookies, ..Flips::default() };
+    pub fn flipped(&mut self, cookies: u64) -> anyhow::Result<BitFlipCounts> {
+        let mut flips = BitFlipCounts { cookies, ..BitFlipCounts::default() };
         for _ in 0..cookies {
             let client = self.client();
             let (server, tsecr) = self.valid(client);

@@ -9,7 +9,7 @@ use crate::gen_state::GenState;
 use crate::harness::{Harness, Setup};
 use crate::{frame, generate};
 
-pub const PACKETS: u64 = 200_000;
+pub const PACKET_COUNT: u64 = 200_000;
 /// Packets between comparisons of the whole state.
 const STATE_INTERVAL: u64 = 4096;
 
@@ -34,7 +34,7 @@ pub struct Epoch {
 
 /// Difference, with the number of packets that led to it.
 #[derive(Debug)]
-pub struct Found {
+pub struct Mismatch {
     /// Packets of the epoch up to the one that differs.
     pub packets: u64,
     pub difference: Difference,
@@ -113,7 +113,7 @@ impl Epoch {
     }
 
     /// Processes packets up to number `packets` and compares. Passes every outcome to `seen`.
-    pub fn run(&mut self, packets: u64, mut seen: impl FnMut(Outcome)) -> anyhow::Result<Option<Found>> {
+    pub fn run(&mut self, packets: u64, mut seen: impl FnMut(Outcome)) -> anyhow::Result<Option<Mismatch>> {
         while self.packets < packets {
             self.change(|_| ())?;
             let (outcome, difference) = self.packet()?;
@@ -123,16 +123,16 @@ impl Epoch {
                 due.then(|| self.harness.compare_state()).flatten()
             });
             if let Some(difference) = difference {
-                return Ok(Some(Found { packets: self.packets, difference }));
+                return Ok(Some(Mismatch { packets: self.packets, difference }));
             }
         }
         Ok(None)
     }
 
     /// Compares the tables that are too large to compare during the epoch.
-    pub fn end(&self) -> anyhow::Result<Option<Found>> {
+    pub fn end(&self) -> anyhow::Result<Option<Mismatch>> {
         let flows = self.harness.compare_tables()?;
-        Ok(flows.map(|difference| Found { packets: self.packets, difference }))
+        Ok(flows.map(|difference| Mismatch { packets: self.packets, difference }))
     }
 
     /// Returns the setup of the epoch of `seed`, and its steps up to packet number `packets`.

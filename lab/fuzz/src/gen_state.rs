@@ -46,7 +46,7 @@ const INDEXED: usize = 2048;
 
 /// Connection that got an entry of the connection table.
 #[derive(Debug, Clone, Copy)]
-pub struct Indexed {
+pub struct TableConnection {
     pub service_slot: usize,
     /// Client's address and port.
     pub client: (Ipv4Addr, u16),
@@ -56,7 +56,7 @@ pub struct Indexed {
 
 /// Service as the generator tracks it.
 #[derive(Debug, Clone)]
-pub struct Planned {
+pub struct GeneratedService {
     /// VIP, port, protocol.
     pub address: ServiceAddress,
     /// VIP and port; for IPv6 the IPv4 stand-in.
@@ -69,7 +69,7 @@ pub struct Planned {
     pub addresses: Vec<Mac>,
 }
 
-impl Planned {
+impl GeneratedService {
     /// Returns a new state for a server, sometimes with another server's address.
     fn server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> Change {
         let mut server = server(rng);
@@ -92,11 +92,11 @@ impl Planned {
 pub struct GenState {
     /// Fixed setup, and the current keys.
     pub setup: Setup,
-    pub services: Vec<Planned>,
+    pub services: Vec<GeneratedService>,
     /// Clients that later packets use again.
     pub clients: Vec<(Ipv4Addr, u16)>,
     /// Present and earlier connections with an entry of the connection table.
-    pub indexed: Vec<Indexed>,
+    pub indexed: Vec<TableConnection>,
     /// MAC addresses of other load balancers.
     pub owners: Vec<Mac>,
     /// Time that packets see.
@@ -123,7 +123,7 @@ impl GenState {
             connection_table: size,
             connection_key: CookieKey::random(&mut rng.0),
             // Small sizes fill sets; large sizes leave most sets with room.
-            flow_sets: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
+            flow_set_count: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
             // The small MTU makes some frames too long.
             outer: Outer { mtu: rng.pick(&[1500, 90]), ..outer },
             vlans: vlans(rng),
@@ -212,7 +212,7 @@ impl GenState {
             };
             let (servers, addresses) =
                 kept.map_or_else(Default::default, |service| (service.servers.clone(), service.addresses.clone()));
-            Planned {
+            GeneratedService {
                 address: *address,
                 vip: (vip, address.socket.port()),
                 mode: *mode,
@@ -292,7 +292,7 @@ impl GenState {
             None => (Ipv4Addr::from(bytes(ETHERNET + 12)), ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4),
         };
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
-        let new = Indexed { service_slot, client: (client, port), number: (reported & intf::COOKIE_ID_MASK) as u16 };
+        let new = TableConnection { service_slot, client: (client, port), number: (reported & intf::COOKIE_ID_MASK) as u16 };
         // Makes room by removing an old connection.
         if self.indexed.len() == INDEXED {
             self.indexed.swap_remove(reported as usize % INDEXED);

@@ -12,7 +12,7 @@ use coreward_model::tuple::Protocol;
 
 use crate::frame::{self, Ip, Tcp, timestamp};
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::{GenState, Indexed, Planned};
+use crate::gen_state::{GenState, TableConnection, GeneratedService};
 use crate::harness::{OWN_MAC, SERVER_VLANS, TIME_KEY};
 use crate::{ipv6, mutate};
 
@@ -71,7 +71,7 @@ fn client(state: &GenState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
 }
 
 /// Returns a client and a destination: in one of four cases, the service that has the client in its connection table.
-fn pick_endpoints<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'a Planned, (Ipv4Addr, u16)) {
+fn pick_endpoints<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'a GeneratedService, (Ipv4Addr, u16)) {
     if !state.indexed.is_empty() && rng.chance(1, 4) {
         let entry = rng.pick(&state.indexed);
         if let Some(planned) = state.services.iter().find(|planned| planned.service_slot == entry.service_slot) {
@@ -84,7 +84,7 @@ fn pick_endpoints<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16
 }
 
 /// Returns a service and a destination, which is mostly the service's address.
-fn destination<'a>(state: &'a GenState, rng: &mut FuzzRng) -> (&'a Planned, (Ipv4Addr, u16)) {
+fn destination<'a>(state: &'a GenState, rng: &mut FuzzRng) -> (&'a GeneratedService, (Ipv4Addr, u16)) {
     let planned = &state.services[rng.below(state.services.len())];
     let vip = match rng.below(40) {
         0 => (Ipv4Addr::from(rng.u32()), planned.vip.1),
@@ -137,7 +137,7 @@ fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
 /// Writes a server's packet to a client, if the service has LB-side stamping and a server; otherwise an unrelated
 /// packet.
 fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let lb_stamped: Vec<&Planned> = state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
+    let lb_stamped: Vec<&GeneratedService> = state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
     let planned = if lb_stamped.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped) };
     let (client, source) = (client(state, rng), planned.vip);
     let mut address = OWN_MAC;
@@ -224,7 +224,7 @@ fn payload_length(rng: &mut FuzzRng) -> usize {
 
 fn segment(
     state: &GenState,
-    planned: &Planned,
+    planned: &GeneratedService,
     rng: &mut FuzzRng,
     client: (Ipv4Addr, u16),
     vip: (Ipv4Addr, u16),
@@ -244,7 +244,7 @@ fn segment(
 }
 
 /// Returns the client's TSecr: mostly the cookie of a present or earlier server.
-fn tsecr(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
+fn tsecr(state: &GenState, planned: &GeneratedService, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
     if planned.is_lb_stamped() {
         return lb_stamped_tsecr(state, planned, rng, &tuple);
     }
@@ -265,7 +265,7 @@ fn tsecr(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTupl
 }
 
 /// Returns the client's TSecr with LB-side stamping.
-fn lb_stamped_tsecr(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
+fn lb_stamped_tsecr(state: &GenState, planned: &GeneratedService, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
     if planned.servers.is_empty() || rng.chance(1, 10) {
         return rng.u32();
     }
@@ -280,11 +280,11 @@ fn stamp(state: &GenState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie)
 }
 
 /// Returns the connection's index in the connection table.
-fn index_of(state: &GenState, planned: &Planned, tuple: &FourTuple) -> Option<u16> {
+fn index_of(state: &GenState, planned: &GeneratedService, tuple: &FourTuple) -> Option<u16> {
     if planned.mode.consistency != Consistency::Stateful {
         return None;
     }
-    let given = |entry: &&Indexed| {
+    let given = |entry: &&TableConnection| {
         entry.service_slot == planned.service_slot && ipv6::tuple(entry.client, planned.vip) == *tuple
     };
     state.indexed.iter().rev().find(given).map(|entry| entry.number)

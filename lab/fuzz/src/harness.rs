@@ -50,7 +50,7 @@ pub struct Setup {
     /// Size of the connection table for stateful services.
     pub connection_table: TableSize,
     pub connection_key: CookieKey,
-    pub flow_sets: u32,
+    pub flow_set_count: u32,
     /// Fields that all outer headers have in common.
     pub outer: Outer,
     /// VLANs in use; without any, every server is untagged.
@@ -96,14 +96,14 @@ impl Setup {
     /// Returns the default setup.
     pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
-        let (connection_table, flow_sets) = (TableSize::default(), 1 << 15);
+        let (connection_table, flow_set_count) = (TableSize::default(), 1 << 15);
         Self {
             own_mac,
             keys,
             count_traffic: false,
             connection_table,
             connection_key,
-            flow_sets,
+            flow_set_count,
             outer: OUTER,
             vlans: Vlans::default(),
         }
@@ -124,7 +124,7 @@ impl Instance {
         let connection_table = setup.connection_table;
         let options = dataplane::Options {
             broadcast: [dataplane::BroadcastRates::uniform(BROADCAST); REASONS],
-            flow_table_entries: setup.flow_sets * intf::FLOW_SET_ENTRIES,
+            flow_table_entries: setup.flow_set_count * intf::FLOW_SET_ENTRIES,
             connection_table,
             connection_key: Some(setup.connection_key),
             vlan: setup.vlans.vip,
@@ -248,7 +248,7 @@ impl Harness {
         let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
         let constants = Constants {
             broadcast: [BroadcastRates { per_source: rate, per_service: rate, total: rate }; REASONS],
-            flow_sets: setup.flow_sets,
+            flow_set_count: setup.flow_set_count,
             connection_table: setup.connection_table,
             count_traffic: setup.count_traffic,
             outer: setup.outer,
@@ -454,8 +454,8 @@ impl Harness {
                 return Ok(difference);
             }
         }
-        let expected = self.model.flow_words();
-        let found = instance.memory.flow_words(expected.len());
+        let expected = self.model.flow_table_words();
+        let found = instance.memory.flow_table_words(expected.len());
         let odd = expected.iter().zip(found).enumerate().find(|(_, (expected, found))| *expected != found);
         let Some((word, (expected, found))) = odd else { return Ok(None) };
         Ok(differ(&format!("word {word} of the flow table"), *expected, found, |word| format!("{word:#x}")))

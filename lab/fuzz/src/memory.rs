@@ -97,7 +97,7 @@ impl Memory {
     }
 
     /// Returns the `count` words of the flow table.
-    pub fn flow_words(&self, count: usize) -> impl Iterator<Item = u64> + '_ {
+    pub fn flow_table_words(&self, count: usize) -> impl Iterator<Item = u64> + '_ {
         (0..count).map(|word| self.flows.load(word * size_of::<u64>()))
     }
 

@@ -12,7 +12,7 @@ const TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Smallest sequence found; its last packet differs.
 #[derive(Debug)]
-pub struct Shrunk {
+pub struct ShrunkSequence {
     /// Steps in order.
     pub steps: Vec<Step>,
     /// Difference after the last step.
@@ -62,7 +62,7 @@ impl Shrinker {
     }
 
     /// Removes unnecessary steps, in ever smaller chunks (delta debugging: Zeller and Hildebrandt, TSE 2002).
-    fn without_needless_steps(&self, shrunk: &mut Shrunk) -> anyhow::Result<()> {
+    fn without_needless_steps(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
         let mut part = shrunk.steps.len().div_ceil(2);
         while part > 0 && self.has_attempts_left() {
             let mut start = 0;
@@ -70,7 +70,7 @@ impl Shrinker {
                 let end = (start + part).min(shrunk.steps.len() - 1);
                 let fewer = [&shrunk.steps[..start], &shrunk.steps[end..]].concat();
                 match self.difference(&fewer)? {
-                    Some(difference) => *shrunk = Shrunk { steps: fewer, difference },
+                    Some(difference) => *shrunk = ShrunkSequence { steps: fewer, difference },
                     None => start = end,
                 }
             }
@@ -80,16 +80,16 @@ impl Shrinker {
     }
 
     /// Shortens the last packet, and zeroes bytes that do not affect the difference.
-    fn simpler_packet(&self, shrunk: &mut Shrunk) -> anyhow::Result<()> {
-        let with = |shrunk: &mut Shrunk, frame: Vec<u8>| -> anyhow::Result<()> {
+    fn simpler_packet(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
+        let with = |shrunk: &mut ShrunkSequence, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = shrunk.steps.clone();
             *steps.last_mut().expect("a packet at the end") = Step::Packet(frame);
             if let Some(difference) = self.difference(&steps)? {
-                *shrunk = Shrunk { steps, difference };
+                *shrunk = ShrunkSequence { steps, difference };
             }
             Ok(())
         };
-        let last = |shrunk: &Shrunk| match shrunk.steps.last() {
+        let last = |shrunk: &ShrunkSequence| match shrunk.steps.last() {
             Some(Step::Packet(frame)) => frame.clone(),
             _ => Vec::new(),
         };
@@ -115,7 +115,7 @@ impl Shrinker {
 
 /// Shrinks a difference that the epoch of `seed` shows at packet number `packets`. `None`: the difference cannot be
 /// reproduced.
-pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<Shrunk>> {
+pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<ShrunkSequence>> {
     let (setup, mut steps) = Epoch::steps(seed, packets)?;
     let shrinker = Shrinker { setup, deadline: Instant::now() + TIMEOUT };
     if shrinker.difference(&steps)?.is_none() {
@@ -124,13 +124,13 @@ pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<Shrunk>> {
     let earliest = shrinker.earliest(&steps)?;
     steps.truncate(earliest);
     let Some(difference) = shrinker.difference(&steps)? else { return Ok(None) };
-    let mut shrunk = Shrunk { steps, difference };
+    let mut shrunk = ShrunkSequence { steps, difference };
     // Most differences need no earlier packet.
     let last = shrunk.steps.len() - 1;
     let alone = shrunk.steps.iter().enumerate().filter(|(at, step)| *at == last || matches!(step, Step::Change(_)));
     let alone: Vec<Step> = alone.map(|(_, step)| step.clone()).collect();
     if let Some(difference) = shrinker.difference(&alone)? {
-        shrunk = Shrunk { steps: alone, difference };
+        shrunk = ShrunkSequence { steps: alone, difference };
     }
     shrinker.without_needless_steps(&mut shrunk)?;
     shrinker.simpler_packet(&mut shrunk)?;

@@ -19,7 +19,7 @@ use crate::key_value::VALUE_MAX;
 use crate::report::Report;
 use crate::request_type::{RequestType, ServiceTimes};
 use crate::transport::{Connections, Datagrams, Http, Keys, Paced, Sources, Transport, Udp};
-use crate::workload::{Mix, ServiceDistribution, Workload};
+use crate::workload::{RequestMix, ServiceDistribution, Workload};
 
 const RNG_STREAM_ARRIVALS: u64 = 0x6c6f_6111;
 const RNG_STREAM_REQUESTS: u64 = 0x6c6f_6112;
@@ -66,7 +66,7 @@ pub struct LoadArgs {
     /// Request types and their shares: GET=0.5,PUT=0.4,SCAN46=0.1, or a mix of Turbo's Figure 7: turbo-7a (half GET,
     /// half PUT), turbo-7b (10 % SCAN18), turbo-7c (40 % SCAN46), turbo-7d (a third each of GET, SCAN46, SCAN105)
     #[arg(long, value_name = "MIX", default_value = "GET=1", conflicts_with = "service")]
-    pub mix: Mix,
+    pub mix: RequestMix,
     /// Request service times from a distribution, of paced servers: exp:US; ringleader-bimodal (95 % 5 us, 5 % 100 us),
     /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or one of `coreward-lab sim rpc` (fixed, exp, lognormal:SIGMA,
     /// bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
@@ -144,7 +144,7 @@ pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
 
 fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     let load = workload(args, RNG_STREAM_REQUESTS)?;
-    let classes = load.classes().to_vec();
+    let classes = load.request_types().to_vec();
     let schedule = Schedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
     let mut streams = vec![Stream { schedule, workload: load, first_class: 0 }];
     let measured = classes[0];
@@ -194,7 +194,7 @@ fn workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
     let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
     let times = multiplier.map_or_else(|| Ok(ServiceTimes::default()), ServiceTimes::turbo)?;
     let workload = Workload::mix(&args.mix, &times, args.seed, purpose);
-    let unknown = workload.classes().iter().find(|class| !times.is_empty() && times.get(**class).is_none());
+    let unknown = workload.request_types().iter().find(|class| !times.is_empty() && times.get(**class).is_none());
     ensure!(
         unknown.is_none(),
         "Turbo's Figure 7 has no service time of {}: expected GET, PUT, SCAN18, SCAN46 and SCAN105",
@@ -217,7 +217,7 @@ fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     Ok(match args.transport {
         TransportName::Udp => Box::new(Udp::open(args.target, &sources, Datagrams::KeyValue(keys), args.seed)?),
         TransportName::Dns => {
-            let (classes, queries) = (workload(args, RNG_STREAM_REQUESTS)?.classes().len(), &args.query);
+            let (classes, queries) = (workload(args, RNG_STREAM_REQUESTS)?.request_types().len(), &args.query);
             ensure!(
                 args.service.is_none() && args.multiplier.is_none(),
                 "--transport dns: expected --mix and --query only"

@@ -8,7 +8,7 @@ use std::io;
 
 use crate::arrivals::Schedule;
 use crate::event_loop::now_ns;
-use crate::outstanding::{AnswerMatch, Outstanding, Sent};
+use crate::outstanding::{AnswerMatch, Outstanding, SentRequest};
 use crate::results::Results;
 use crate::transport::{Answer, Transport};
 use crate::workload::Workload;
@@ -64,7 +64,7 @@ pub fn run(
     // The default slack of 50 us would delay every request by 50 us (prctl(2), PR_SET_TIMERSLACK).
     nix::sys::prctl::set_timerslack(1)?;
     let start_ns = now_ns() + START_DELAY_NS;
-    let classes = streams.iter().map(|stream| stream.workload.classes().len()).sum();
+    let classes = streams.iter().map(|stream| stream.workload.request_types().len()).sum();
     let window = start_ns + durations.warm_up_ns..start_ns + durations.warm_up_ns + durations.measured_ns;
     let results = Results::new(classes, window, intervals)?;
     let outstanding = Outstanding::default();
@@ -117,7 +117,7 @@ impl Generator<'_> {
         let stream = &mut self.streams[stream];
         stream.schedule.advance();
         let demand = stream.workload.draw();
-        let sent = Sent { due_ns, class: stream.first_class + demand.class };
+        let sent = SentRequest { due_ns, class: stream.first_class + demand.class };
         let id = self.outstanding.add(sent);
         self.results.record_sent(sent, now_ns());
         self.transport.send(&demand, id, due_ns + self.durations.timeout_ns);

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 /// Request that was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sent {
+pub struct SentRequest {
     /// Due time (ns).
     pub due_ns: u64,
     pub class: u8,
@@ -12,7 +12,7 @@ pub struct Sent {
 
 #[derive(Debug)]
 struct Entry {
-    sent: Sent,
+    sent: SentRequest,
     /// Bitmap of the received parts of the response.
     parts: u128,
     is_answered: bool,
@@ -21,7 +21,7 @@ struct Entry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnswerMatch {
     /// Last missing part of the response to this request.
-    Complete(Sent),
+    Complete(SentRequest),
     /// Part of a response that is not complete yet.
     Partial,
     /// Part that was received before.
@@ -47,7 +47,7 @@ const PARTS_MAX: u8 = 128;
 
 impl Outstanding {
     /// Adds a request and returns its id.
-    pub fn add(&mut self, sent: Sent) -> u32 {
+    pub fn add(&mut self, sent: SentRequest) -> u32 {
         let id = self.first_id.wrapping_add(self.entries.len() as u32);
         self.entries.push_back(Entry { sent, parts: 0, is_answered: false });
         self.sent += 1;
@@ -81,7 +81,7 @@ impl Outstanding {
 
     /// Removes the requests that were due before `moment_ns`, and passes each unanswered one to `each`. Requests must
     /// have been added in the order of their due times.
-    pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(Sent)) {
+    pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(SentRequest)) {
         while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
             if !entry.is_answered {
                 self.unanswered -= 1;
@@ -102,8 +102,8 @@ impl Outstanding {
 mod tests {
     use super::*;
 
-    fn sent(due_ns: u64) -> Sent {
-        Sent { due_ns, class: 0 }
+    fn sent(due_ns: u64) -> SentRequest {
+        SentRequest { due_ns, class: 0 }
     }
 
     #[test]

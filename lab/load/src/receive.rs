@@ -14,7 +14,7 @@ use crate::event_loop::now_ns;
 
 /// Result of one receive call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Received {
+pub struct ReceiveOutcome {
     /// Bytes of the buffer that were filled; 0 at the end of a stream.
     pub length: usize,
     /// Time when the kernel received the bytes, by CLOCK_MONOTONIC (ns). On a stream: the time of the last segment.
@@ -45,7 +45,7 @@ impl Receiver {
 
     /// Receives a datagram, or the available part of a stream; blocks if the socket does. Fails as recvmsg(2):
     /// WouldBlock when nothing is available, ConnectionRefused without a listener.
-    pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
+    pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<ReceiveOutcome> {
         let mut slices = [IoSliceMut::new(buffer)];
         let socket = socket.as_fd().as_raw_fd();
         let message = recvmsg::<SockaddrStorage>(socket, &mut slices, Some(&mut self.control), MsgFlags::empty())?;
@@ -55,7 +55,7 @@ impl Receiver {
                 arrived = Some(at);
             }
         }
-        Ok(Received {
+        Ok(ReceiveOutcome {
             length: message.bytes,
             arrived_ns: arrived.map_or_else(now_ns, monotonic_ns),
             sender: message.address.as_ref().and_then(socket_address),

@@ -182,12 +182,12 @@ fn number(microseconds: Option<f64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::outstanding::Sent;
+    use crate::outstanding::SentRequest;
 
     #[test]
     fn report_is_read_as_it_was_written() {
         let mut results = Results::new(2, 0..1_000_000_000, false).unwrap();
-        let sent = Sent { due_ns: 1_000, class: 0 };
+        let sent = SentRequest { due_ns: 1_000, class: 0 };
         results.record_sent(sent, 2_000);
         results.record_answer(sent, 9_000, Some(Worker { server: 3, worker: 1 }));
         results.errors.failed = 7;

@@ -33,7 +33,7 @@ const FIRST_WORK: u8 = 16;
 pub const SCAN_MAX: u8 = 127;
 const SCAN_BASE: u8 = 128;
 /// Number of classes of [`RequestType::work`].
-pub const WORK_CLASSES: u8 = 16;
+pub const WORK_CLASS_COUNT: u8 = 16;
 
 impl RequestType {
     /// The value of a key.
@@ -46,9 +46,9 @@ impl RequestType {
         if pairs >= 1 && pairs <= SCAN_MAX { Some(Self(SCAN_BASE + pairs)) } else { None }
     }
 
-    /// Returns work of a class (below [`WORK_CLASSES`]); `None` when out of range.
+    /// Returns work of a class (below [`WORK_CLASS_COUNT`]); `None` when out of range.
     pub const fn work(class: u8) -> Option<Self> {
-        if class < WORK_CLASSES { Some(Self(FIRST_WORK + class)) } else { None }
+        if class < WORK_CLASS_COUNT { Some(Self(FIRST_WORK + class)) } else { None }
     }
 
     /// Returns the number of pairs of a SCAN; `None` for other types.
@@ -58,7 +58,7 @@ impl RequestType {
 
     /// Returns the class of work; `None` for other types.
     pub const fn class(self) -> Option<u8> {
-        if self.0 >= FIRST_WORK && self.0 < FIRST_WORK + WORK_CLASSES { Some(self.0 - FIRST_WORK) } else { None }
+        if self.0 >= FIRST_WORK && self.0 < FIRST_WORK + WORK_CLASS_COUNT { Some(self.0 - FIRST_WORK) } else { None }
     }
 
     pub const fn byte(self) -> u8 {
@@ -209,7 +209,7 @@ mod tests {
                 assert_eq!(request_type.to_string().parse(), Ok(request_type));
             }
         }
-        assert_eq!(known, 2 + usize::from(WORK_CLASSES) + usize::from(SCAN_MAX));
+        assert_eq!(known, 2 + usize::from(WORK_CLASS_COUNT) + usize::from(SCAN_MAX));
         assert_eq!("SCAN46".parse::<RequestType>().unwrap().byte(), 174);
         for wrong in ["SCAN0", "SCAN128", "WORK16", "get", "", "SCAN"] {
             assert_eq!(wrong.parse::<RequestType>(), Err(RequestTypeError::Name(wrong.to_owned())));

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use hdrhistogram::Histogram;
 
-use crate::outstanding::Sent;
+use crate::outstanding::SentRequest;
 use crate::transport::{Errors, Worker};
 
 /// Results of one class. All but `latency` count requests that were due in the measured time.
@@ -85,7 +85,7 @@ impl Results {
     }
 
     /// Records a request sent at `now_ns`.
-    pub(crate) fn record_sent(&mut self, sent: Sent, now_ns: u64) {
+    pub(crate) fn record_sent(&mut self, sent: SentRequest, now_ns: u64) {
         if let Some(class) = self.measured_class(sent) {
             class.requests += 1;
             self.lateness.saturating_record(now_ns.saturating_sub(sent.due_ns));
@@ -93,7 +93,7 @@ impl Results {
     }
 
     /// Records a response that arrived at `arrived_ns`.
-    pub(crate) fn record_answer(&mut self, sent: Sent, arrived_ns: u64, worker: Option<Worker>) {
+    pub(crate) fn record_answer(&mut self, sent: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
         if self.window.contains(&arrived_ns) {
             self.classes[usize::from(sent.class)].arrived += 1;
         }
@@ -111,13 +111,13 @@ impl Results {
     }
 
     /// Records a request as lost.
-    pub(crate) fn record_lost(&mut self, sent: Sent) {
+    pub(crate) fn record_lost(&mut self, sent: SentRequest) {
         if let Some(class) = self.measured_class(sent) {
             class.lost += 1;
         }
     }
 
-    fn measured_class(&mut self, sent: Sent) -> Option<&mut ClassResults> {
+    fn measured_class(&mut self, sent: SentRequest) -> Option<&mut ClassResults> {
         self.window.contains(&sent.due_ns).then(|| &mut self.classes[usize::from(sent.class)])
     }
 }

@@ -9,12 +9,12 @@ use coreward_sim::rpc::ticks::units;
 use coreward_sim::rpc::{Sampler, Service, ServiceError};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use crate::request_type::{RequestType, RequestTypeError, ServiceTimes, WORK_CLASSES};
+use crate::request_type::{RequestType, RequestTypeError, ServiceTimes, WORK_CLASS_COUNT};
 
 /// Parameters of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Demand {
-    /// Index of its type in [`Workload::classes`].
+    /// Index of its type in [`Workload::request_types`].
     pub class: u8,
     pub request_type: RequestType,
     /// Service time (ns); 0: the server chooses it.
@@ -23,7 +23,7 @@ pub struct Demand {
 
 /// Shares of request types: `GET=0.5,PUT=0.5`, or a preset's name.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Mix(Vec<(RequestType, f64)>);
+pub struct RequestMix(Vec<(RequestType, f64)>);
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MixError {
@@ -60,7 +60,7 @@ const PRESETS: [(&str, &str); 4] = [
 
 const CLASSES_MAX: usize = 16;
 
-impl FromStr for Mix {
+impl FromStr for RequestMix {
     type Err = MixError;
 
     fn from_str(given: &str) -> Result<Self, MixError> {
@@ -88,7 +88,7 @@ impl FromStr for Mix {
     }
 }
 
-impl fmt::Display for Mix {
+impl fmt::Display for RequestMix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (request_type, share)) in self.0.iter().enumerate() {
             let comma = if index == 0 { "" } else { "," };
@@ -152,13 +152,13 @@ enum ClassDraw {
 #[derive(Debug, Clone)]
 pub struct Workload {
     draw: ClassDraw,
-    classes: Vec<RequestType>,
+    request_types: Vec<RequestType>,
     rng: Xoshiro256PlusPlus,
 }
 
 impl Workload {
     /// Returns requests of a mix with the service times of `times`; the server chooses the others.
-    pub fn mix(mix: &Mix, times: &ServiceTimes, seed: u64, purpose: u64) -> Self {
+    pub fn mix(mix: &RequestMix, times: &ServiceTimes, seed: u64, purpose: u64) -> Self {
         let mut below = 0.0;
         let mut entry = |(request_type, share): &(RequestType, f64)| {
             below += share;
@@ -167,17 +167,17 @@ impl Workload {
         let mut entries: Vec<_> = mix.0.iter().map(&mut entry).collect();
         // The shares may add up to a little less than 1.
         entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
-        let classes = mix.0.iter().map(|(request_type, _)| *request_type).collect();
-        Self { draw: ClassDraw::Mix(entries), classes, rng: seeded_rng(seed, purpose) }
+        let request_types = mix.0.iter().map(|(request_type, _)| *request_type).collect();
+        Self { draw: ClassDraw::Mix(entries), request_types, rng: seeded_rng(seed, purpose) }
     }
 
     /// Returns requests with service times of a distribution times `multiplier`. Each class of the distribution is a
     /// type of [`RequestType::work`].
     pub fn service(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
         let unit_ns = service.unit_us * 1e3 * multiplier;
-        let count = service.service.class_times().len().min(WORK_CLASSES.into());
-        let classes = (0..count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASSES")).collect();
-        Self { draw: ClassDraw::Service(service.service.sampler(), unit_ns), classes, rng: seeded_rng(seed, purpose) }
+        let count = service.service.class_times().len().min(WORK_CLASS_COUNT.into());
+        let request_types = (0..count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASS_COUNT")).collect();
+        Self { draw: ClassDraw::Service(service.service.sampler(), unit_ns), request_types, rng: seeded_rng(seed, purpose) }
     }
 
     /// Restricts a measuring stream to the first type. For a distribution: to the times of its shortest class, or to
@@ -190,13 +190,13 @@ impl Workload {
             }
             ClassDraw::Service(sampler, _) => *sampler = Service::Fixed.sampler(),
         }
-        self.classes.truncate(1);
+        self.request_types.truncate(1);
         self
     }
 
     /// Returns the request types; for a distribution the shortest first.
-    pub fn classes(&self) -> &[RequestType] {
-        &self.classes
+    pub fn request_types(&self) -> &[RequestType] {
+        &self.request_types
     }
 
     /// Returns the next request.
@@ -212,7 +212,7 @@ impl Workload {
                 let (class, ticks) = sampler.sample(&mut self.rng);
                 // At least 1, because the server chooses the time for 0. `as` limits longer times to 4.3 s.
                 let service_ns = ((units(ticks) * unit_ns) as u32).max(1);
-                Demand { class, request_type: self.classes[usize::from(class)], service_ns }
+                Demand { class, request_type: self.request_types[usize::from(class)], service_ns }
             }
         }
     }
@@ -254,13 +254,13 @@ mod tests {
     #[test]
     fn classes_are_separate_types() {
         let workload = Workload::service(&"trimodal:0.1:5:0.01:50".parse().unwrap(), 1.0, 1, 1);
-        let names: Vec<String> = workload.classes().iter().map(RequestType::to_string).collect();
+        let names: Vec<String> = workload.request_types().iter().map(RequestType::to_string).collect();
         assert_eq!(names, ["WORK0", "WORK1", "WORK2"]);
     }
 
     #[test]
     fn invalid_workloads_are_rejected() {
-        let error = |text: &str| text.parse::<Mix>().unwrap_err().to_string();
+        let error = |text: &str| text.parse::<RequestMix>().unwrap_err().to_string();
         assert!(error("turbo-7e").contains("\"turbo-7e\": expected TYPE=SHARE"));
         assert!(error("GET=0.5").contains("add up to 0.5: expected 1"));
         assert!(error("GET=0.5,GET=0.5").contains("GET is there twice"));
@@ -278,13 +278,13 @@ mod tests {
             let share = |weight: &u32| f64::from(*weight) / f64::from(total);
             let pair = |(index, weight): (usize, &u32)| format!("SCAN{}={}", index + 1, share(weight));
             let text: Vec<String> = weights.iter().enumerate().map(pair).collect();
-            let mix: Mix = text.join(",").parse().unwrap();
+            let mix: RequestMix = text.join(",").parse().unwrap();
             let mut workload = Workload::mix(&mix, &ServiceTimes::default(), seed, 1);
             let (count, mut drawn) = (20_000, vec![0u32; weights.len()]);
             for _ in 0..count {
                 let demand = workload.draw();
                 drawn[usize::from(demand.class)] += 1;
-                prop_assert_eq!(demand.request_type, workload.classes()[usize::from(demand.class)]);
+                prop_assert_eq!(demand.request_type, workload.request_types()[usize::from(demand.class)]);
             }
             for (weight, drawn) in weights.iter().zip(&drawn) {
                 let (expected, drawn) = (share(weight), f64::from(*drawn) / f64::from(count));

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::guest::Guest;
-use crate::wire::{FLOWS, VIP, VIP_IPV6};
+use crate::wire::{FLOW_COUNT, VIP, VIP_IPV6};
 
 /// Time limit until a daemon is ready; under emulation the verifier alone takes seconds.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
@@ -76,7 +76,7 @@ pub struct Watched {
 /// Starts `coreward agent rss` and waits until it samples. Fails when it does not start.
 pub fn start_watch(guest: &mut Guest) -> Result<()> {
     let limit = START_LIMIT.as_secs();
-    guest.run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOWS} --json"))?;
+    guest.run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOW_COUNT} --json"))?;
     let watching =
         poll(guest, START_LIMIT, |guest| Ok(guest.run("cat /tmp/rss.out")?.contains("\"nic\"").then_some(())));
     watching.with_context(|| format!("`coreward agent rss`: {}", log(guest, "rss")))

@@ -7,15 +7,15 @@ use anyhow::{Result, anyhow, ensure};
 
 use crate::agent::{self, Daemons, Watched};
 use crate::forwarding;
-use crate::guest::{Guest, Hardware, Nic, QUEUES};
+use crate::guest::{Guest, Hardware, Nic, QUEUE_COUNT};
 use crate::initrd;
 use crate::packages::Packages;
 use crate::rss::{self, Measurement};
 use crate::tally::Tally;
-use crate::wire::{FLOWS, VIP, Wire};
+use crate::wire::{FLOW_COUNT, VIP, GuestLink};
 
 /// Files that all guests need.
-pub struct Parts {
+pub struct GuestFiles {
     /// Packages of QEMU and the kernels.
     pub packages: Packages,
     /// The binary to test.
@@ -125,7 +125,7 @@ impl Case {
 
     /// Boots the guest and runs its checks. With a `command`, prints the output of the command instead. Fails when the
     /// guest does not boot.
-    pub fn run(&self, parts: &Parts, command: Option<&str>, tally: &mut Tally) -> Result<()> {
+    pub fn run(&self, parts: &GuestFiles, command: Option<&str>, tally: &mut Tally) -> Result<()> {
         let start = Instant::now();
         let (mut guest, wire) = self.boot(parts)?;
         let release = guest.run("uname -r")?;
@@ -171,7 +171,7 @@ impl Case {
         format!("{}: {check}", self.name())
     }
 
-    fn boot(&self, parts: &Parts) -> Result<(Guest, Wire)> {
+    fn boot(&self, parts: &GuestFiles) -> Result<(Guest, GuestLink)> {
         let modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver()];
         let kernel = parts.packages.kernel(self.kernel);
         let files = [agent::files().to_vec(), forwarding::files()].concat();
@@ -195,13 +195,13 @@ impl Case {
             }
             false => Err(error),
         })?;
-        let wire = Wire::connect(&parts.packages)?;
+        let wire = GuestLink::connect(&parts.packages)?;
         set_up_network(&mut guest)?;
         Ok((guest, wire))
     }
 
     /// Checks the NIC, the predicted queues and the agent in one of the NIC's settings.
-    fn check_setting(&self, setting: &Setting, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
+    fn check_setting(&self, setting: &Setting, guest: &mut Guest, wire: &GuestLink, tally: &mut Tally) -> Result<()> {
         guest.run(setting.command)?;
         let named = |check: &str| self.check_name(&format!("{}: {check}", setting.name));
         let watching = agent::start_watch(guest);
@@ -220,10 +220,10 @@ impl Case {
     }
 
     /// Checks the daemon with `manage_rss = true`, from its start to its end.
-    fn check_managed_rss(&self, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
+    fn check_managed_rss(&self, guest: &mut Guest, wire: &GuestLink, tally: &mut Tally) -> Result<()> {
         let named = |check: &str| self.check_name(&format!("manage_rss: {check}"));
         let before = rss::shown(guest)?;
-        let managed = agent::managed(&before, self.nic == Nic::Virtio, QUEUES)?;
+        let managed = agent::managed(&before, self.nic == Nic::Virtio, QUEUE_COUNT)?;
         ensure!(managed != before, "the NIC holds already what the agent is to set");
         let daemons = Daemons::start(guest, &managed)?;
 
@@ -232,9 +232,9 @@ impl Case {
         let found = measured.to_string();
         let set = measured.shown == managed && measured.is_in_force();
         tally.check(&named("key and table are set, and in force"), if set { Ok(found) } else { Err(anyhow!(found)) });
-        let seen = daemons.matched_of(guest, counted, FLOWS.into())?;
-        let found = format!("{seen} of {FLOWS} SYNs by the predicted queue");
-        let agrees = if seen == u64::from(FLOWS) { Ok(found) } else { Err(anyhow!(found)) };
+        let seen = daemons.matched_of(guest, counted, FLOW_COUNT.into())?;
+        let found = format!("{seen} of {FLOW_COUNT} SYNs by the predicted queue");
+        let agrees = if seen == u64::from(FLOW_COUNT) { Ok(found) } else { Err(anyhow!(found)) };
         tally.check(
             &named("the agent counts them"),
             agrees.and_then(|found| {
@@ -284,7 +284,7 @@ fn check_agreement(measured: &Measurement, watched: &Watched) -> Result<String> 
     }
     let verdict = if measured.is_in_force() { "in_force" } else { "not_in_force" };
     ensure!(watched.verdict == verdict, "its verdict is {}, expected {verdict}", watched.verdict);
-    Ok(format!("key, table, queues of {FLOWS} flows, verdict {verdict}"))
+    Ok(format!("key, table, queues of {FLOW_COUNT} flows, verdict {verdict}"))
 }
 
 /// Gives the guest its addresses and waits for the link.

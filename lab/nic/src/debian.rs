@@ -34,7 +34,7 @@ const MODULES: [&str; 17] = [
     "fou",
 ];
 /// Packages that a minimal Debian lacks: for booting, for the daemons' packages, for the tests.
-const PROGRAMS: &str =
+const PACKAGES: &str =
     "systemd-sysv,adduser,iproute2,procps,ethtool,libelf1,zlib1g,nginx-light,ipvsadm,keepalived,tcpdump";
 /// Size of the root file system: twice the size of the programs.
 const IMAGE_SIZE: &str = "1500M";
@@ -56,7 +56,7 @@ pub type File = (&'static str, String);
 /// When debootstrap cannot fetch the packages.
 pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
     let (mirror, release) = packages::mirror()?;
-    let expected = format!("{release} {PROGRAMS} {IMAGE_SIZE}\n");
+    let expected = format!("{release} {PACKAGES} {IMAGE_SIZE}\n");
     let [image, complete] = ["debian.ext4", "debian.complete"].map(|name| cache.join(name));
     if image.exists() && fs::read_to_string(&complete).is_ok_and(|found| found == expected) {
         return Ok(image);
@@ -64,7 +64,7 @@ pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
     println!("packages: fetching Debian's {release} into {}", image.display());
     // Readable for users other than root, who run daemons in it.
     let root = tempfile::Builder::new().permissions(Permissions::from_mode(0o755)).tempdir_in(cache)?;
-    let include = format!("--include={PROGRAMS}");
+    let include = format!("--include={PACKAGES}");
     let arguments = ["--variant=minbase", include.as_str(), release.as_str()];
     run(packages.debootstrap().args(arguments).arg(root.path()).arg(mirror)).with_context(|| log_of(root.path()))?;
     run(command_tied_to_parent("sh")

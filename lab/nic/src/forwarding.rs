@@ -13,11 +13,11 @@ use coreward_model::FourTuple;
 use serde_json::Value;
 
 use crate::agent::{self, START_LIMIT, poll};
-use crate::guest::{Guest, Monitor, QUEUES};
+use crate::guest::{Guest, Monitor, QUEUE_COUNT};
 use crate::rss;
 use crate::segment::{Segment, mac_of};
 use crate::tally::Tally;
-use crate::wire::{FORWARDED, VIP, Wire, flows_of_round};
+use crate::wire::{FORWARDED_DESTINATION, VIP, GuestLink, flows_of_round};
 
 /// Last bytes of the servers' addresses.
 const HOSTS: [u8; 2] = [11, 12];
@@ -32,11 +32,11 @@ const SETTLE: Duration = Duration::from_secs(3);
 /// Interval of flushes of the receive queues, which QEMU may leave full ([`Monitor::flush_receive_queues`]).
 const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of rounds of SYNs per measurement.
-const ROUNDS: u8 = 4;
+const ROUND_COUNT: u8 = 4;
 /// Transmissions of a SYN, because the loaded core drops some.
 const MAX_TRANSMISSIONS: usize = 10;
 /// Number of measurements, of which one must have the expected result.
-const MEASUREMENTS: u8 = 5;
+const MEASUREMENT_COUNT: u8 = 5;
 
 /// Returns the files of the guest, each with its name without leading slash and its content.
 pub fn files() -> Vec<(&'static str, String)> {
@@ -66,7 +66,7 @@ pub fn files() -> Vec<(&'static str, String)> {
 
 /// Starts the daemons, loads one core by forwarding, and checks which servers get new connections before and during the
 /// load. Fails when the daemons do not start.
-pub fn check(guest: &mut Guest, wire: &Wire, name: &str, tally: &mut Tally) -> Result<()> {
+pub fn check(guest: &mut Guest, wire: &GuestLink, name: &str, tally: &mut Tally) -> Result<()> {
     let segment = Segment::new(&HOSTS)?;
     start(guest)?;
     let shown = rss::shown(guest)?;
@@ -78,7 +78,7 @@ pub fn check(guest: &mut Guest, wire: &Wire, name: &str, tally: &mut Tally) -> R
     let found = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", loads(guest)?);
     tally.check(&format!("{name}: idle cores get the connections"), idle.verdict(found));
 
-    let flow = FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED.ip(), FORWARDED.port()));
+    let flow = FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
     let queue = rss::predicted(&shown, &flow);
     let on_queue = |flow: &FourTuple| rss::predicted(&shown, flow) == queue;
     let follows = |placed: &PlacedFlows| {
@@ -106,12 +106,12 @@ fn start(guest: &mut Guest) -> Result<()> {
     // The next hop is a device of the guest, because otherwise QEMU's network thread would be busy before a core is.
     // The peer of a veth is `veth0`.
     let next_hop = mac_of(254).map(|byte| format!("{byte:02x}")).join(":");
-    let forwarded = FORWARDED.ip();
+    let forwarded = FORWARDED_DESTINATION.ip();
     guest.run(&format!(
         "ip link add out type veth && ip link set veth0 up && ip link set out up && \
          ip route add {forwarded}/32 dev out && arp -i out -s {forwarded} {next_hop}"
     ))?;
-    guest.run(&format!("start publish sh /etc/publish /run/busy {OTHER_LOAD} {QUEUES}"))?;
+    guest.run(&format!("start publish sh /etc/publish /run/busy {OTHER_LOAD} {QUEUE_COUNT}"))?;
     guest.run("start controller coreward controller --config /etc/forwarding.toml")?;
     for agent in ["agent0", "agent1"] {
         guest.run(&format!("start {agent} coreward agent --config /etc/{agent}.toml"))?;
@@ -152,7 +152,7 @@ fn loads(guest: &mut Guest) -> Result<String> {
 /// `measured`. Returns its result and the rate (packets per second).
 fn forwarded<T>(
     guest: &mut Guest,
-    wire: &Wire,
+    wire: &GuestLink,
     flow: &FourTuple,
     queue: u16,
     measured: impl FnOnce() -> T,
@@ -191,7 +191,7 @@ fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
 }
 
 /// Sends `rate` packets per second, in batches of one millisecond.
-fn send_paced(wire: &Wire, mut monitor: Monitor, flow: &FourTuple, rate: &AtomicU32, ended: &AtomicBool) -> Result<()> {
+fn send_paced(wire: &GuestLink, mut monitor: Monitor, flow: &FourTuple, rate: &AtomicU32, ended: &AtomicBool) -> Result<()> {
     let (mut due, mut flush) = (Instant::now(), Instant::now());
     while !ended.load(Ordering::Relaxed) {
         wire.send_acks(flow, rate.load(Ordering::Relaxed).div_ceil(1_000))?;
@@ -223,12 +223,12 @@ impl Measured {
     }
 }
 
-/// Measures until the result is `good`, at most [`MEASUREMENTS`] times, because the daemons' own load varies.
-fn measure_until(wire: &Wire, segment: &Segment, first: u8, good: impl Fn(&PlacedFlows) -> bool) -> Result<Measured> {
+/// Measures until the result is `good`, at most [`MEASUREMENT_COUNT`] times, because the daemons' own load varies.
+fn measure_until(wire: &GuestLink, segment: &Segment, first: u8, good: impl Fn(&PlacedFlows) -> bool) -> Result<Measured> {
     let mut measured = Measured { placed: PlacedFlows::new(), is_expected: false, next_round: first };
-    for _ in 0..MEASUREMENTS {
+    for _ in 0..MEASUREMENT_COUNT {
         measured.placed = measure(wire, segment, measured.next_round)?;
-        measured.next_round += ROUNDS;
+        measured.next_round += ROUND_COUNT;
         measured.is_expected = good(&measured.placed);
         if measured.is_expected {
             break;
@@ -237,10 +237,10 @@ fn measure_until(wire: &Wire, segment: &Segment, first: u8, good: impl Fn(&Place
     Ok(measured)
 }
 
-/// Sends [`ROUNDS`] rounds of SYNs from `first` on, and retransmits lost ones. Returns the SYNs that a server received.
-fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<PlacedFlows> {
+/// Sends [`ROUND_COUNT`] rounds of SYNs from `first` on, and retransmits lost ones. Returns the SYNs that a server received.
+fn measure(wire: &GuestLink, segment: &Segment, first: u8) -> Result<PlacedFlows> {
     segment.take_syns();
-    let mut missing: Vec<FourTuple> = (first..first + ROUNDS).flat_map(flows_of_round).collect();
+    let mut missing: Vec<FourTuple> = (first..first + ROUND_COUNT).flat_map(flows_of_round).collect();
     let sent = missing.len();
     let mut placed = PlacedFlows::new();
     for _ in 0..MAX_TRANSMISSIONS {

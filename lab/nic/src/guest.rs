@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::packages::Packages;
 
-pub const QUEUES: u16 = 4;
+pub const QUEUE_COUNT: u16 = 4;
 /// MAC address of the guest's `eth0`, locally administered; `eth1` has the next address.
 pub const MAC_ADDRESS: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
 /// Tap of the guest's `eth0`, in the network namespace of this process.
@@ -63,7 +63,7 @@ impl Nic {
         mac[5] += index;
         let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
         // Two interrupt vectors per queue, one for the configuration and one for the control queue.
-        let vectors = 2 * QUEUES + 2;
+        let vectors = 2 * QUEUE_COUNT + 2;
         match self {
             Nic::Virtio => {
                 format!(
@@ -77,7 +77,7 @@ impl Nic {
     }
 
     fn backend(self, index: u8) -> String {
-        let queues = if self == Nic::Virtio { format!(",queues={QUEUES}") } else { String::new() };
+        let queues = if self == Nic::Virtio { format!(",queues={QUEUE_COUNT}") } else { String::new() };
         let tap = TAP.trim_end_matches('0');
         format!("tap,id=net{index},ifname={tap}{index},script=no,downscript=no{queues}")
     }
@@ -177,7 +177,7 @@ impl Guest {
         let monitor = tempfile::tempdir()?;
         let socket = monitor.path().join(MONITOR);
         command.args(["-monitor", &format!("unix:{},server=on,wait=off", socket.display())]);
-        command.args(["-smp", &QUEUES.to_string()]).arg("-kernel").arg(kernel.join("vmlinuz"));
+        command.args(["-smp", &QUEUE_COUNT.to_string()]).arg("-kernel").arg(kernel.join("vmlinuz"));
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
         command.args(["-append", &format!("console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on {arguments}")]);
         command.args(["-serial", &format!("file:{}", console.display()), "-serial", "stdio"]);

@@ -14,7 +14,7 @@ use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually, start_in};
 
 const NAME: &str = "Debian with IPVS";
 /// Number of connections of each group.
-const OPEN_CONNECTIONS: usize = 12;
+const OPEN_CONNECTION_COUNT: usize = 12;
 
 const NETWORK: &str = "
 mkdir -p /var/lib/coreward
@@ -192,7 +192,7 @@ const CHECKS: [(&str, Check); 4] = [
 
 /// Opens a group of connections.
 fn open(guest: &mut Guest, group: &str) -> Result<()> {
-    start_in(guest, &format!("test-{group}"), "client", &format!("bash /etc/test-hold {group} {OPEN_CONNECTIONS}"))?;
+    start_in(guest, &format!("test-{group}"), "client", &format!("bash /etc/test-hold {group} {OPEN_CONNECTION_COUNT}"))?;
     let ready = format!("test -p /run/test-{group}.out");
     eventually(SETTLE_LIMIT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
 }
@@ -219,7 +219,7 @@ fn check_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
 fn summary(guest: &mut Guest, groups: &[&str]) -> Result<String> {
     let slowest = check_connections(guest, groups)?;
     let served = guest.run("grep -c served /run/test-load")?;
-    let held = groups.len() * OPEN_CONNECTIONS;
+    let held = groups.len() * OPEN_CONNECTION_COUNT;
     Ok(format!("0 broken of {held} held connections (slowest answer {slowest} ms) and {} new ones", served.trim()))
 }
 

@@ -39,7 +39,7 @@ use clap::Parser;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::cases::{CASES, Parts};
+use crate::cases::{CASES, GuestFiles};
 use crate::packages::Packages;
 use crate::tally::Tally;
 
@@ -113,7 +113,7 @@ fn check_units(arguments: &Arguments, debs: &Path, tally: &mut Tally) {
 
 /// Returns the files of the guests, and the lock that prevents a second run with the same directory. Fails with one
 /// sentence about the missing part.
-fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
+fn prepare(arguments: &Arguments) -> Result<(GuestFiles, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
         bail!("root is needed for a network namespace and a tap");
     }
@@ -129,7 +129,7 @@ fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     if arguments.units.is_none() {
         wire::enter_namespace()?;
     }
-    Ok((Parts { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
+    Ok((GuestFiles { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
 }
 
 /// Returns a lock that ends with this process, however it ends.

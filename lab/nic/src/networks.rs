@@ -14,7 +14,7 @@ use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually};
 
 const NAME: &str = "Debian with bonds, VLANs and tunnels";
 /// Number of connections per check.
-const REQUESTS: usize = 20;
+const REQUEST_COUNT: usize = 20;
 
 /// Network with s1 in VLAN 20, as are second devices of client and controller. s2 decapsulates by devices of its
 /// kernel.
@@ -214,7 +214,7 @@ fn status(guest: &mut Guest) -> Result<String> {
 
 /// Opens connections to a VIP, which this server must answer.
 fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
-    let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {REQUESTS}");
+    let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {REQUEST_COUNT}");
     let served = eventually(SETTLE_LIMIT, || guest.run(&command)).with_context(|| format!("requests to {vip}"))?;
     ensure!(served.trim() == format!("served by {server}"), "answered by {served:?}, expected {server}");
     Ok(())
@@ -232,10 +232,10 @@ fn tagged(guest: &mut Guest) -> Result<String> {
     request(guest, "10.200.0.1", "s1")?;
     // A daemon reports its counters once a second. Cookies show that the agent's programs see the VLAN's packets.
     let by_cookie = eventually(SETTLE_LIMIT, || match decisions(guest, "established")? {
-        count if count >= REQUESTS as u64 => Ok(count),
+        count if count >= REQUEST_COUNT as u64 => Ok(count),
         count => bail!("{count} packets by their cookie"),
     })?;
-    Ok(format!("{REQUESTS} connections, {by_cookie} packets by their cookie"))
+    Ok(format!("{REQUEST_COUNT} connections, {by_cookie} packets by their cookie"))
 }
 
 fn ipip(guest: &mut Guest) -> Result<String> {
@@ -250,8 +250,8 @@ fn decapsulated(guest: &mut Guest, vip: &str) -> Result<String> {
     let before = tunnel_packets(guest)?;
     request(guest, vip, "s2")?;
     let packets = tunnel_packets(guest)? - before;
-    ensure!(packets >= 4 * REQUESTS as u64, "tunl0 received {packets} packets of {REQUESTS} connections");
-    Ok(format!("{REQUESTS} connections, {packets} packets by tunl0"))
+    ensure!(packets >= 4 * REQUEST_COUNT as u64, "tunl0 received {packets} packets of {REQUEST_COUNT} connections");
+    Ok(format!("{REQUEST_COUNT} connections, {packets} packets by tunl0"))
 }
 
 fn tunnel_packets(guest: &mut Guest) -> Result<u64> {
@@ -264,5 +264,5 @@ fn fail_link(guest: &mut Guest) -> Result<String> {
     request(guest, "10.200.0.1", "s1")?;
     guest.run("ip -n switch link set p-lb0 up && ip -n switch link set p-lb1 down")?;
     request(guest, "10.200.0.1", "s1")?;
-    Ok(format!("{REQUESTS} connections with each link alone"))
+    Ok(format!("{REQUEST_COUNT} connections with each link alone"))
 }

@@ -9,7 +9,7 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 
 use crate::guest::{Guest, Nic};
-use crate::wire::{FLOWS_PER_FAMILY, Wire, flows};
+use crate::wire::{FLOWS_PER_FAMILY, GuestLink, flows};
 
 /// Time limit for a SYN to appear in the guest's counters.
 const ARRIVAL_LIMIT: Duration = Duration::from_secs(2);
@@ -102,7 +102,7 @@ pub fn predicted(rss: &Rss, flow: &FourTuple) -> u16 {
 
 /// Sends the SYN of each flow, and returns the queue whose driver counter grows. Fails when a SYN does not arrive, or
 /// changes more than one counter.
-pub fn measure(guest: &mut Guest, nic: Nic, wire: &Wire) -> Result<Measurement> {
+pub fn measure(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurement> {
     let shown = shown(guest)?;
     let mut before = counters(guest, nic)?;
     let mut delivered = Vec::new();

@@ -21,7 +21,7 @@ const INSTALL_LIMIT: Duration = Duration::from_secs(300);
 /// Time limit for daemons to reconnect after all of them were restarted.
 pub const SETTLE_LIMIT: Duration = Duration::from_secs(90);
 /// Number of connections that stay open while daemons are reloaded, upgraded and killed.
-const OPEN_CONNECTIONS: usize = 8;
+const OPEN_CONNECTION_COUNT: usize = 8;
 /// Number of new connections before the first change.
 const NEW: usize = 20;
 /// Errors of a confined process, as strerror(3) words them.
@@ -410,7 +410,7 @@ fn connect(guest: &mut Guest) -> Result<String> {
     guest.run(&format!("systemd-run -q --unit test-load {properties} bash /etc/test-load"))?;
     guest.run("mkfifo /run/test-hold.in /run/test-hold.out")?;
     let properties = "-p NetworkNamespacePath=/run/netns/client";
-    guest.run(&format!("systemd-run -q --unit test-hold {properties} bash /etc/test-hold {OPEN_CONNECTIONS}"))?;
+    guest.run(&format!("systemd-run -q --unit test-hold {properties} bash /etc/test-hold {OPEN_CONNECTION_COUNT}"))?;
     check_connections(guest)
 }
 
@@ -418,15 +418,15 @@ fn connect(guest: &mut Guest) -> Result<String> {
 fn check_connections(guest: &mut Guest) -> Result<String> {
     let answered = guest.run("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
     ensure!(
-        answered.trim() == OPEN_CONNECTIONS.to_string(),
-        "{} of {OPEN_CONNECTIONS} held connections were served",
+        answered.trim() == OPEN_CONNECTION_COUNT.to_string(),
+        "{} of {OPEN_CONNECTION_COUNT} held connections were served",
         answered.trim()
     );
     let [served, failed] = ["served", "failed"]
         .map(|word| guest.run(&format!("grep -c {word} /run/test-load || true")).map(|count| count.trim().to_owned()));
     let (served, failed) = (served?, failed?);
     ensure!(failed == "0" && served != "0", "{failed} new connections failed, {served} were served");
-    Ok(format!("{OPEN_CONNECTIONS} held connections, {served} new ones, 0 failed"))
+    Ok(format!("{OPEN_CONNECTION_COUNT} held connections, {served} new ones, 0 failed"))
 }
 
 fn reload(guest: &mut Guest) -> Result<String> {

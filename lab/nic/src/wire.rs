@@ -20,11 +20,11 @@ pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80
 /// Destination of IPv6 SYNs. The guest has no such address, because its IPv6 is off.
 pub const VIP_IPV6: SocketAddrV6 = SocketAddrV6::new(ipv6_address(VIP.ip().to_bits()), VIP.port(), 0, 0);
 /// Destination of packets that a guest forwards by a route.
-pub const FORWARDED: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
+pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
 /// Flows of a measurement over each of IPv4 and IPv6.
 pub const FLOWS_PER_FAMILY: u16 = 64;
 /// Flows of a measurement.
-pub const FLOWS: u16 = 2 * FLOWS_PER_FAMILY;
+pub const FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
 
 /// MAC address of the host's end.
 const OWN_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
@@ -71,12 +71,12 @@ pub fn enter_namespace() -> Result<()> {
 }
 
 /// Connection to the guest.
-pub struct Wire {
+pub struct GuestLink {
     socket: Socket,
     tap: LinkAddr,
 }
 
-impl Wire {
+impl GuestLink {
     /// Sets up the tap of a guest's QEMU. Fails when the tap does not exist.
     pub fn connect(packages: &Packages) -> Result<Self> {
         let end = Instant::now() + Duration::from_secs(10);
@@ -177,7 +177,7 @@ mod tests {
     fn flows_have_different_tuples() {
         let all: BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
         assert_eq!(all.len(), 250 * usize::from(FLOWS_PER_FAMILY));
-        assert_eq!(flows().collect::<BTreeSet<_>>().len(), usize::from(FLOWS));
+        assert_eq!(flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
     }
 
     #[test]

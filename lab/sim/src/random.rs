@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use rand::Rng;
 
-const LAYERS: usize = 256;
+const LAYER_COUNT: usize = 256;
 
 /// Decreasing density on x >= 0, cut into layers of equal area (Marsaglia and Tsang, "The ziggurat method for
 /// generating random variables", J. Stat. Softw. 5, 2000). Nearly always one draw, one multiplication and one
@@ -15,17 +15,17 @@ const LAYERS: usize = 256;
 #[derive(Debug)]
 struct Ziggurat {
     /// Right ends of the layers, the lowest first (as if it had the tail's area too); the last one is 0.
-    ends: [f64; LAYERS + 1],
+    ends: [f64; LAYER_COUNT + 1],
     /// Density at the ends.
-    heights: [f64; LAYERS + 1],
+    heights: [f64; LAYER_COUNT + 1],
 }
 
 impl Ziggurat {
     /// `tail`: start of the tail. `area`: area of each layer. Both values are from the paper.
     fn new(tail: f64, area: f64, density: fn(f64) -> f64, inverse: fn(f64) -> f64) -> Self {
-        let mut ends = [0.0; LAYERS + 1];
+        let mut ends = [0.0; LAYER_COUNT + 1];
         (ends[0], ends[1]) = (area / density(tail), tail);
-        for layer in 2..LAYERS {
+        for layer in 2..LAYER_COUNT {
             ends[layer] = inverse(density(ends[layer - 1]) + area / ends[layer - 1]);
         }
         Self { ends, heights: ends.map(density) }
@@ -68,7 +68,7 @@ pub fn exponential(rng: &mut impl Rng) -> f64 {
     loop {
         let drawn = rng.next_u64();
         // The lowest bits select the layer, the highest 53 bits the position in the layer.
-        let layer = drawn as usize % LAYERS;
+        let layer = drawn as usize % LAYER_COUNT;
         let x = (drawn >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.ends[layer];
         if x < ziggurat.ends[layer + 1] {
             return x;
@@ -89,8 +89,8 @@ pub fn standard_normal(rng: &mut impl Rng) -> f64 {
     let ziggurat = &*NORMAL;
     loop {
         let drawn = rng.next_u64();
-        let layer = drawn as usize % LAYERS;
-        let sign = if drawn & LAYERS as u64 == 0 { 1.0 } else { -1.0 };
+        let layer = drawn as usize % LAYER_COUNT;
+        let sign = if drawn & LAYER_COUNT as u64 == 0 { 1.0 } else { -1.0 };
         let x = (drawn >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.ends[layer];
         if x < ziggurat.ends[layer + 1] {
             return sign * x;
@@ -127,13 +127,13 @@ mod tests {
 
     use super::*;
 
-    const DRAWS: usize = 1_000_000;
+    const DRAW_COUNT: usize = 1_000_000;
 
     /// Returns Kolmogorov and Smirnov's distance between the draws and a distribution.
     fn distance(draw: impl FnMut() -> f64, distribution: impl Fn(f64) -> f64) -> f64 {
-        let mut draws: Vec<f64> = std::iter::repeat_with(draw).take(DRAWS).collect();
+        let mut draws: Vec<f64> = std::iter::repeat_with(draw).take(DRAW_COUNT).collect();
         draws.sort_by(f64::total_cmp);
-        let apart = |(i, x): (usize, &f64)| (distribution(*x) - (i as f64 + 0.5) / DRAWS as f64).abs();
+        let apart = |(i, x): (usize, &f64)| (distribution(*x) - (i as f64 + 0.5) / DRAW_COUNT as f64).abs();
         draws.iter().enumerate().map(apart).fold(0.0, f64::max)
     }
 
@@ -154,19 +154,19 @@ mod tests {
     fn distribution_tails_have_the_expected_weight() {
         let mut rng = seeded_rng(2, 0);
         let beyond = |share: f64, count: usize| {
-            let expected = share * 10.0 * DRAWS as f64;
+            let expected = share * 10.0 * DRAW_COUNT as f64;
             assert!((count as f64 - expected).abs() < 4.0 * expected.sqrt(), "{count} of {expected}");
         };
-        beyond(libm::exp(-8.0), (0..10 * DRAWS).filter(|_| exponential(&mut rng) > 8.0).count());
+        beyond(libm::exp(-8.0), (0..10 * DRAW_COUNT).filter(|_| exponential(&mut rng) > 8.0).count());
         let four = libm::erfc(4.0 / 2f64.sqrt());
-        beyond(four, (0..10 * DRAWS).filter(|_| standard_normal(&mut rng).abs() > 4.0).count());
+        beyond(four, (0..10 * DRAW_COUNT).filter(|_| standard_normal(&mut rng).abs() > 4.0).count());
     }
 
     #[test]
     fn layers_have_equal_areas() {
         for ziggurat in [&*EXPONENTIAL, &*NORMAL] {
             let area = ziggurat.ends[0] * ziggurat.heights[1];
-            for layer in 1..LAYERS {
+            for layer in 1..LAYER_COUNT {
                 let of_layer = ziggurat.ends[layer] * (ziggurat.heights[layer + 1] - ziggurat.heights[layer]);
                 assert!((of_layer / area - 1.0).abs() < 1e-8, "layer {layer}: {of_layer} against {area}");
             }

@@ -121,8 +121,8 @@ pub fn main(options: Options) -> anyhow::Result<()> {
 
 /// Read timeout of [`busy_connection`]. At 4 kB/s, a piece arrives about once a second.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
-const SERVERS: u16 = 4;
-const DOWNLOADERS: u32 = 4;
+const SERVER_COUNT: u16 = 4;
+const DOWNLOADER_COUNT: u32 = 4;
 /// Interval at which a server drains or returns.
 const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
@@ -131,7 +131,7 @@ const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
-        servers: SERVERS,
+        servers: SERVER_COUNT,
         family: options.family,
         ..Default::default()
     })?;
@@ -388,7 +388,7 @@ fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)>
     let failed = std::sync::Mutex::new(Vec::new());
     let take = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
     std::thread::scope(|scope| {
-        for _ in 0..DOWNLOADERS {
+        for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(|| {
                 while take() {
                     match download_once(testbed, &[]) {

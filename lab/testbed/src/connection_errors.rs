@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub const LOSS_TIMEOUT_NS: u64 = 30_000_000_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Broken {
+pub struct BrokenConnections {
     /// Connections refused: the server of the SYN has no such socket.
     pub refused: u64,
     /// RST on an established connection: for example after a packet to a wrong server.
@@ -25,7 +25,7 @@ pub struct Broken {
     pub other: u64,
 }
 
-impl Broken {
+impl BrokenConnections {
     /// Returns the sum of all kinds.
     pub fn total(&self) -> u64 {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
@@ -50,7 +50,7 @@ impl Broken {
     }
 }
 
-impl AddAssign for Broken {
+impl AddAssign for BrokenConnections {
     fn add_assign(&mut self, other: Self) {
         self.refused += other.refused;
         self.reset += other.reset;

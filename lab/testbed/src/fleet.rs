@@ -25,7 +25,7 @@ use crate::topology::Testbed;
 
 pub(crate) use daemons::logs;
 pub use daemons::{coreward_command, lab_command, operator_command, operator_command_for, unit_capabilities};
-pub use files::{bundle, busy_file, certificate_files, certificates, issue};
+pub use files::{bundle, busy_file, certificate_files, certificate_directory, issue};
 pub use names::{
     CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of,
     controller_name, rack_listen_address,
@@ -59,7 +59,7 @@ impl Fleet {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
         if options.tls {
-            Authority::init(&certificates(testbed), &fleet_name()?, 30 * DAY)?;
+            Authority::init(&certificate_directory(testbed), &fleet_name()?, 30 * DAY)?;
             issue(testbed, Role::Controller, "controller", &fleet_name()?, Validity::from_now(DAY))?;
         }
         write_controller_files(testbed, &options, &pool)?;

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::connection_errors::{Broken, Failure, LOSS_TIMEOUT_NS};
+use crate::connection_errors::{BrokenConnections, Failure, LOSS_TIMEOUT_NS};
 use coreward_load::event_loop::{Epoll, Event, now_ns};
 use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response};
 
@@ -52,7 +52,7 @@ pub struct LoadReport {
     /// Connections with a response to every request.
     pub completed: u64,
     /// Broken connections by kind.
-    pub broken: Broken,
+    pub broken: BrokenConnections,
     /// Answered requests.
     pub answered: u64,
     /// Time from the due time to the response.
@@ -61,7 +61,7 @@ pub struct LoadReport {
     /// millisecond the machine is too busy for a measurement.
     pub lateness_us: Latency,
     /// Connections by the server and core that answered.
-    pub placed: Vec<Placed>,
+    pub placed: Vec<CoreConnections>,
 }
 
 /// Distribution of times (us).
@@ -85,7 +85,7 @@ impl From<&Histogram<u64>> for Latency {
 
 /// Number of connections that one core answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Placed {
+pub struct CoreConnections {
     /// Number of the server.
     pub server: u8,
     /// Number of the core.
@@ -364,8 +364,8 @@ impl Client<'_> {
 
     fn into_report(self) -> LoadReport {
         let placed = self.placed.into_iter();
-        let mut placed: Vec<Placed> =
-            placed.map(|((server, core), connections)| Placed { server, core, connections }).collect();
+        let mut placed: Vec<CoreConnections> =
+            placed.map(|((server, core), connections)| CoreConnections { server, core, connections }).collect();
         placed.sort_by_key(|placed| (placed.server, placed.core));
         let (latency_us, lateness_us) = (Latency::from(&self.latency), Latency::from(&self.lateness));
         LoadReport { latency_us, lateness_us, placed, ..self.report }

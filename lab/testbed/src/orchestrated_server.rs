@@ -22,7 +22,7 @@ use coreward_runtime::worker::{Runtime, Worker};
 
 use crate::core_load_file::BusyFile;
 use crate::interrupt;
-use crate::key_value::store::{MORE_PAIRS, Store};
+use crate::key_value::store::{MORE_PAIR_COUNT, Store};
 use core_clock::CoreClock;
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
@@ -164,7 +164,7 @@ fn compute(time: Duration, context: &mut serve::Context<'_>) {
 /// signals cannot be handled.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
-    let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
+    let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIR_COUNT);
     let cores = args.cores.iter().max().map_or(0, |last| last + 1);
     let is_allocated = args.assignment != Assignment::CompleteShare;
     let allocator = is_allocated.then(|| CoreAllocator::new(args.assignment, cores, args.reserved));

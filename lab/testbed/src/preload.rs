@@ -18,11 +18,11 @@ const BYTES: u64 = 16;
 
 /// Faults of a testbed's daemons, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Preload {
+pub struct PreloadedFaults {
     directory: PathBuf,
 }
 
-impl Preload {
+impl PreloadedFaults {
     /// Creates the library in an existing directory. Fails when it cannot be written.
     pub fn create(directory: &Path) -> anyhow::Result<Self> {
         let preload = Self { directory: directory.to_owned() };
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     /// Returns the time of `date` with the faults of a daemon (s).
-    fn read_date(preload: &Preload) -> i64 {
+    fn read_date(preload: &PreloadedFaults) -> i64 {
         let mut command = Command::new("date");
         preload.apply_faults("d", command.arg("+%s")).unwrap();
         String::from_utf8(command.output().unwrap().stdout).unwrap().trim().parse().unwrap()
@@ -83,7 +83,7 @@ mod tests {
     #[test]
     fn clock_shift_affects_one_process_only() {
         let directory = tempfile::tempdir().unwrap();
-        let preload = Preload::create(directory.path()).unwrap();
+        let preload = PreloadedFaults::create(directory.path()).unwrap();
         let before = read_date(&preload);
         preload.set_clock("d", 86_400 * 1_000_000_000).unwrap();
         assert!((86_400..86_460).contains(&(read_date(&preload) - before)));
@@ -96,7 +96,7 @@ mod tests {
     #[test]
     fn full_disk_affects_one_process_only() {
         let directory = tempfile::tempdir().unwrap();
-        let preload = Preload::create(directory.path()).unwrap();
+        let preload = PreloadedFaults::create(directory.path()).unwrap();
         let grow = |length: &str| {
             let mut command = Command::new("truncate");
             command.args(["--size", length]).arg(directory.path().join("file"));

@@ -38,7 +38,7 @@ impl Testbed {
         )?;
         let addresses = self.address_lines(ROUTER_ADDRESS, SEGMENT, DEVICE)
             + &self.address_lines(ROUTER_ADDRESS_AT_SERVERS, SERVERS.1, SERVER_LINK);
-        ip_batch(Some(router), &format!("link set {SERVER_LINK} up\n{addresses}{}", self.route_to_client()))?;
+        ip_batch(Some(router), &format!("link set {SERVER_LINK} up\n{addresses}{}", self.client_route_lines()))?;
         self.make_forward(router)
     }
 
@@ -49,7 +49,7 @@ impl Testbed {
     /// Returns a server's address and routes, as lines for `ip`.
     pub(crate) fn server_routes(&self, address: Ipv4Addr) -> String {
         match self.server_router() {
-            None => self.address_lines(address, SEGMENT, DEVICE) + &self.route_to_client(),
+            None => self.address_lines(address, SEGMENT, DEVICE) + &self.client_route_lines(),
             Some(_) => {
                 self.address_lines(address, SERVERS.1, DEVICE) + &self.route_lines(DEFAULT, ROUTER_ADDRESS_AT_SERVERS)
             }

@@ -105,7 +105,7 @@ impl Testbed {
     }
 
     /// Returns a server's route to the client, as lines for `ip`.
-    pub(crate) fn route_to_client(&self) -> String {
+    pub(crate) fn client_route_lines(&self) -> String {
         if self.options().routes_answers_via_load_balancer {
             return self.route_lines(DEFAULT, load_balancer_address(1));
         }

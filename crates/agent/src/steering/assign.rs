@@ -27,10 +27,10 @@ fn by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
 /// excluded: steering to them would gain nothing.
 fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
     let pinned = |listener: &&(usize, &Listener)| {
-        listener.1.affinity.contains(&cpu) && listener.1.affinity.len() <= MAX_PINNED_SET
+        listener.1.cpu_affinity.contains(&cpu) && listener.1.cpu_affinity.len() <= MAX_PINNED_SET
     };
     let candidates: Vec<(usize, &Listener)> = listeners.iter().enumerate().collect();
-    let best = candidates.iter().filter(pinned).min_by_key(|(position, listener)| (listener.affinity.len(), *position));
+    let best = candidates.iter().filter(pinned).min_by_key(|(position, listener)| (listener.cpu_affinity.len(), *position));
     best.map(|(position, _)| *position)
 }
 
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     fn listener(pid: i32, descriptor: i32, cpus: &[usize]) -> Listener {
-        Listener { inode: pid as u64, descriptor, pid, affinity: cpus.iter().copied().collect() }
+        Listener { inode: pid as u64, descriptor, pid, cpu_affinity: cpus.iter().copied().collect() }
     }
 
     #[test]

@@ -23,7 +23,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::codegen::BoxStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::support::{CORES, busy_file, config, configuration, counter, get, server_id, testbed, wait_until};
+use crate::support::{CORE_COUNT, busy_file, config, configuration, counter, get, server_id, testbed, wait_until};
 
 type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 
@@ -103,7 +103,7 @@ fn sysctl() -> String {
 }
 
 fn managed() -> Rss {
-    let indirection_table = IndirectionTable::balanced(server_id().get().into(), 128, CORES).unwrap();
+    let indirection_table = IndirectionTable::balanced(server_id().get().into(), 128, CORE_COUNT).unwrap();
     Rss { key: RssKey::microsoft(), indirection_table }
 }
 

@@ -10,12 +10,12 @@ use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::{CORES, config, configuration, counter, get, testbed, wait_until};
+use crate::support::{CORE_COUNT, config, configuration, counter, get, testbed, wait_until};
 
 /// Requests from 32 of the 1,000 ports from `first_port` on, 8 that arrive at each queue: `workers[queue]` must answer.
 fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {
     let rss = read_registers(&testbed.emulated_rss(1))?;
-    let mut requests = [0; CORES as usize];
+    let mut requests = [0; CORE_COUNT as usize];
     for port in first_port..first_port + 1_000 {
         let tuple = FourTuple::new((testbed.client_address(0), port).into(), SERVICE.into())?;
         let queue = usize::from(rss.indirection_table.queue(rss.key.toeplitz(&tuple.bytes())));
@@ -26,7 +26,7 @@ fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Res
         assert_eq!(answer.trim(), format!("1 {}", workers[queue]), "port {port}, queue {queue} of {workers:?}");
         requests[queue] += 1;
     }
-    assert_eq!(requests, [8; CORES as usize], "the ports do not use all queues");
+    assert_eq!(requests, [8; CORE_COUNT as usize], "the ports do not use all queues");
     Ok(())
 }
 
@@ -82,7 +82,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
             wait_until("new workers", || Ok(!nginx.workers().iter().any(|pid| before.contains(pid))))?;
             let now = workers(&nginx, count)?;
             poll_until_steered(&mut agent)?;
-            let expected: Vec<u32> = (0..usize::from(CORES)).map(|queue| now[queue % count]).collect();
+            let expected: Vec<u32> = (0..usize::from(CORE_COUNT)).map(|queue| now[queue % count]).collect();
             served_by(&testbed, 24_000 + round as u16 * 1000, &expected)?;
         }
         assert_eq!(counter(&mut agent, "no_worker"), 0);

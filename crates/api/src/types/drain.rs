@@ -16,7 +16,7 @@ pub struct DrainServer {
     #[serde(default)]
     #[schema(required = false)]
     pub services: Vec<String>,
-    /// Drain the server even if no other server of a service takes new connections, so that the service gets none.
+    /// Drain the server even if no other server of a service takes new connections; the service then gets none.
     #[serde(default)]
     #[schema(required = false)]
     pub force: bool,

@@ -15,11 +15,11 @@ pub const MIN_INTERVAL: Duration = Duration::from_millis(250);
 const WATCHERS: usize = 64;
 
 /// A document as JSON; empty: none yet.
-type Text = Arc<str>;
+type JsonText = Arc<str>;
 
 pub struct Feed {
-    loads: watch::Sender<Text>,
-    overview: watch::Sender<Text>,
+    loads: watch::Sender<JsonText>,
+    overview: watch::Sender<JsonText>,
     last: Mutex<Option<Overview>>,
     watcher_slots: Arc<Semaphore>,
 }
@@ -27,8 +27,8 @@ pub struct Feed {
 impl Default for Feed {
     fn default() -> Self {
         Self {
-            loads: watch::Sender::new(Text::from("")),
-            overview: watch::Sender::new(Text::from("")),
+            loads: watch::Sender::new(JsonText::from("")),
+            overview: watch::Sender::new(JsonText::from("")),
             last: Mutex::default(),
             watcher_slots: Arc::new(Semaphore::new(WATCHERS)),
         }
@@ -61,7 +61,7 @@ impl Feed {
     }
 }
 
-fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
+fn publish(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
     match serde_json::to_string(document) {
         Ok(text) => drop(sender.send_replace(text.into())),
         Err(error) => tracing::warn!(
@@ -74,7 +74,7 @@ fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
 
 pub struct Watcher {
     /// Newest loads, at most every [`MIN_INTERVAL`].
-    pub loads: watch::Receiver<Text>,
-    pub overview: watch::Receiver<Text>,
+    pub loads: watch::Receiver<JsonText>,
+    pub overview: watch::Receiver<JsonText>,
     _slot: OwnedSemaphorePermit,
 }

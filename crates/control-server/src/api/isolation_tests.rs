@@ -32,7 +32,7 @@ use coreward_store::embedded::EmbeddedStore;
 /// Maximum delay of other requests and tables.
 const MAX_DELAY: Duration = Duration::from_millis(20);
 /// Number of services that have every server; other services have a few servers.
-const LARGE_SERVICES: usize = 8;
+const LARGE_SERVICE_COUNT: usize = 8;
 
 /// Returns the largest fleet document. `more`: a line that makes the document different.
 fn fleet(more: &str) -> String {
@@ -44,7 +44,7 @@ fn fleet(more: &str) -> String {
     for n in 0..ServiceIndex::COUNT {
         let [high, low] = (n as u16).to_be_bytes();
         text += &format!("[[service]]\nname = \"service-{n}\"\nvip = \"10.200.{high}.{low}:80\"\n");
-        if n >= LARGE_SERVICES {
+        if n >= LARGE_SERVICE_COUNT {
             let first = n * 8 % ServerId::COUNT;
             text += &format!("servers = [\"server-{first}\", \"server-{}\"]\n", first + 1);
         }
@@ -247,11 +247,11 @@ fn largest_requests() -> Vec<Request> {
 }
 
 /// Number of attempts. A hypervisor's pause counts as CPU time, but not in every attempt.
-const ATTEMPTS: u64 = 5;
+const MAX_ATTEMPTS: u64 = 5;
 
 async fn assert_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
     let mut seen = String::new();
-    for attempt in 0..ATTEMPTS {
+    for attempt in 0..MAX_ATTEMPTS {
         let (thread, waited);
         let request = request(attempt);
         (seen, thread, waited) = env.measure(&request).await;
@@ -261,7 +261,7 @@ async fn assert_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
             return eprintln!("{seen}");
         }
     }
-    panic!("{ATTEMPTS} times at least {MAX_DELAY:?}; the last: {seen}");
+    panic!("{MAX_ATTEMPTS} times at least {MAX_DELAY:?}; the last: {seen}");
 }
 
 #[test]

@@ -27,7 +27,7 @@ use axum::http::header;
 use axum::response::IntoResponse;
 use coreward_api::Role;
 use coreward_http::endpoints::{DOCUMENT_BODY, Endpoints, Guard};
-use coreward_http::serve::{Acceptor, Listener, Serving};
+use coreward_http::serve::{Acceptor, Listener, RunningServer};
 use coreward_http::tokens::Tokens;
 use coreward_http::work::{self, Size};
 use coreward_http::{Problem, ProblemKind, routes};
@@ -149,7 +149,7 @@ pub fn serve(
     election: Arc<LeaderElection>,
     tokens: Arc<Tokens>,
     hangup: Signal,
-) -> anyhow::Result<Serving> {
+) -> anyhow::Result<RunningServer> {
     let (router, api) = router(election, tokens)?;
     let guard = api.guard.clone();
     let begin_thread = || lower_thread_priority("API worker");

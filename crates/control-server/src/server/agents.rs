@@ -22,7 +22,7 @@ use coreward_listener::security::AuthenticatedPeer;
 /// Delay of the answer to a rejected registration.
 const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
-type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
+type AgentUpdates = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
 /// Stream of an agent's messages, direct or relayed by its rack.
 pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
@@ -60,7 +60,7 @@ impl ReportSource {
     }
 }
 
-pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messages: impl Messages, answers: Answers) {
+pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messages: impl Messages, answers: AgentUpdates) {
     let session = match register(&shared, &source, &mut messages).await {
         Ok(session) => session,
         Err(status) => {
@@ -112,7 +112,7 @@ fn log_end(server: &str, error: Option<&Status>) {
 
 /// Ends the stream with this error. A connection has a limited number of streams, so a delay limits the rate of
 /// rejections. An agent that replaces another one, or looks for the leader, is not delayed.
-async fn refuse(status: Status, answers: &Answers) {
+async fn refuse(status: Status, answers: &AgentUpdates) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
             () = tokio::time::sleep(REFUSAL_DELAY) => {}
@@ -144,7 +144,7 @@ async fn serve_stream(
     shared: &ControllerState,
     session: &Session,
     messages: &mut impl Messages,
-    answers: &Answers,
+    answers: &AgentUpdates,
 ) -> Result<(), Status> {
     use v1::agent_update::Update;
     let mut configurations = shared.agent_configuration_version();

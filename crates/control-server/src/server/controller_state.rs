@@ -97,7 +97,7 @@ pub struct ChangeOutcome {
 /// Number of servers that are read without a pause: some hundred microseconds.
 const SERVERS_PER_STEP: usize = 32;
 
-const CHANGES: usize = 64;
+const CHANGE_CAPACITY: usize = 64;
 
 #[derive(Default)]
 struct LastPublished {
@@ -116,7 +116,7 @@ impl ControllerState {
     ) -> (Self, mpsc::Receiver<ChangeRequest>) {
         let start = Now { monotonic: Duration::ZERO, wall: wall_clock(), record: clock.now() };
         let configuration = controller.fleet_configuration(start);
-        let (changes, receiver) = mpsc::channel(CHANGES);
+        let (changes, receiver) = mpsc::channel(CHANGE_CAPACITY);
         let shared = Self {
             publisher: UpdatePublisher::new(configuration),
             due: Notify::new(),

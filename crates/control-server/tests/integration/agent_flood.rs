@@ -10,15 +10,15 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-use crate::support::{Home, Running, with_timeout};
+use crate::support::{TestDirectory, RunningController, with_timeout};
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
-/// Interval of reports in the fleet's document (support::Home).
+/// Interval of reports in the fleet's document (support::TestDirectory).
 const REPORT_INTERVAL: Duration = Duration::from_millis(10);
 /// More than the windows of HTTP/2 hold (256 KiB, each report some 60 bytes).
-const REPORTS: u64 = 40_000;
+const REPORT_COUNT: u64 = 40_000;
 
-async fn agent(running: &Running, server: &str) -> (mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>) {
+async fn agent(running: &RunningController, server: &str) -> (mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>) {
     let (sender, receiver) = mpsc::channel(4);
     let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
     sender.send(message(Message::Registration(registration))).await.unwrap();
@@ -43,7 +43,7 @@ fn report(sequence: u64) -> v1::AgentMessage {
 }
 
 /// Reports that were decoded, whatever became of them.
-async fn decoded(running: &Running) -> u64 {
+async fn decoded(running: &RunningController) -> u64 {
     let status = running.status().await;
     let of_reports = ["too_often", "out_of_order", "clock_stalled", "impossible_load"];
     status.accepted_reports + of_reports.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
@@ -51,13 +51,13 @@ async fn decoded(running: &Running) -> u64 {
 
 /// Sends as much as the connection takes. The controller's HTTP/2 ends a connection with many small frames that wait to
 /// be read; then another one follows.
-async fn flood(running: Arc<Running>) {
+async fn flood(running: Arc<RunningController>) {
     loop {
         let (sender, _updates) = agent(&running, "s1").await;
         let mut sequence = 0;
         while sender.send(report(sequence)).await.is_ok() {
             sequence += 1;
-            if sequence == REPORTS {
+            if sequence == REPORT_COUNT {
                 return;
             }
         }
@@ -66,7 +66,7 @@ async fn flood(running: Arc<Running>) {
 
 #[tokio::test]
 async fn flooding_agent_is_read_at_its_limit() {
-    let home = Home::new(&["s1", "s2"], WEB);
+    let home = TestDirectory::new(&["s1", "s2"], WEB);
     let running = home.start().await;
     let running = Arc::new(running);
     let began = Instant::now();
@@ -90,7 +90,7 @@ async fn flooding_agent_is_read_at_its_limit() {
         let allowed = began.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
         let counted = 2 * (u64::try_from(allowed).unwrap() + at_once) + 12;
         assert!(decoded <= counted, "{decoded} decoded, at most {counted} expected");
-        assert!(!flood.is_finished(), "{REPORTS} reports were read on one stream");
+        assert!(!flood.is_finished(), "{REPORT_COUNT} reports were read on one stream");
     }
     let refused = running.status().await.refused_reports;
     assert!(refused["too_often"] > 0, "a delay is counted");
@@ -108,7 +108,7 @@ async fn end(mut updates: Streaming<v1::AgentUpdate>) -> Status {
 
 #[tokio::test]
 async fn message_larger_than_256_kib_ends_an_agents_stream() {
-    let home = Home::new(&["s1", "s2"], WEB);
+    let home = TestDirectory::new(&["s1", "s2"], WEB);
     let running = home.start().await;
     for (server, bytes, code) in [("s1", 200 << 10, None), ("s2", 300 << 10, Some(Code::OutOfRange))] {
         let (sender, updates) = agent(&running, server).await;

@@ -11,7 +11,7 @@ use coreward_http::{Problem, ProblemKind};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
 
-use crate::support::{Home, Running, with_timeout};
+use crate::support::{TestDirectory, RunningController, with_timeout};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
@@ -19,13 +19,13 @@ const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npol
 const VIEWER_WRITES: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
 struct TestEnv {
-    home: Home,
-    running: Running,
+    home: TestDirectory,
+    running: RunningController,
     http: reqwest::Client,
 }
 
 impl TestEnv {
-    async fn start(home: Home) -> Self {
+    async fn start(home: TestDirectory) -> Self {
         let running = home.start().await;
         Self { home, running, http: reqwest::Client::builder().no_proxy().build().unwrap() }
     }
@@ -82,7 +82,7 @@ fn operations(document: &Value) -> Vec<(String, String, Role)> {
 /// Access needs a token, and no viewer changes anything: for each operation that the document names.
 #[tokio::test]
 async fn every_endpoint_authenticates() {
-    let env = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
+    let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
     let (viewer, operator) = (env.token(Role::Viewer), env.token(Role::Operator));
     let (_, document) = env.send("GET", "/v1/openapi.json", Some(&viewer), None).await;
     assert_eq!(document["openapi"], "3.1.0");
@@ -126,7 +126,7 @@ async fn every_endpoint_authenticates() {
 
 #[tokio::test]
 async fn invalid_request_gets_problem_json() {
-    let env = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
+    let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
     let token = env.token(Role::Operator);
     let too_large = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
     for (method, path, body, status, says) in [
@@ -163,7 +163,7 @@ async fn invalid_request_gets_problem_json() {
 
 #[tokio::test]
 async fn document_is_applied_whole_or_not_at_all() {
-    let home = Home::new(&[], "");
+    let home = TestDirectory::new(&[], "");
     home.write_controllers_file("");
     let env = TestEnv::start(home).await;
     let client = env.client(Role::Operator);
@@ -194,7 +194,7 @@ async fn document_is_applied_whole_or_not_at_all() {
 /// An acknowledged drain survives a crash and another document, until it is undrained.
 #[tokio::test]
 async fn drain_lasts_until_undrain() {
-    let mut env = TestEnv::start(Home::new(&["s1", "s2"], SERVICE)).await;
+    let mut env = TestEnv::start(TestDirectory::new(&["s1", "s2"], SERVICE)).await;
     let path = "/v1/servers/s1/drain";
     let token = env.token(Role::Operator);
     for (method, path, body, status, says) in [
@@ -259,7 +259,7 @@ async fn drain_lasts_until_undrain() {
 /// Browsers log in with a token and continue with a viewer's cookie.
 #[tokio::test]
 async fn session_reads_and_cannot_change() {
-    let env = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
+    let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
     let url = |path: &str| format!("http://{}{path}", env.running.api);
     let page = env.http.get(url("/")).send().await.unwrap();
     assert!(page.headers()["content-security-policy"].to_str().unwrap().starts_with("default-src 'none'"));
@@ -280,7 +280,7 @@ async fn session_reads_and_cannot_change() {
 /// A watcher gets the present state at once, then events; after a reconnect it gets the missed events.
 #[tokio::test]
 async fn watcher_gets_missed_events_after_a_reconnect() {
-    let home = Home::new(&[], "");
+    let home = TestDirectory::new(&[], "");
     home.write_controllers_file("");
     let env = TestEnv::start(home).await;
     let watch = async |last: Option<&str>, end_marker: &str| {
@@ -315,7 +315,7 @@ async fn watcher_gets_missed_events_after_a_reconnect() {
 
 #[tokio::test]
 async fn documented_requests_work() {
-    let env = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
+    let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
     let manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let script = manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let directory = env.home.directory.path().display().to_string();

@@ -10,15 +10,15 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::verify::Host;
 use coreward_tls::{CredentialFiles, Identity, Role};
 
-use crate::support::{Home, Running, with_timeout};
+use crate::support::{TestDirectory, RunningController, with_timeout};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
 /// A controller whose API listens everywhere, and certificates of its authority.
 struct TestEnv {
-    home: Home,
+    home: TestDirectory,
     authority: Authority,
-    running: Running,
+    running: RunningController,
 }
 
 impl TestEnv {
@@ -28,7 +28,7 @@ impl TestEnv {
 
     /// The controller's certificate names these hosts.
     async fn start_at(hosts: &[&str]) -> Self {
-        let home = Home::new(&["s1"], SERVICE);
+        let home = TestDirectory::new(&["s1"], SERVICE);
         let authority =
             Authority::init(&home.directory.path().join("certs"), &"prod".parse().unwrap(), 30 * DAY).unwrap();
         let own = issue(&home, &authority, Role::Controller, "c1", hosts);
@@ -74,7 +74,7 @@ impl TestEnv {
     }
 }
 
-fn issue(home: &Home, authority: &Authority, role: Role, name: &str, hosts: &[&str]) -> CredentialFiles {
+fn issue(home: &TestDirectory, authority: &Authority, role: Role, name: &str, hosts: &[&str]) -> CredentialFiles {
     let identity = Identity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
     let directory = home.directory.path().join(format!("{role}-{name}"));
     let hosts: Vec<String> = hosts.iter().map(ToString::to_string).collect();
@@ -232,7 +232,7 @@ async fn revoked_certificate_is_rejected() {
 /// Without `[tls]` a token would pass the network in clear.
 #[tokio::test]
 async fn api_beyond_its_host_requires_tls() {
-    let home = Home::new(&["s1"], SERVICE);
+    let home = TestDirectory::new(&["s1"], SERVICE);
     let text = std::fs::read_to_string(home.config()).unwrap();
     std::fs::write(home.config(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\"")).unwrap();
     let error = coreward_control_server::server::Server::bind(&home.config()).await.err().expect("refused").to_string();

@@ -9,11 +9,11 @@ use coreward_render::Format;
 use coreward_render::fleet::{self, ProposedFleet};
 use proptest::prelude::*;
 
-use crate::support::{Home, Running, with_timeout};
+use crate::support::{TestDirectory, RunningController, with_timeout};
 
 /// A home whose controller's file names no fleet.
-fn home() -> Home {
-    let home = Home::new(&[], "");
+fn home() -> TestDirectory {
+    let home = TestDirectory::new(&[], "");
     home.write_controllers_file("");
     home
 }
@@ -26,7 +26,7 @@ fn document(servers: &[&str], more: &str) -> String {
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
-impl Home {
+impl TestDirectory {
     fn file(&self, text: &str) -> PathBuf {
         let path = self.directory.path().join("wanted.toml");
         std::fs::write(&path, text).unwrap();
@@ -34,15 +34,15 @@ impl Home {
     }
 }
 
-impl Running {
+impl RunningController {
     /// As `coreward apply` does it, whose runtime is its own.
-    async fn proposed(&self, home: &Home, text: &str) -> Result<ProposedFleet, String> {
+    async fn proposed(&self, home: &TestDirectory, text: &str) -> Result<ProposedFleet, String> {
         let (client, file) = (self.client.clone(), home.file(text));
         let proposed = tokio::task::spawn_blocking(move || ProposedFleet::read(&client, &file)).await.unwrap();
         proposed.map_err(|error| format!("{error:#}").replace(home.directory.path().to_str().unwrap(), ""))
     }
 
-    async fn apply(&self, home: &Home, text: &str) -> Result<u64, String> {
+    async fn apply(&self, home: &TestDirectory, text: &str) -> Result<u64, String> {
         apply(self.proposed(home, text).await?).await
     }
 
@@ -196,7 +196,7 @@ async fn slow_start_ends_with_a_restart() {
 /// Without the file the fleet continues.
 #[tokio::test]
 async fn fleet_managed_by_a_file_changes_only_there() {
-    let home = Home::new(&["s1"], WEB);
+    let home = TestDirectory::new(&["s1"], WEB);
     let file = home.directory.path().join("fleet.toml");
     let controller = home.start().await;
     let shown = controller.document().await;

@@ -6,11 +6,11 @@ use coreward_wire::v1::{self, load_balancer_message::Message};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::support::{Home, Running, with_timeout};
+use crate::support::{TestDirectory, RunningController, with_timeout};
 
 /// Without a file: the fleet is applied.
-fn home() -> Home {
-    let home = Home { directory: tempfile::tempdir().unwrap() };
+fn home() -> TestDirectory {
+    let home = TestDirectory { directory: tempfile::tempdir().unwrap() };
     home.write_controllers_file("");
     home
 }
@@ -21,12 +21,12 @@ fn document(servers: &[&str]) -> String {
     format!("{servers}[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = {{ check = \"tcp\" }}\n")
 }
 
-async fn apply(running: &Running, text: &str, generation: u64) {
+async fn apply(running: &RunningController, text: &str, generation: u64) {
     let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
     running.client.put_fleet(&fleet).await.unwrap();
 }
 
-async fn load_balancer(running: &Running) -> mpsc::Sender<v1::LoadBalancerMessage> {
+async fn load_balancer(running: &RunningController) -> mpsc::Sender<v1::LoadBalancerMessage> {
     let (sender, receiver) = mpsc::channel(4);
     let registration =
         v1::LoadBalancerRegistration { name: "lb1".into(), version: "test".into(), ..Default::default() };

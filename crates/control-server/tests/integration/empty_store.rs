@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use crate::support::{Home, Running, apply_update, with_timeout};
+use crate::support::{TestDirectory, RunningController, apply_update, with_timeout};
 
 const WEB: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n\
                    [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
@@ -21,7 +21,7 @@ struct LoadBalancer {
 }
 
 impl LoadBalancer {
-    async fn connect(running: &Running, configuration_generation: u64) -> Self {
+    async fn connect(running: &RunningController, configuration_generation: u64) -> Self {
         let (messages, receiver) = mpsc::channel(4);
         let first = v1::LoadBalancerRegistration { name: "lb1".into(), configuration_generation, ..Default::default() };
         let message = Some(Message::Registration(first));
@@ -47,19 +47,19 @@ impl LoadBalancer {
     }
 }
 
-async fn apply(running: &Running, text: &str, generation: u64) {
+async fn apply(running: &RunningController, text: &str, generation: u64) {
     let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
     running.client.put_fleet(&fleet).await.unwrap();
 }
 
-fn metric(running: &Running, name: &str) -> String {
+fn metric(running: &RunningController, name: &str) -> String {
     let text = (running.metrics)();
     text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
 }
 
 /// Without a file: the fleet is applied.
-fn home() -> Home {
-    let home = Home { directory: tempfile::tempdir().unwrap() };
+fn home() -> TestDirectory {
+    let home = TestDirectory { directory: tempfile::tempdir().unwrap() };
     home.write_controllers_file("");
     home
 }

@@ -14,9 +14,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-use crate::support::{Home, Running, SIGHUP_REACHES_ALL, apply_update, with_timeout};
+use crate::support::{TestDirectory, RunningController, SIGHUP_REACHES_ALL, apply_update, with_timeout};
 
-impl Running {
+impl RunningController {
     async fn agent(&self, server: &str) -> Agent {
         let (sender, receiver) = mpsc::channel(4);
         let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
@@ -149,7 +149,7 @@ fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
 
 #[tokio::test]
 async fn tables_follow_loads() {
-    let home = Home::new(&["s1", "s2"], WEB);
+    let home = TestDirectory::new(&["s1", "s2"], WEB);
     let running = home.start().await;
     let mut balancer = running.load_balancer(running.client().await).await;
     let configuration = balancer.configuration().await;
@@ -210,7 +210,7 @@ async fn tables_follow_loads() {
 async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     let services = format!("{WEB}[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n");
-    let home = Home::new(&["s1", "s2", "s3"], &services);
+    let home = TestDirectory::new(&["s1", "s2", "s3"], &services);
     let mut seen = Vec::new();
     for _ in 0..2 {
         let running = home.start().await;
@@ -230,7 +230,7 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     assert_eq!(first.1.services, second.1.services);
     assert_eq!((first.2, first.3), (second.2, second.3));
     // Another fleet has other secrets.
-    let other = Home::new(&["s1", "s2", "s3"], &services).start().await;
+    let other = TestDirectory::new(&["s1", "s2", "s3"], &services).start().await;
     let mut balancer = other.load_balancer(other.client().await).await;
     assert_ne!(balancer.configuration().await.keys, first.1.keys);
 }
@@ -241,7 +241,7 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
     // Waits have a limit. Another attempt follows if the machine paused longer than this.
     const TIMEOUT: Duration = Duration::from_secs(4);
     for _ in 0..5 {
-        let home = Home::new(&["s1", "s2"], WEB);
+        let home = TestDirectory::new(&["s1", "s2"], WEB);
         home.start().await.kill().await;
         let began = Instant::now();
         let running = home.start().await;
@@ -270,7 +270,7 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
 
 #[tokio::test]
 async fn unknown_and_duplicate_agents_are_rejected() {
-    let home = Home::new(&["s1"], WEB);
+    let home = TestDirectory::new(&["s1"], WEB);
     let running = home.start().await;
     let mut first = running.agent("s1").await;
     first.configuration().await.unwrap();
@@ -293,7 +293,7 @@ async fn unknown_and_duplicate_agents_are_rejected() {
 #[tokio::test]
 async fn reloaded_file_is_applied_whole_or_not_at_all() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
-    let home = Home::new(&["s1", "s2"], WEB);
+    let home = TestDirectory::new(&["s1", "s2"], WEB);
     let running = home.start().await;
     let mut balancer = running.load_balancer(running.client().await).await;
     let before = balancer.configuration().await;
@@ -326,7 +326,7 @@ async fn reloaded_file_is_applied_whole_or_not_at_all() {
 
 #[tokio::test]
 async fn slow_load_balancer_gets_the_newest_table() {
-    let home = Home::new(&["s1", "s2"], &format!("{WEB}buckets = 2048\n"));
+    let home = TestDirectory::new(&["s1", "s2"], &format!("{WEB}buckets = 2048\n"));
     let running = home.start().await;
     let channel = running.endpoint().initial_stream_window_size(65_535).connect().await.unwrap();
     let mut balancer = running.load_balancer(ControlClient::new(channel)).await;
@@ -351,7 +351,7 @@ async fn slow_load_balancer_gets_the_newest_table() {
 
 #[tokio::test]
 async fn socket_queries_are_relayed_to_the_agent_and_back() {
-    let home = Home::new(&["s1", "s2"], WEB);
+    let home = TestDirectory::new(&["s1", "s2"], WEB);
     let running = home.start().await;
     let mut balancer = running.load_balancer(running.client().await).await;
     let configuration = balancer.configuration().await;
@@ -384,7 +384,7 @@ async fn socket_queries_are_relayed_to_the_agent_and_back() {
 
 #[tokio::test]
 async fn lost_owners_are_announced_to_load_balancers() {
-    let home = Home::new(&["s1"], WEB);
+    let home = TestDirectory::new(&["s1"], WEB);
     let running = home.start().await;
     let mut first = running.load_balancer_named("lb1", running.client().await).await;
     let second = running.load_balancer_named("lb2", running.client().await).await;
@@ -419,8 +419,8 @@ async fn lost_owners_are_announced_to_load_balancers() {
 #[tokio::test]
 async fn rotation_waits_for_all_daemons_and_survives_the_controller() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
-    let home = Home::new(&["s1"], WEB);
-    let rotate = async |running: &Running, force: bool| running.client.rotate_keys(&RotateKeys { force }).await;
+    let home = TestDirectory::new(&["s1"], WEB);
+    let rotate = async |running: &RunningController, force: bool| running.client.rotate_keys(&RotateKeys { force }).await;
     let running = home.start().await;
     let refused = rotate(&running, false).await.unwrap_err();
     assert_eq!(refused.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);

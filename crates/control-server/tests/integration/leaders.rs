@@ -13,7 +13,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
 
-use crate::support::{Home, Running, with_timeout};
+use crate::support::{TestDirectory, RunningController, with_timeout};
 
 /// One member; it ends with this.
 struct Etcd {
@@ -83,8 +83,8 @@ async fn forward(listener: TcpListener, to: SocketAddr) {
 
 /// A controller of several, with tokens of its own.
 struct Controller {
-    home: Home,
-    running: Running,
+    home: TestDirectory,
+    running: RunningController,
 }
 
 impl Controller {
@@ -93,7 +93,7 @@ impl Controller {
     }
 
     async fn start_by(endpoint: &str, name: &str) -> Self {
-        let home = Home::new(&[], "");
+        let home = TestDirectory::new(&[], "");
         let text = format!(
             "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\ntoken_directory = {:?}\n[etcd]\nendpoints = \
              [\"{endpoint}\"]\nlease = \"5s\"\n\

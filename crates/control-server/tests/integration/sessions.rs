@@ -6,12 +6,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::getpid;
 use reqwest::StatusCode;
 
-use crate::support::{Home, SIGHUP_REACHES_ALL, with_timeout};
+use crate::support::{TestDirectory, SIGHUP_REACHES_ALL, with_timeout};
 
 #[tokio::test]
 async fn new_token_ends_sessions_of_the_old_one() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
-    let home = Home::new(&["s1"], "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n");
+    let home = TestDirectory::new(&["s1"], "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n");
     let running = home.start().await;
     let http = reqwest::Client::builder().no_proxy().build().unwrap();
     let url = |path: &str| format!("http://{}/v1/{path}", running.api);

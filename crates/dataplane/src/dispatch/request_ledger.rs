@@ -22,8 +22,8 @@ use crate::reuseport::SocketCookie;
 
 type Requests = [u64; intf::DISPATCH_REQUESTS as usize];
 
-const WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
-const CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
+const WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
+const CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
 /// Initial expected service time, equal for all types, so that `jlq` acts as `jsq`.
 const UNKNOWN_TIME: Duration = Duration::from_micros(10);
 /// Mask of the flags above a worker's expected work.
@@ -205,9 +205,9 @@ impl RequestLedger {
 
     /// Sets the bounds. `rows` has a bound by class and worker of `slots`; `first` is the bound of slot 0.
     pub(super) fn set_bounds(&self, slots: &[u32], rows: &[Vec<u32>], first: Option<u32>) {
-        for (class, row) in rows.iter().take(CLASSES).enumerate() {
+        for (class, row) in rows.iter().take(CLASS_COUNT).enumerate() {
             let at = |slot: u32| {
-                let place = class * WORKERS + slot as usize;
+                let place = class * WORKER_COUNT + slot as usize;
                 self.state.half(offset_of!(intf::dispatch_state, bound) + place * size_of::<u32>())
             };
             slots.iter().zip(row).for_each(|(slot, bound)| at(*slot).store(*bound, Ordering::Relaxed));
@@ -246,7 +246,7 @@ impl RequestLedger {
 
     /// Repairs the counts after a read of the queues. `sockets`: those of the array. Returns whether a worker has died.
     pub(super) fn repair(&mut self, sockets: &BTreeMap<u32, SocketCookie>, now: Duration, timeouts: &Timeouts) -> bool {
-        let mut entries: Vec<Vec<(usize, Entry)>> = vec![Vec::new(); WORKERS];
+        let mut entries: Vec<Vec<(usize, Entry)>> = vec![Vec::new(); WORKER_COUNT];
         self.entries().for_each(|(place, entry)| entries[entry.slot() as usize].push((place, entry)));
         let mut died = false;
         for (slot, entries) in (0..).zip(&entries) {
@@ -369,7 +369,7 @@ impl RequestLedger {
         // The kernel's own choice also selects stalled workers.
         let random = self.state.half(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
             == intf::DISPATCH_POLICY_RANDOM;
-        let mut order = [0u8; WORKERS];
+        let mut order = [0u8; WORKER_COUNT];
         let turns = present.iter().filter(|slot| random || flags(**slot) == 0);
         let count = order.iter_mut().zip(turns).map(|(place, slot)| *place = *slot as u8).count();
         self.state.write(offset_of!(intf::dispatch_state, order), &order);

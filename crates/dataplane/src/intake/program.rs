@@ -19,7 +19,7 @@ use crate::per_cpu::per_cpu_sums;
 use crate::skeleton::intake::IntakeSkelBuilder;
 
 /// Number of counters.
-pub const COUNTERS: usize = intf::INTAKE_COUNTER_COUNT as usize;
+pub const COUNTER_COUNT: usize = intf::INTAKE_COUNTER_COUNT as usize;
 
 /// The program and its maps. The program is detached by a drop or the end of the process.
 #[derive(Debug)]
@@ -73,7 +73,7 @@ impl IntakeProgram {
     }
 
     /// Returns the counters since the program was loaded, in the order of [`COUNTER_NAMES`].
-    pub fn counters(&self) -> anyhow::Result<[u64; COUNTERS]> {
+    pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
         per_cpu_sums(&self.counters)
     }
 }

@@ -12,7 +12,7 @@ use xdp::umem::{FrameSize, UmemCfgBuilder};
 use xdp::{RingConfigBuilder, RxRing, Umem, WakableFillRing};
 
 /// Number of one socket's frames, which are in the fill ring or the receive ring.
-const FRAMES: u32 = 2048;
+const FRAME_COUNT: u32 = 2048;
 /// Limit of frames of one batch.
 const BATCH: usize = 32;
 
@@ -47,10 +47,10 @@ impl Queue {
     /// Binds a socket to a receive queue. `is_native`: the driver runs the XDP program, and receives into the socket's
     /// memory if it supports zero-copy. Fails without CAP_NET_RAW, or when the queue has a socket.
     pub fn bind(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
-        let frames = UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAMES, ..Default::default() };
+        let frames = UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAME_COUNT, ..Default::default() };
         let mut umem = Umem::map(frames.build()?).context("memory for frames")?;
         let mut builder = XdpSocketBuilder::new()?;
-        let sizes = RingConfigBuilder { rx_count: FRAMES, fill_count: FRAMES, tx_count: 0, ..Default::default() };
+        let sizes = RingConfigBuilder { rx_count: FRAME_COUNT, fill_count: FRAME_COUNT, tx_count: 0, ..Default::default() };
         let (rings, mut flags) = builder.build_wakable_rings(&umem, sizes.build()?)?;
         if !is_native {
             flags.force_copy();
@@ -59,7 +59,7 @@ impl Queue {
         let mut fill = rings.fill_ring;
         let received = rings.rx_ring.context("a socket without a receive ring")?;
         // SAFETY: `Queue` drops the socket before the memory.
-        unsafe { fill.enqueue(&mut umem, FRAMES as usize, true) }.context("the fill ring")?;
+        unsafe { fill.enqueue(&mut umem, FRAME_COUNT as usize, true) }.context("the fill ring")?;
         let copy_mode = copy_mode(fd(&socket))?;
         Ok(Self { socket, received, fill, umem, copy_mode })
     }

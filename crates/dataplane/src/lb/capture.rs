@@ -17,7 +17,7 @@ use libbpf_rs::{MapHandle, PerfBuffer, PerfBufferBuilder, libbpf_sys};
 use zerocopy::FromBytes as _;
 
 use super::link::XdpLink;
-use super::program::{Maps, Watched};
+use super::program::{Maps, CapturedService};
 use super::servers::{mac_in, members, server_entry};
 use super::services::{service_names, services_of};
 use super::{COUNTER_NAMES, ServiceIndex, program};
@@ -36,7 +36,7 @@ pub struct Options {
 
 /// A captured packet and the program's decision about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Captured {
+pub struct CapturedPacket {
     /// Time of arrival by CLOCK_MONOTONIC.
     pub time: Duration,
     /// Length of the frame in bytes. Of a frame longer than `capture_length` only the first bytes are captured.
@@ -74,14 +74,14 @@ pub struct Capture {
     maps: Maps,
     link: XdpLink,
     service: ServiceIndex,
-    attached: Attached,
+    attached: AttachedCapture,
     checked: Instant,
     servers: HashMap<MacAddress, Vec<ServerId>>,
     records: Rc<RefCell<Records>>,
 }
 
 /// The capturing variant at the device, and the program that the variant replaced.
-struct Attached {
+struct AttachedCapture {
     replaced: OwnedFd,
     /// Id of the variant. Another id at the device shows that the daemon has attached a newer program.
     program: u32,
@@ -100,7 +100,7 @@ struct Records {
 }
 
 /// Size of the perf buffer of each CPU, in pages.
-const BUFFER_PAGES: usize = 1024;
+const BUFFER_PAGE_COUNT: usize = 1024;
 /// Interval of checks whether the daemon has attached another program.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -120,7 +120,7 @@ impl Capture {
             bail!("no service {}: expected one of {}", options.service, known.join(", "));
         };
         let records = Rc::new(RefCell::new(Records::default()));
-        let attached = Attached::new(&options, &maps, &link, service, &records)?;
+        let attached = AttachedCapture::new(&options, &maps, &link, service, &records)?;
         let mut capture =
             Self { options, maps, link, service, attached, checked: Instant::now(), servers: HashMap::new(), records };
         capture.read_servers();
@@ -129,13 +129,13 @@ impl Capture {
 
     /// Waits for packets, at most `timeout`, and passes each to `sink`. The packets of one CPU keep their order. Fails
     /// when the load balancer was detached during the capture.
-    pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(Captured)) -> anyhow::Result<()> {
+    pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(CapturedPacket)) -> anyhow::Result<()> {
         if self.checked.elapsed() >= CHECK_INTERVAL {
             self.checked = Instant::now();
             if self.link.program()? != self.attached.program {
                 // The daemon may have replaced the connection table by one of another size.
                 self.maps = Maps::take_over(&program::active_pins(&self.options.pin_directory)?)?;
-                self.attached = Attached::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
+                self.attached = AttachedCapture::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
             }
         }
         match self.attached.buffer.poll(timeout) {
@@ -146,7 +146,7 @@ impl Capture {
         let whole = std::mem::take(&mut self.records.borrow_mut().complete_records);
         for (came, arrived, decided, left) in whole {
             let destination = self.destination(decided.action, &left);
-            sink(Captured {
+            sink(CapturedPacket {
                 time: Duration::from_nanos(came.time_ns),
                 length: came.length,
                 outcome: COUNTER_NAMES.get(decided.outcome as usize).copied().unwrap_or("unknown"),
@@ -200,7 +200,7 @@ impl Capture {
     }
 }
 
-impl Attached {
+impl AttachedCapture {
     fn new(
         options: &Options,
         maps: &Maps,
@@ -211,11 +211,11 @@ impl Attached {
         let vip = options.service.socket;
         let replaced = program_descriptor(link.program()?)?;
         let protocol = options.service.protocol;
-        let watched = Watched { vip, protocol, service, length: options.capture_length };
+        let watched = CapturedService { vip, protocol, service, length: options.capture_length };
         let (variant, captured) = maps.load_capturing(replaced.as_fd(), &watched)?;
         let (on_record, on_loss) = (records.clone(), records.clone());
         let buffer = PerfBufferBuilder::new(&captured)
-            .pages(BUFFER_PAGES)
+            .pages(BUFFER_PAGE_COUNT)
             .sample_cb(move |cpu, data: &[u8]| on_record.borrow_mut().read_record(cpu, data))
             .lost_cb(move |_, count| on_loss.borrow_mut().lost_records += count)
             .build()

@@ -157,11 +157,11 @@ pub(super) fn service_connections(table: &Table, service: ServiceIndex) -> impl 
 
 /// Read access to the connection table of a load balancer in operation, without its daemon.
 #[derive(Debug)]
-pub struct Pinned {
+pub struct PinnedConnections {
     maps: Maps,
 }
 
-impl Pinned {
+impl PinnedConnections {
     /// Opens the maps in `pin_directory`. Fails when no load balancer is pinned there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         Ok(Self { maps: Maps::take_over(&program::active_pins(pin_directory)?)? })

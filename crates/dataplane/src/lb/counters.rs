@@ -7,18 +7,18 @@ use coreward_intf as intf;
 use super::{LoadBalancer, ServiceIndex};
 
 /// Number of counted outcomes; their names are [`COUNTER_NAMES`](super::COUNTER_NAMES).
-pub const COUNTERS: usize = intf::LB_COUNTER_COUNT as usize;
+pub const COUNTER_COUNT: usize = intf::LB_COUNTER_COUNT as usize;
 
 /// Number of counted events; their names are [`EVENT_NAMES`](super::EVENT_NAMES).
-pub const EVENTS: usize = intf::LB_EVENT_COUNT as usize;
+pub const EVENT_COUNT: usize = intf::LB_EVENT_COUNT as usize;
 
 /// Outcomes of packets since the maps were created.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counters {
     /// Packets by outcome, in the order of [`COUNTER_NAMES`](super::COUNTER_NAMES). Each packet has one outcome.
-    pub packets: [u64; COUNTERS],
+    pub packets: [u64; COUNTER_COUNT],
     /// Number of events, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
-    pub events: [u64; EVENTS],
+    pub events: [u64; EVENT_COUNT],
     /// Number of bytes in frames of forwarded packets.
     pub forwarded_bytes: u64,
 }

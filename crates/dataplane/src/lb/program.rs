@@ -32,7 +32,7 @@ const DEFAULT_FORWARDING: u32 = 1 << intf::FORWARDING_L2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
     /// Number of sets of the flow table.
-    pub flow_sets: u32,
+    pub flow_set_count: u32,
     pub connection_table: TableSize,
     /// Size of the memory for placement tables, in bytes: a power of two.
     pub placement_memory: u32,
@@ -45,12 +45,12 @@ impl Sizes {
     pub fn new(flow_table_entries: u32, connection_table: TableSize) -> anyhow::Result<Self> {
         let cpus = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
         let counter_rows = cpus.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
-        let flow_sets = flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES);
-        Ok(Self { flow_sets, connection_table, placement_memory: intf::MIN_PLACEMENT_MEMORY, counter_rows })
+        let flow_set_count = flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES);
+        Ok(Self { flow_set_count, connection_table, placement_memory: intf::MIN_PLACEMENT_MEMORY, counter_rows })
     }
 
     fn set(self, maps: &mut OpenLbMaps<'_>) -> anyhow::Result<()> {
-        maps.flow_table.set_max_entries(self.flow_sets).context("the size of the flow table")?;
+        maps.flow_table.set_max_entries(self.flow_set_count).context("the size of the flow table")?;
         maps.connections.set_max_entries(self.connection_table.entries()).context("the connection table's size")?;
         lru::set_capacity(&mut maps.fragments, intf::MAX_FRAGMENTED_DATAGRAMS, None)?;
         let memory = self.placement_memory + intf::PLACEMENT_MEMORY_SLACK;
@@ -155,7 +155,7 @@ impl Maps {
             traffic: MmapArray::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
             connections: connection_memory::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table)?,
-            flows: MmapArray::new_slice(&handles[map_position(FLOW_TABLE)], sizes.flow_sets as usize)
+            flows: MmapArray::new_slice(&handles[map_position(FLOW_TABLE)], sizes.flow_set_count as usize)
                 .context("mapping the flow table")?,
             takes: MmapArray::new(&handles[map_position(TAKES)]).context("mapping the connection table's takes")?,
             tunnels: MmapArray::new(&handles[map_position(TUNNELS)]).context("mapping the servers' outer addresses")?,
@@ -208,7 +208,7 @@ impl Maps {
 
     /// Loads a variant that captures one service ([`super::capture`]), with all other constants of the program `like`.
     /// Returns the program and the map of its perf buffer.
-    pub fn load_capturing(&self, like: BorrowedFd<'_>, watched: &Watched) -> anyhow::Result<(OwnedFd, MapHandle)> {
+    pub fn load_capturing(&self, like: BorrowedFd<'_>, watched: &CapturedService) -> anyhow::Result<(OwnedFd, MapHandle)> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
         let constants = constants_of(like)?;
@@ -273,13 +273,13 @@ impl Maps {
     /// Gives the connection table in `directory` its requested size; the flow table keeps its size. Fails when the
     /// connection table needs another size but has entries in use.
     pub fn resize(&mut self, directory: &Path, requested: Sizes) -> anyhow::Result<()> {
-        if self.sizes.flow_sets != requested.flow_sets {
+        if self.sizes.flow_set_count != requested.flow_set_count {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
                 event = "flow-table-size-kept",
                 pin_directory = %directory.display(),
-                entries = entries(self.sizes.flow_sets),
-                expected = entries(requested.flow_sets),
+                entries = entries(self.sizes.flow_set_count),
+                expected = entries(requested.flow_set_count),
                 "the pinned flow table keeps its size: to apply `flow_table`, run `coreward lb --detach` first"
             );
         }
@@ -306,8 +306,8 @@ impl Maps {
         Ok(())
     }
 
-    pub fn flow_sets(&self) -> usize {
-        self.sizes.flow_sets as usize
+    pub fn flow_set_count(&self) -> usize {
+        self.sizes.flow_set_count as usize
     }
 
     pub fn counter_rows(&self) -> usize {
@@ -397,7 +397,7 @@ fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
 }
 
 /// Service whose packets `coreward capture` captures.
-pub(super) struct Watched {
+pub(super) struct CapturedService {
     pub vip: SocketAddr,
     pub protocol: Protocol,
     pub service: ServiceIndex,
@@ -437,7 +437,7 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
     let memory = directory.join(PLACEMENT_MEMORY);
     let memory = MapHandle::from_pinned_path(&memory).with_context(|| memory.display().to_string())?.value_size();
     Ok(Sizes {
-        flow_sets: entries(FLOW_TABLE)?,
+        flow_set_count: entries(FLOW_TABLE)?,
         connection_table,
         placement_memory: memory.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
         counter_rows: entries(COUNTERS)? / intf::LB_COUNTERS_PER_ROW,
@@ -527,7 +527,7 @@ fn open<'obj>(
     constants.connection_partition_mask = sizes.connection_table.partitions() - 1;
     constants.placement_memory_mask = sizes.placement_memory - 1;
     constants.counter_row_mask = sizes.counter_rows - 1;
-    constants.flow_sets = sizes.flow_sets;
+    constants.flow_set_count = sizes.flow_set_count;
     for (reason, rates) in variant.broadcast.into_iter().enumerate() {
         let source = &mut constants.broadcast_per_source[reason];
         (source.interval_ns, source.burst_ns) = bucket(rates.per_source);

@@ -241,7 +241,7 @@ impl LoadBalancer {
     /// Removes the flows of these indexes from the flow table.
     fn forget_flows(&self, indexes: &BTreeSet<ServiceIndex>) {
         let table = &self.maps.flows;
-        for set in 0..self.maps.flow_sets() {
+        for set in 0..self.maps.flow_set_count() {
             for entry in 0..intf::FLOW_SET_ENTRIES as usize {
                 let at = set * size_of::<intf::flow_set>() + entry * size_of::<u64>();
                 let flow = table.load(at);

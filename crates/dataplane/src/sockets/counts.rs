@@ -13,7 +13,7 @@ use super::{Inode, MessageHeader, Request, SOCK_DIAG_BY_FAMILY, SocketId, open};
 /// struct nlmsghdr and the start of struct inet_diag_msg, up to the inode.
 #[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
-struct Listed {
+struct InetDiagReply {
     header: MessageHeader,
     family: u8,
     state: u8,
@@ -68,7 +68,7 @@ pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
     Ok(found)
 }
 
-fn for_each(request: &Request, mut found: impl FnMut(&Listed)) -> anyhow::Result<()> {
+fn for_each(request: &Request, mut found: impl FnMut(&InetDiagReply)) -> anyhow::Result<()> {
     let (socket, mut buffer) = (open()?, vec![0; BUFFER]);
     nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
     // A kernel without IPv6 answers ENOENT.
@@ -121,7 +121,7 @@ fn read_list(
     socket: &OwnedFd,
     buffer: &mut [u8],
     may_lack: bool,
-    found: &mut impl FnMut(&Listed),
+    found: &mut impl FnMut(&InetDiagReply),
 ) -> anyhow::Result<bool> {
     let length = nix::unistd::read(socket, buffer).context("no list from sock_diag")?;
     let mut bytes = &buffer[..length];
@@ -129,7 +129,7 @@ fn read_list(
         let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
         match header.kind {
             SOCK_DIAG_BY_FAMILY => {
-                let (listed, _) = Listed::read_from_prefix(message).ok().context("sock_diag: a socket cut short")?;
+                let (listed, _) = InetDiagReply::read_from_prefix(message).ok().context("sock_diag: a socket cut short")?;
                 found(&listed);
             }
             kind if [libc::NLMSG_DONE, libc::NLMSG_ERROR].contains(&kind.into()) => {
@@ -153,7 +153,7 @@ fn read_list(
 }
 
 /// Returns the local address. An IPv4-mapped address becomes an IPv4 address, because sockets at `[::]` accept IPv4.
-fn local_address(listed: &Listed) -> SocketAddr {
+fn local_address(listed: &InetDiagReply) -> SocketAddr {
     let (port, source) = (u16::from_be_bytes(listed.id.source_port), listed.id.source);
     let ip = match i32::from(listed.family) {
         libc::AF_INET => Ipv4Addr::new(source[0], source[1], source[2], source[3]).into(),

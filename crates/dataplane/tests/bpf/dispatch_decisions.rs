@@ -12,18 +12,18 @@ use coreward_model::dispatch::{
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use crate::support::dispatch_env::{Read, TestEnv, client, in_namespace, options};
+use crate::support::dispatch_env::{ReceivedDatagram, TestEnv, client, in_namespace, options};
 use crate::support::{missing_bpf_rights, skip_if};
 
-const REQUESTS: u32 = 3000;
+const REQUEST_COUNT: u32 = 3000;
 const TIMES: [Duration; 3] = [Duration::from_micros(10), Duration::from_micros(37), Duration::from_micros(1000)];
 
 /// Sends requests and lets workers respond in random order, and compares each decision with the model. Responses are
 /// slower than requests until many requests are outstanding, then faster.
 fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
-    let mut under_way: Vec<(Read, Header)> = Vec::new();
-    for id in 0..REQUESTS {
+    let mut under_way: Vec<(ReceivedDatagram, Header)> = Vec::new();
+    for id in 0..REQUEST_COUNT {
         let class = rng.next_u32() as u8 % 3;
         let expected = Weight::new(TIMES[usize::from(class)]).as_ns();
         let header = Header { service: class.min(1), expected, hash: 0, flow_hash: 0 };
@@ -45,7 +45,7 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
     }
     let workers = env.dispatch.ledger().workers();
     assert!(workers.iter().all(|worker| worker.outstanding == 0 && worker.outstanding_work.is_zero()), "{workers:?}");
-    assert_eq!(workers.iter().map(|worker| worker.dispatched).sum::<u64>(), u64::from(REQUESTS));
+    assert_eq!(workers.iter().map(|worker| worker.dispatched).sum::<u64>(), u64::from(REQUEST_COUNT));
     assert!(workers.iter().all(|worker| worker.dispatched == worker.completed && worker.abandoned == 0), "{workers:?}");
     assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
     assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNMATCHED), 0);

@@ -4,7 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::capture::{self, Capture, Captured, Destination};
+use coreward_dataplane::lb::capture::{self, Capture, CapturedPacket, Destination};
 use coreward_dataplane::lb::{LoadBalancer, Options, Server, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_model::consistency::{Consistency, ServiceMode};
@@ -14,7 +14,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServiceAddress};
 
 use crate::support::balancer::{CLIENT, VIP, id, random_table, service};
-use crate::support::network::{Pair, PinDirectory, mac_address, on_one_cpu};
+use crate::support::network::{VethPair, PinDirectory, mac_address, on_one_cpu};
 use crate::support::packet_socket::PacketSocket;
 use crate::support::tunnel::{client, vip};
 use crate::support::{self, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
@@ -27,7 +27,7 @@ fn keys() -> FleetKeys {
 }
 
 /// Returns all packets captured until there are `count` packets, or 30 s have passed.
-fn collect(capture: &mut Capture, count: usize) -> Vec<Captured> {
+fn collect(capture: &mut Capture, count: usize) -> Vec<CapturedPacket> {
     let mut captured = Vec::new();
     let limit = Instant::now() + Duration::from_secs(30);
     while captured.len() < count && Instant::now() < limit {
@@ -68,7 +68,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     skip_if!(missing_bpf_rights());
     // One CPU keeps the order of the packets.
     on_one_cpu();
-    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
     pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
@@ -148,7 +148,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
 #[test]
 fn ipv6_packets_of_the_service_are_captured() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
     pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();

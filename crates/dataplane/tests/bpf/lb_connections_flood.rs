@@ -11,7 +11,7 @@ use crate::support::balancer::XDP_TX;
 use crate::support::stateful::{balancer, established, number_of, syn};
 use crate::support::{missing_bpf_rights, skip_if};
 
-const ENTRIES: u32 = 16_384;
+const ENTRY_COUNT: u32 = 16_384;
 /// Interval of ticks, as in the daemon.
 const TICK: Duration = Duration::from_millis(100);
 /// Number of ticks in which the whole table is searched for due connections.
@@ -19,14 +19,14 @@ const TICKS_PER_SWEEP: u32 = 10;
 /// Number of ticks between two exact counts of the table.
 const TICKS_PER_COUNT: u32 = 100;
 /// Number of SYNs per tick, which would fill the table in two seconds.
-const FLOOD: u32 = ENTRIES / 20;
+const FLOOD: u32 = ENTRY_COUNT / 20;
 const GENUINE: u32 = 10;
 
 #[test]
 fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(131, 0);
-    let (mut balancer, _) = balancer(ENTRIES.into(), &mut rng);
+    let (mut balancer, _) = balancer(ENTRY_COUNT.into(), &mut rng);
     let (timers, prefix) = (Timers::default(), Ipv4Addr::new(192, 0, 2, 0));
     let key = balancer.lb.connection_key();
     let shard = |address: Ipv4Addr| source_shard(&key, address.into());
@@ -52,9 +52,9 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
         }
         let in_use = balancer.lb.connections_in_use();
         assert_eq!(balancer.lb.occupancy(), in_use as u64, "the gauge is of now");
-        assert!(in_use < ENTRIES as usize * 3 / 10, "{in_use} entries in use after {tick} beats");
+        assert!(in_use < ENTRY_COUNT as usize * 3 / 10, "{in_use} entries in use after {tick} beats");
         let due: Vec<Connection> =
-            balancer.lb.due_connections(&timers, ENTRIES / TICKS_PER_SWEEP).into_iter().map(|(due, _)| due).collect();
+            balancer.lb.due_connections(&timers, ENTRY_COUNT / TICKS_PER_SWEEP).into_iter().map(|(due, _)| due).collect();
         balancer.lb.free_connections(&due).unwrap();
         let clock = balancer.lb.clock();
         let oldest = balancer.lb.connections(balancer.services[0]).map(|held| clock.since(held.last_seen)).max();
@@ -69,7 +69,7 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
 /// `is_slow` each connection is established.
 fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f64 {
     let mut rng = seeded_rng(132, 0);
-    let (mut balancer, _) = balancer(ENTRIES.into(), &mut rng);
+    let (mut balancer, _) = balancer(ENTRY_COUNT.into(), &mut rng);
     let timers = Timers::default();
     let mut now = Duration::from_secs(1000);
     for tick in 0..beats {
@@ -86,18 +86,18 @@ fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f
                 balancer.run(&established(&balancer, client, number));
             }
         }
-        let due = balancer.lb.due_connections(&timers, ENTRIES / TICKS_PER_SWEEP);
+        let due = balancer.lb.due_connections(&timers, ENTRY_COUNT / TICKS_PER_SWEEP);
         let due: Vec<Connection> = due.into_iter().map(|(due, _)| due).collect();
         balancer.lb.free_connections(&due).unwrap();
     }
-    balancer.lb.connections_in_use() as f64 * 100.0 / f64::from(ENTRIES)
+    balancer.lb.connections_in_use() as f64 * 100.0 / f64::from(ENTRY_COUNT)
 }
 
 #[test]
 fn one_prefix_holds_a_quarter_of_the_table_at_most() {
     skip_if!(missing_bpf_rights());
     // SYNs per tick: 1.9 million a second at a table of 262,144 entries, scaled to this table.
-    let flood = (190_000 / (262_144 / u64::from(ENTRIES))) as u32;
+    let flood = (190_000 / (262_144 / u64::from(ENTRY_COUNT))) as u32;
     let held = [
         ("one address", held_by_prefix(1, flood, 20, false)),
         ("a /24", held_by_prefix(256, flood, 20, false)),

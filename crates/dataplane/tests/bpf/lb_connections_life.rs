@@ -6,7 +6,7 @@ use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::connections::Pinned;
+use coreward_dataplane::lb::connections::PinnedConnections;
 use coreward_dataplane::lb::{LoadBalancer, Options, Server, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
@@ -20,14 +20,14 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use rand::Rng;
 
 use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_TX, id, service};
-use crate::support::network::{Pair, PinDirectory};
+use crate::support::network::{VethPair, PinDirectory};
 use crate::support::stateful::{
     STATEFUL, VIP, balancer, client, established, ipv4_client, number_of, own_number, owner, syn,
 };
 use crate::support::{self, SYN, Tcp, missing_bpf_rights, skip_if, timestamp};
 
-const ENTRIES: u64 = 4096;
-const THREADS: u32 = 4;
+const ENTRY_COUNT: u64 = 4096;
+const THREAD_COUNT: u32 = 4;
 
 /// Returns the client of a thread's connection `number`. No two connections have the same client.
 fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
@@ -39,10 +39,10 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     skip_if!(missing_bpf_rights());
     // Each thread sends at least this number of SYNs, and continues until enough slots were reused.
     const PER_THREAD: u32 = 20_000;
-    const MIN_OPERATIONS: u64 = 2 * ENTRIES;
+    const MIN_OPERATIONS: u64 = 2 * ENTRY_COUNT;
     const TIME_LIMIT: Duration = Duration::from_secs(120);
     let mut rng = seeded_rng(120, 0);
-    let (mut balancer, _) = balancer(ENTRIES, &mut rng);
+    let (mut balancer, _) = balancer(ENTRY_COUNT, &mut rng);
     balancer.lb.end_comparison();
     let program = balancer.lb.program().try_clone_to_owned().unwrap();
     let done = AtomicBool::new(false);
@@ -52,7 +52,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     };
     let mut freed: BTreeMap<(Ipv4Addr, u16), u32> = BTreeMap::new();
     let taken: BTreeSet<(Ipv4Addr, u16)> = std::thread::scope(|scope| {
-        let senders: Vec<_> = (0..THREADS)
+        let senders: Vec<_> = (0..THREAD_COUNT)
             .map(|thread| {
                 let (program, go_on, sent, with_entry) = (program.as_fd(), &go_on, &sent, &with_entry);
                 scope.spawn(move || {
@@ -83,7 +83,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
             let twice: Vec<Connection> = some.iter().chain(&some).copied().collect();
             // The entries are unchanged, because their clients send only one SYN.
             assert_eq!(balancer.lb.free_connections(&twice).unwrap(), some.len());
-            assert!(before <= ENTRIES as usize);
+            assert!(before <= ENTRY_COUNT as usize);
             for connection in some {
                 *freed.entry(ipv4_client(&connection)).or_default() += 1;
             }
@@ -108,13 +108,13 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     // No slot was lost: the table can be filled completely.
     let mut more = BTreeSet::new();
     for number in 0..20_000 {
-        let client = client_of(THREADS, number);
+        let client = client_of(THREAD_COUNT, number);
         if balancer.open(client).1.is_some() {
             more.insert(client);
         }
     }
-    assert_eq!((left.len() + more.len()) as u64, ENTRIES);
-    assert_eq!(balancer.lb.connections_in_use() as u64, ENTRIES);
+    assert_eq!((left.len() + more.len()) as u64, ENTRY_COUNT);
+    assert_eq!(balancer.lb.connections_in_use() as u64, ENTRY_COUNT);
 }
 
 fn options(pins: &PinDirectory, entries: u64) -> Options {
@@ -137,7 +137,7 @@ fn open(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
 #[test]
 fn next_process_recovers_slots_and_resizes_an_empty_table() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let mut rng = seeded_rng(121, 0);
     let start = |entries| -> anyhow::Result<LoadBalancer> {
         let mut lb = LoadBalancer::load(options(&pins, entries))?;
@@ -174,7 +174,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own_number()), Clock(600), true));
     assert_eq!(lb.connections(index).collect::<Vec<_>>(), before[10..]);
     // A reader of the pins gets the same connections.
-    let pinned = Pinned::open(&pins.path()).unwrap();
+    let pinned = PinnedConnections::open(&pins.path()).unwrap();
     assert_eq!(pinned.connections(service(VIP)).collect::<Vec<_>>(), before[10..]);
     assert_eq!(pinned.connections(service((VIP.0, 81))).next(), None);
     assert_eq!((pinned.clock(), pinned.size().entries()), (Clock(600), 2048));
@@ -233,7 +233,7 @@ fn new_maps_have_a_new_connection_key() {
 fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(122, 0);
-    let (before, ids) = balancer(ENTRIES, &mut rng);
+    let (before, ids) = balancer(ENTRY_COUNT, &mut rng);
     let old: Vec<_> = (0..3000).map(|_| before.opened(client(&mut rng))).collect();
     let expect_broadcast = |after: &Balancer, came_from: Option<MacAddress>| {
         for opened in &old {
@@ -250,7 +250,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     assert_eq!(after.events(0, "connection_unknown"), 0);
     // The balancer has its former owner number, and every former index names an entry of another connection.
     after.lb.set_owner(Some(own_number()));
-    while after.lb.connections_in_use() < ENTRIES as usize {
+    while after.lb.connections_in_use() < ENTRY_COUNT as usize {
         after.open(client(&mut rng));
     }
     expect_broadcast(&after, None);

@@ -11,38 +11,38 @@ use rand::Rng;
 
 use crate::support::balancer::{Balancer, Identification, random_table, service};
 use crate::support::stateful::{
-    Client, Opened, STATEFUL, VIP, balancer, client, established, ipv4_client, own_number, packet,
+    Client, OpenConnection, STATEFUL, VIP, balancer, client, established, ipv4_client, own_number, packet,
 };
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
-const ENTRIES: u64 = 2048;
+const ENTRY_COUNT: u64 = 2048;
 /// Number of new connections that together examine every entry of a partition: 4 entries each.
 const PER_ROUND: usize = 1024 / 4;
 
 /// Returns a balancer with a full table, whose entries had their last packet at `start`.
-fn full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<Opened>) {
-    let (mut balancer, _) = balancer(ENTRIES, rng);
+fn full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<OpenConnection>) {
+    let (mut balancer, _) = balancer(ENTRY_COUNT, rng);
     balancer.lb.tick(start);
     let opened = fill(&balancer, rng);
     (balancer, opened)
 }
 
 /// Opens connections until no slot is free, and returns the connections with an entry.
-fn fill(balancer: &Balancer, rng: &mut impl Rng) -> Vec<Opened> {
+fn fill(balancer: &Balancer, rng: &mut impl Rng) -> Vec<OpenConnection> {
     let mut opened = Vec::new();
-    while balancer.lb.connections_in_use() < ENTRIES as usize {
+    while balancer.lb.connections_in_use() < ENTRY_COUNT as usize {
         let client = client(rng);
         let (server, number) = balancer.open(client);
-        opened.extend(number.map(|number| Opened { client, server, number }));
+        opened.extend(number.map(|number| OpenConnection { client, server, number }));
     }
     opened
 }
 
 /// Opens `count` new connections, and returns the connections with an entry.
-fn entries_of(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<Opened> {
+fn entries_of(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<OpenConnection> {
     let open = |client: Client| {
         let (server, number) = balancer.open(client);
-        number.map(|number| Opened { client, server, number })
+        number.map(|number| OpenConnection { client, server, number })
     };
     (0..count).filter_map(|_| open(client(rng))).collect()
 }
@@ -65,7 +65,7 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
     );
 
     new.iter().for_each(|opened| balancer.expect_by_index(opened));
-    assert_eq!((balancer.lb.occupancy(), balancer.lb.connections_in_use()), (ENTRIES, ENTRIES as usize));
+    assert_eq!((balancer.lb.occupancy(), balancer.lb.connections_in_use()), (ENTRY_COUNT, ENTRY_COUNT as usize));
     let lost: Vec<_> = before.iter().filter(|opened| balancer.entry(opened.client).is_none()).collect();
     assert_eq!(lost.len(), 200);
     let frame = established(&balancer, lost[0].client, lost[0].number);
@@ -111,13 +111,13 @@ fn reuse_counts_the_entry_for_its_new_source() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(143, 0);
     let start = Duration::from_secs(1000);
-    let (mut balancer, _) = balancer(ENTRIES, &mut rng);
+    let (mut balancer, _) = balancer(ENTRY_COUNT, &mut rng);
     balancer.lb.tick(start);
     let flood = |number: u32| (Ipv4Addr::from(0xc000_0200 + number % 256), (number / 256) as u16);
     for number in 0..20_000 {
         balancer.open(flood(number));
     }
-    assert_eq!(balancer.lb.connections_in_use(), ENTRIES as usize, "one prefix holds all: no limit is set yet");
+    assert_eq!(balancer.lb.connections_in_use(), ENTRY_COUNT as usize, "one prefix holds all: no limit is set yet");
     balancer.lb.guard_connection_table();
     balancer.lb.tick(start + Timers::default().half_open);
     assert_eq!(balancer.open(flood(20_000)).1, None);
@@ -129,7 +129,7 @@ fn reuse_counts_the_entry_for_its_new_source() {
     balancer.lb.tick(start + 2 * Timers::default().half_open);
     assert!(balancer.open(flood(20_001)).1.is_some(), "the prefix holds none");
     assert_eq!(balancer.open(flood(20_002)).1, None, "it holds one");
-    assert_eq!((balancer.lb.occupancy(), balancer.lb.connections_in_use()), (ENTRIES, ENTRIES as usize));
+    assert_eq!((balancer.lb.occupancy(), balancer.lb.connections_in_use()), (ENTRY_COUNT, ENTRY_COUNT as usize));
 }
 
 #[test]

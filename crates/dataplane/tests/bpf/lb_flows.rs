@@ -202,9 +202,9 @@ fn syn_that_leaves_a_draining_server_names_it_as_previous() {
 #[test]
 fn flood_evicts_no_connection_that_only_the_flow_table_has() {
     skip_if!(missing_bpf_rights());
-    const ENTRIES: u32 = 1 << 10;
+    const ENTRY_COUNT: u32 = 1 << 10;
     let mut rng = seeded_rng(116, 0);
-    let options = Options { flow_table_entries: ENTRIES, ..Options::default() };
+    let options = Options { flow_table_entries: ENTRY_COUNT, ..Options::default() };
     let mut balancer = Balancer::with(&[(service(WEB), ServiceMode::default())], options, &mut rng);
     let ids = balancer.replace_servers(0, 6, &mut rng);
     let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
@@ -215,7 +215,7 @@ fn flood_evicts_no_connection_that_only_the_flow_table_has() {
     let frame = |client, flags| Tcp { flags, ..Tcp::new(client, WEB) }.frame();
     let opened: Vec<_> = clients.iter().map(|client| balancer.destination(&frame(*client, SYN))).collect();
     assert!(!opened.contains(&balancer.macs[&(0, ids[0])]));
-    for _ in 0..10 * ENTRIES {
+    for _ in 0..10 * ENTRY_COUNT {
         balancer.run(&frame(client(&mut rng), ACK));
     }
     let after: Vec<_> = clients.iter().map(|client| balancer.destination(&frame(*client, ACK))).collect();
@@ -287,7 +287,7 @@ fn udp_flow_expires() {
 #[test]
 fn flood_on_one_service_moves_no_udp_flow_of_another() {
     skip_if!(missing_bpf_rights());
-    const ENTRIES: u32 = 1 << 15;
+    const ENTRY_COUNT: u32 = 1 << 15;
     let mut rng = seeded_rng(115, 0);
     let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
     let hash_table = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
@@ -299,7 +299,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
         (service(flooded[2]), hash_table),
         udp(flooded[3]),
     ];
-    let options = Options { flow_table_entries: ENTRIES, ..Options::default() };
+    let options = Options { flow_table_entries: ENTRY_COUNT, ..Options::default() };
     let mut balancer = Balancer::with(&services, options, &mut rng);
     for position in 0..services.len() {
         let ids = balancer.replace_servers(position, 5, &mut rng);
@@ -312,7 +312,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     let mut has_room = |client: (Ipv4Addr, u16)| {
         let hash = ConnectionHash::new(&key, dns, client.into());
         let in_set =
-            sets.entry((u64::from(hash.low()) * u64::from(ENTRIES / intf::FLOW_SET_ENTRIES)) >> 32).or_default();
+            sets.entry((u64::from(hash.low()) * u64::from(ENTRY_COUNT / intf::FLOW_SET_ENTRIES)) >> 32).or_default();
         *in_set += 1;
         *in_set <= 2
     };
@@ -322,7 +322,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     let before: Vec<_> = flows.iter().map(|frame| balancer.destination(frame)).collect();
     let mut out = vec![0; 2048];
     for (vip, (address, _)) in flooded.iter().zip(&services[1..]) {
-        for _ in 0..ENTRIES * 10 / 4 {
+        for _ in 0..ENTRY_COUNT * 10 / 4 {
             let frame = match address.protocol {
                 Protocol::Udp => Udp::new(client(&mut rng), *vip).frame(),
                 Protocol::Tcp if *vip == flooded[2] => Tcp { flags: SYN, ..Tcp::new(client(&mut rng), *vip) }.frame(),

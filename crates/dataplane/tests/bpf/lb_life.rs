@@ -19,7 +19,7 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
 use crate::support::balancer::{CLIENT, VIP, id, random_table, service};
-use crate::support::network::{Pair, PinDirectory, mac_address};
+use crate::support::network::{VethPair, PinDirectory, mac_address};
 use crate::support::{self, Tcp, Udp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
@@ -77,7 +77,7 @@ fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
 #[test]
 fn new_process_takes_over_while_packets_pass() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let mac = pair.server.run_inside(|| mac_address("eth0").0);
     let start = || {
         let mut lb = LoadBalancer::load(options(&pins)).unwrap();
@@ -157,7 +157,7 @@ fn new_process_takes_over_while_packets_pass() {
 #[test]
 fn modes_and_flows_are_taken_over() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let start = |flow_table_entries| {
         let mut lb = LoadBalancer::load(Options { flow_table_entries, ..options(&pins) }).unwrap();
         pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
@@ -203,7 +203,7 @@ fn modes_and_flows_are_taken_over() {
 #[test]
 fn failed_attachment_returns_a_reason() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let within = |lb: &mut LoadBalancer, interface: &str, mode| pair.server.run_inside(|| lb.attach(interface, mode));
     let refused = |lb: &mut LoadBalancer, interface, mode| format!("{:#}", within(lb, interface, mode).unwrap_err());
 
@@ -238,7 +238,7 @@ fn failed_attachment_returns_a_reason() {
 #[test]
 fn program_of_another_version_forwards_until_this_one_is_ready() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let attach = |lb: &mut LoadBalancer| pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     attach(&mut lb);

@@ -1,7 +1,7 @@
 //! Tests of `timestamps = "lb"` with the kernels' TCP: servers have no coreward program, and their replies pass the
 //! load balancer.
 
-use std::io::{Read as _, Write as _};
+use std::io::{ReceivedDatagram as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use crate::support::{missing_bpf_rights, skip_if};
 
 const PORT: u16 = 80;
 const TIMEOUT: Duration = Duration::from_secs(30);
-const SERVERS: u8 = 3;
+const SERVER_COUNT: u8 = 3;
 
 fn keys(current: KeyIndex) -> FleetKeys {
     FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current }
@@ -34,7 +34,7 @@ struct TestEnv {
 
 impl TestEnv {
     fn new() -> Self {
-        let (segment, pins) = (Segment::new(SERVERS), PinDirectory::new());
+        let (segment, pins) = (Segment::new(SERVER_COUNT), PinDirectory::new());
         let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
         let mut lb = LoadBalancer::load(options).unwrap();
         segment.load_balancer.run_inside(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
@@ -42,7 +42,7 @@ impl TestEnv {
         let index = lb.set_services(&[(service((VIP, PORT)), mode)]).unwrap()[0];
         lb.set_keys(&keys(KeyIndex::First));
         lb.set_time_key(index, CookieKey { k0: 77, k1: 88 });
-        let ids: Vec<_> = (0..SERVERS).map(|number| id(u64::from(number) + 5)).collect();
+        let ids: Vec<_> = (0..SERVER_COUNT).map(|number| id(u64::from(number) + 5)).collect();
         for (server, host) in ids.iter().zip(&segment.servers) {
             let mac = host.run_inside(|| mac_address("eth0"));
             lb.set_server(index, *server, Server { mac: Some(mac), eligible: true });
@@ -109,7 +109,7 @@ fn servers_with_one_clock_are_stamped_and_keep_connections() {
     on_one_cpu();
     let env = TestEnv::new();
     // Until the servers' clocks are known, connections are not stamped, and have entries in the flow table.
-    let mut plain: Vec<_> = (0..SERVERS).map(|_| env.connection()).collect();
+    let mut plain: Vec<_> = (0..SERVER_COUNT).map(|_| env.connection()).collect();
     for (client, server, _) in &mut plain {
         exchange(client, server);
     }
@@ -118,7 +118,7 @@ fn servers_with_one_clock_are_stamped_and_keep_connections() {
         plain.push(env.connection());
         assert!(plain.len() < 400, "{:?}", env.clocks());
     }
-    let mut stamped: Vec<_> = (0..2 * SERVERS).map(|_| env.connection()).collect();
+    let mut stamped: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.connection()).collect();
     let by_cookie = env.count(intf::LB_COUNTER_ESTABLISHED);
     for (client, server, _) in stamped.iter_mut().chain(&mut plain) {
         exchange(client, server);
@@ -138,14 +138,14 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
         host.set_sysctl("ipv4/tcp_timestamps", "1");
     }
     // Open connections show the rate of the servers' clocks.
-    let mut plain: Vec<_> = (0..2 * SERVERS).map(|_| env.connection()).collect();
+    let mut plain: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.connection()).collect();
     let end = Instant::now() + TIMEOUT;
     while env.clocks().iter().any(|clock| clock.state() != ClockState::PerConnection) {
         plain.iter_mut().for_each(|(client, server, _)| exchange(client, server));
         assert!(Instant::now() < end, "{:?}", env.clocks());
     }
     assert_eq!(env.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
-    let mut stamped: Vec<_> = (0..4 * SERVERS).map(|_| env.connection()).collect();
+    let mut stamped: Vec<_> = (0..4 * SERVER_COUNT).map(|_| env.connection()).collect();
     let by_flow = env.count(intf::LB_COUNTER_FLOW_TABLE);
     for (client, server, _) in &mut stamped {
         exchange(client, server);

@@ -19,7 +19,7 @@ use rand::Rng as _;
 use crate::support::balancer::{Balancer, VIP, XDP_TX, id, random_table};
 use crate::support::{ACK, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
-const SWITCHES: u64 = 1_000;
+const SWITCH_COUNT: u64 = 1_000;
 const DECISIONS_PER_TABLE: u64 = 30;
 const TIME_LIMIT: Duration = Duration::from_secs(240);
 
@@ -98,7 +98,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
         });
         let decisions = || decided.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
         let mut switches = 0;
-        while switches < SWITCHES && start.elapsed() < TIME_LIMIT {
+        while switches < SWITCH_COUNT && start.elapsed() < TIME_LIMIT {
             switches += 1;
             // Each table stays in force for the same number of decisions, because one table is written faster than the
             // other.
@@ -113,11 +113,11 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
         done.store(true, Ordering::Relaxed);
         let strays = packets_pass.join().unwrap();
         assert!(strays.is_empty(), "{} decisions of neither table, first {:?}", strays.len(), strays[0]);
-        assert_eq!(switches, SWITCHES, "in {TIME_LIMIT:?}");
+        assert_eq!(switches, SWITCH_COUNT, "in {TIME_LIMIT:?}");
     });
     let decided = decided.map(|count| count.load(Ordering::Relaxed));
-    println!("{SWITCHES} switches, decisions by table {decided:?}");
-    assert!(decided.iter().all(|count| *count > 10 * SWITCHES), "{decided:?}");
+    println!("{SWITCH_COUNT} switches, decisions by table {decided:?}");
+    assert!(decided.iter().all(|count| *count > 10 * SWITCH_COUNT), "{decided:?}");
 }
 
 /// Returns a table that prefers the first servers: each server has as many open connections as its position in `ids`.

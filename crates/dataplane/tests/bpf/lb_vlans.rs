@@ -12,7 +12,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::vlan::Vlan;
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
-use crate::support::network::{Pair, PinDirectory};
+use crate::support::network::{VethPair, PinDirectory};
 use crate::support::tunnel::{OWN_ADDRESSES, client, server_address, vip};
 use crate::support::{ACK, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
@@ -148,7 +148,7 @@ fn icmp_errors_leave_in_the_senders_vlan() {
 #[test]
 fn vlans_of_servers_are_taken_over() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let start = || {
         let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
         let mut lb = LoadBalancer::load(options).unwrap();

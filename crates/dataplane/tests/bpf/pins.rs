@@ -1,12 +1,12 @@
 //! Tests of pin directories: one process at a time may change pins, readers create no pins, and programs of another pin
 //! directory at the same device are noticed.
 
-use coreward_dataplane::lb::connections::Pinned;
+use coreward_dataplane::lb::connections::PinnedConnections;
 use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
 use coreward_dataplane::pins::{PinLock, remove_if_empty};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 
-use crate::support::network::{Pair, PinDirectory};
+use crate::support::network::{VethPair, PinDirectory};
 use crate::support::server_env::{TestEnv, attach};
 use crate::support::{missing_bpf_rights, skip_if};
 
@@ -36,7 +36,7 @@ fn pin_directory_belongs_to_one_process() {
 fn read_only_commands_create_no_pins() {
     skip_if!(missing_bpf_rights());
     let pins = PinDirectory::new();
-    for refused in [Pinned::open(&pins.path()).unwrap_err(), capture::services(&pins.path()).unwrap_err()] {
+    for refused in [PinnedConnections::open(&pins.path()).unwrap_err(), capture::services(&pins.path()).unwrap_err()] {
         assert!(refused.to_string().starts_with("no load balancer has pinned anything in "), "{refused}");
     }
     assert_eq!(std::fs::read_dir(pins.path()).unwrap().count(), 0);
@@ -69,13 +69,13 @@ fn programs_pinned_elsewhere_are_not_replaced() {
 #[test]
 fn load_balancer_pinned_elsewhere_is_named() {
     skip_if!(missing_bpf_rights());
-    let attach = |pair: &Pair, pins: &PinDirectory| {
+    let attach = |pair: &VethPair, pins: &PinDirectory| {
         let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;
         pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
         anyhow::Ok(lb)
     };
     // The devices of the two network namespaces have the same interface index.
-    let machines = [(Pair::new(), PinDirectory::new()), (Pair::new(), PinDirectory::new())];
+    let machines = [(VethPair::new(), PinDirectory::new()), (VethPair::new(), PinDirectory::new())];
     assert_eq!(machines[0].0.server_interface(), machines[1].0.server_interface());
     let balancers = [0, 1].map(|number| attach(&machines[number].0, &machines[number].1).unwrap());
     let elsewhere = PinDirectory::new();

@@ -1,7 +1,7 @@
 //! Tests of `bpf/server/server.bpf.c` between the TCP stacks of two kernels: every packet of a connection carries the
 //! cookie, and neither kernel counts an error.
 
-use std::io::{Read as _, Write as _};
+use std::io::{ReceivedDatagram as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{Cookie, FleetKeys, KeyIndex};
 use socket2::SockRef;
 
-use crate::support::network::Pair;
+use crate::support::network::VethPair;
 use crate::support::server_env::{
     Sniffer, TIMEOUT, TestEnv, attach, client, cookie_of, flags, id, keys, pattern, send_and_receive, set_services, vip,
 };
@@ -227,7 +227,7 @@ fn new_process_takes_over() {
 
     // The device is replaced by another: the pinned links of the former device are replaced, too.
     env.pair.server.ip("link del eth0");
-    let pair = Pair::new();
+    let pair = VethPair::new();
     env.programs = attach(&pair, &env.pins);
     env.pair = pair;
     drop(listener);
@@ -297,7 +297,7 @@ enum FirstSender {
 }
 
 /// A connection that is silent for the time `silence`, and is then used again.
-struct Idle {
+struct SilentConnection {
     client: TcpStream,
     server: TcpStream,
     silence: Duration,
@@ -305,7 +305,7 @@ struct Idle {
     keep_alive: bool,
 }
 
-impl Idle {
+impl SilentConnection {
     fn new(env: &TestEnv, listener: &TcpListener, silence: Duration, first: FirstSender, keep_alive: bool) -> Self {
         let (mut client, mut server) = env.connection(listener);
         if keep_alive {
@@ -343,7 +343,7 @@ fn assert_resumes_after(env: &TestEnv, silences: &[u64], keep_alives: &[bool]) {
         for first in [FirstSender::Server, FirstSender::Client, FirstSender::ServerManySegments] {
             for keep_alive in keep_alives {
                 let silence = Duration::from_secs(*silence);
-                connections.push(Idle::new(env, &listener, silence, first, *keep_alive));
+                connections.push(SilentConnection::new(env, &listener, silence, first, *keep_alive));
             }
         }
     }

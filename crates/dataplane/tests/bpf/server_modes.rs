@@ -1,7 +1,7 @@
 //! Tests of `bpf/server/server.bpf.c` beyond stateless stamping: table indexes, daisy chaining, broadcasts, ICMP
 //! errors, stalls.
 
-use std::io::{Read as _, Write as _};
+use std::io::{ReceivedDatagram as _, Write as _};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 

@@ -16,11 +16,11 @@ use socket2::{Domain, SockRef, Socket, Type};
 use crate::support::server_env::{TIMEOUT, TestEnv, vip};
 use crate::support::{Family, missing_bpf_rights, skip_if};
 
-const QUEUES: u16 = 4;
-const CONNECTIONS: usize = 32;
+const QUEUE_COUNT: u16 = 4;
+const CONNECTION_COUNT: usize = 32;
 
 fn rss(input: InputTransform) -> Rss {
-    let indirection_table = IndirectionTable::balanced(1, 128, QUEUES).unwrap();
+    let indirection_table = IndirectionTable::balanced(1, 128, QUEUE_COUNT).unwrap();
     Rss { key: RssKey::microsoft().with_input(input), indirection_table }
 }
 
@@ -39,12 +39,12 @@ fn syn_samples_equal_the_model() {
     skip_if!(missing_bpf_rights());
     for (env, rss) in start_envs() {
         let listener = env.listen();
-        let connections: Vec<_> = (0..CONNECTIONS).map(|_| env.connection(&listener)).collect();
+        let connections: Vec<_> = (0..CONNECTION_COUNT).map(|_| env.connection(&listener)).collect();
         let clients: BTreeSet<SocketAddr> =
             connections.iter().map(|(client, _)| client.local_addr().unwrap()).collect();
         // The client's device has several queues. The kernel records no queue for SYNs from the first queue.
         let samples = env.programs.samples(0);
-        assert!(samples.len() >= CONNECTIONS / 4, "{} samples", samples.len());
+        assert!(samples.len() >= CONNECTION_COUNT / 4, "{} samples", samples.len());
         for sample in &samples {
             let socket = |address, port| SocketAddr::new(address_of(address), u16::from_be(port));
             let client = socket(sample.source_address, sample.source_port);
@@ -71,7 +71,7 @@ fn listeners(env: &TestEnv) -> Vec<TcpListener> {
         SockRef::from(&socket).set_read_timeout(Some(TIMEOUT)).unwrap();
         socket.into()
     };
-    env.pair.server.run_inside(|| (0..QUEUES).map(|_| listener()).collect())
+    env.pair.server.run_inside(|| (0..QUEUE_COUNT).map(|_| listener()).collect())
 }
 
 #[test]
@@ -83,13 +83,13 @@ fn connections_reach_the_socket_of_their_queue() {
         let slots: Vec<_> = listeners.iter().map(|socket| steer.add_socket(socket.as_fd()).ok()).collect();
         steer.set_queues(&slots);
         steer.attach(listeners[0].as_fd()).unwrap();
-        for _ in 0..CONNECTIONS {
+        for _ in 0..CONNECTION_COUNT {
             let client = env.connect();
             let address = client.local_addr().unwrap();
             let hash = rss.key.toeplitz(&FourTuple::new(address, vip(env.family)).unwrap().bytes());
             let queue = usize::from(rss.indirection_table.queue(hash));
             assert_eq!(listeners[queue].accept().unwrap().1, address);
         }
-        assert_eq!(steer.counters()[intf::STEER_COUNTER_STEERED as usize], CONNECTIONS as u64);
+        assert_eq!(steer.counters()[intf::STEER_COUNTER_STEERED as usize], CONNECTION_COUNT as u64);
     }
 }

@@ -134,7 +134,7 @@ fn arp(
     let found = format!("net.ipv4.conf.{{all,{device}}}.{name} are {all} and {own}: expected {value}");
     // Other machines may need these answers for addresses of other devices: an operator must decide.
     let safe = in_force < *right.start() && !has_addresses_elsewhere(facts);
-    vec![Finding::fault(found, why).sysctl(device_sysctl(device, name), value, safe)]
+    vec![Finding::fault(found, why).with_sysctl(device_sysctl(device, name), value, safe)]
 }
 
 /// Checks that IPv6 is enabled for an IPv6 VIP at the device of its packets, and at `lo`, which holds the VIP.
@@ -143,13 +143,13 @@ pub fn ipv6(facts: &Facts) -> Vec<Finding> {
         return vec![];
     }
     let why = "the kernel does not accept packets to an IPv6 VIP: no connection is established";
-    let at_device = |device: &str| match facts.sysctl(&disable_ipv6(device)) {
+    let at_device = |device: &str| match facts.with_sysctl(&disable_ipv6(device)) {
         Some(0) => Finding::ok(format!("IPv6 is enabled at {device}")),
         None => Finding::fault(format!("the kernel has no IPv6 at {device}: expected it"), why)
             .remedy("boot without `ipv6.disable=1` on the kernel's command line"),
         // Not by --fix: the device may then take addresses and routes from a router.
         Some(value) => Finding::fault(format!("net.ipv6.conf.{device}.disable_ipv6 is {value}: expected 0"), why)
-            .sysctl(disable_ipv6(device), "0", false),
+            .with_sysctl(disable_ipv6(device), "0", false),
     };
     [LOOPBACK, facts.interface()].map(at_device).into()
 }

@@ -6,7 +6,7 @@ use crate::finding::Finding;
 const TCP_TIMESTAMPS: &str = "net/ipv4/tcp_timestamps";
 
 pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
-    let Some(value) = facts.sysctl(TCP_TIMESTAMPS) else { return vec![] };
+    let Some(value) = facts.with_sysctl(TCP_TIMESTAMPS) else { return vec![] };
     let stamped = facts.services.is_empty() || facts.services.iter().any(|service| service.stamped);
     // The agent sets the sysctl after a service is stamped at the server.
     let at_server = facts.services.iter().any(|service| service.stamped && !service.stamped_by_lb);
@@ -23,7 +23,7 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
                pool \
                changes";
     // Not by --fix: timestamps of connections that an agent already stamps would jump.
-    vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), why).sysctl(
+    vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), why).with_sysctl(
         TCP_TIMESTAMPS.to_owned(),
         "2",
         false,

@@ -64,12 +64,12 @@ pub fn programs(facts: &Facts) -> Vec<Finding> {
 
 pub fn jit(facts: &Facts) -> Vec<Finding> {
     let path = "net/core/bpf_jit_enable";
-    match facts.sysctl(path) {
+    match facts.with_sysctl(path) {
         // The sysctl is visible only in the first network namespace.
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
             let why = "every packet runs the programs, which take about ten times as long when interpreted";
-            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", why).sysctl(path.to_owned(), "1", true)]
+            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", why).with_sysctl(path.to_owned(), "1", true)]
         }
         Some(value) => vec![Finding::ok(format!("net.core.bpf_jit_enable is {value}"))],
     }

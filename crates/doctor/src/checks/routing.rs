@@ -27,13 +27,13 @@ pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
             ))];
         }
         let why = "servers' replies have the VIP as source, whose route uses another device: the kernel drops them";
-        return vec![Finding::fault(format!("{found}: expected 0 or 2"), why).sysctl(loose, "2", false)];
+        return vec![Finding::fault(format!("{found}: expected 0 or 2"), why).with_sysctl(loose, "2", false)];
     }
     if facts.default_routes.contains(device) {
         return vec![Finding::ok(format!("{found}; replies leave by {device}, too"))];
     }
     let why = "clients' packets arrive on this device, and replies leave by another: the kernel drops the packets";
-    vec![Finding::fault(format!("{found}, and no default route leads over {device}"), why).sysctl(loose, "2", false)]
+    vec![Finding::fault(format!("{found}, and no default route leads over {device}"), why).with_sysctl(loose, "2", false)]
 }
 
 pub fn forwarding(facts: &Facts) -> Vec<Finding> {
@@ -44,12 +44,12 @@ pub fn forwarding(facts: &Facts) -> Vec<Finding> {
 
 fn forwarding_ipv6(facts: &Facts) -> Option<Finding> {
     facts.services.iter().find(|service| service.stamped_by_lb && service.vip().is_ipv6())?;
-    if facts.sysctl(IPV6_FORWARDING)? != 0 {
+    if facts.with_sysctl(IPV6_FORWARDING)? != 0 {
         return Some(Finding::ok("on for IPv6"));
     }
     let why = "this machine must route servers' replies: none reaches a client";
     let fault = Finding::fault("net.ipv6.conf.all.forwarding is 0: expected 1", why);
-    Some(fault.sysctl(IPV6_FORWARDING.to_owned(), "1", false))
+    Some(fault.with_sysctl(IPV6_FORWARDING.to_owned(), "1", false))
 }
 
 fn forwarding_ipv4(facts: &Facts) -> Vec<Finding> {
@@ -63,7 +63,7 @@ fn forwarding_ipv4(facts: &Facts) -> Vec<Finding> {
     let device = facts.interface();
     let why = "this machine must route servers' replies: none reaches a client";
     // Not by --fix: the sysctl makes the machine a router for everybody.
-    vec![Finding::fault(format!("net.ipv4.conf.{device}.forwarding is 0: expected 1"), why).sysctl(
+    vec![Finding::fault(format!("net.ipv4.conf.{device}.forwarding is 0: expected 1"), why).with_sysctl(
         device_sysctl(device, "forwarding"),
         "1",
         false,
@@ -84,7 +84,7 @@ pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
     let found = format!("net.ipv4.conf.{{all,{device}}}.send_redirects are {all} and {own}: expected 0");
     let set = ["all", device].into_iter().zip([all, own]).filter(|(_, value)| *value != 0);
     vec![set.fold(Finding::fault(found, why), |finding, (of, _)| {
-        finding.sysctl(device_sysctl(of, "send_redirects"), "0", true)
+        finding.with_sysctl(device_sysctl(of, "send_redirects"), "0", true)
     })]
 }
 

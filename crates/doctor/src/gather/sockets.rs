@@ -28,6 +28,6 @@ fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
         let socket = listeners::duplicate_socket(listener).ok()?;
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
     });
-    let workers = found.into_values().map(|listener| listener.affinity).collect();
+    let workers = found.into_values().map(|listener| listener.cpu_affinity).collect();
     Ok(Sockets { count: inodes.len(), reuseport, workers })
 }

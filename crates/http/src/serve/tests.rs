@@ -32,7 +32,7 @@ impl hyper::body::Body for EndlessBody {
     }
 }
 
-fn serve(bounds: ConnectionLimits) -> (SocketAddr, Serving) {
+fn serve(bounds: ConnectionLimits) -> (SocketAddr, RunningServer) {
     let router = Router::new()
         .route("/", get(async || "here"))
         .route("/watch", get(async || Body::new(EndlessBody(interval(Duration::from_millis(5))))));

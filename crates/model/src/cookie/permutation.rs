@@ -14,7 +14,7 @@ pub struct Permutation {
 }
 
 /// Number of multiplications. Two do not pass the test `differences_are_uniformly_distributed`.
-const ROUNDS: u32 = 3;
+const ROUND_COUNT: u32 = 3;
 
 impl Permutation {
     /// Permutation of kind and id in a cookie.
@@ -27,7 +27,7 @@ impl Permutation {
     /// 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {
         let mut number = u64::from(plain).wrapping_sub(self.addend(hash)) & self.mask();
-        for round in (1..=ROUNDS).rev() {
+        for round in (1..=ROUND_COUNT).rev() {
             number = self.unfold(number).wrapping_mul(inverse(self.factor(hash, round))) & self.mask();
         }
         (self.unfold(number) ^ hash & self.mask()) as u32
@@ -36,7 +36,7 @@ impl Permutation {
     /// Returns the number that [`hide`](Self::hide) hid.
     pub fn reveal(self, hash: u64, hidden: u32) -> u32 {
         let mut number = self.fold((u64::from(hidden) ^ hash) & self.mask());
-        for round in 1..=ROUNDS {
+        for round in 1..=ROUND_COUNT {
             number = self.fold(number.wrapping_mul(self.factor(hash, round)) & self.mask());
         }
         (number.wrapping_add(self.addend(hash)) & self.mask()) as u32

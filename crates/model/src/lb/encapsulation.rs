@@ -29,7 +29,7 @@ pub struct Tunnel {
 
 /// Fields that all outer headers share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Outer {
+pub struct OuterHeader {
     /// Source of IPv4 headers.
     pub address: Ipv4Addr,
     /// Source of IPv6 headers.
@@ -105,7 +105,7 @@ impl Header {
 }
 
 /// No addresses and no limit: for load balancers whose services do not encapsulate.
-impl Default for Outer {
+impl Default for OuterHeader {
     fn default() -> Self {
         Self { address: Ipv4Addr::UNSPECIFIED, address_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
     }

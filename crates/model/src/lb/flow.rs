@@ -13,7 +13,7 @@ use crate::connection_table::{Clock, ConnectionHash};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
-const ENTRIES: usize = intf::FLOW_SET_ENTRIES as usize;
+const ENTRY_COUNT: usize = intf::FLOW_SET_ENTRIES as usize;
 /// 64-bit words of a set: `flow` and `use` of `struct flow_set`.
 const SET_WORDS: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
@@ -170,7 +170,7 @@ impl FlowTable {
     fn set(&mut self, key: FlowKey) -> (&mut [u64], &mut [u64]) {
         let sets = (self.words.len() / SET_WORDS) as u64;
         let set = ((u64::from(key.hash.low()) * sets) >> 32) as usize;
-        self.words[set * SET_WORDS..][..SET_WORDS].split_at_mut(ENTRIES)
+        self.words[set * SET_WORDS..][..SET_WORDS].split_at_mut(ENTRY_COUNT)
     }
 
     /// Returns the flow's entry and marks it as used.
@@ -198,7 +198,7 @@ impl FlowTable {
             let half_open = Handshake::from_field((flow >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
             (is_flow, is_free, is_hint, of_service + usize::from(own), own, half_open, age(use_of, now))
         };
-        let position = (0..ENTRIES).rev().max_by_key(|position| rank(*position)).expect("a set has entries");
+        let position = (0..ENTRY_COUNT).rev().max_by_key(|position| rank(*position)).expect("a set has entries");
         let (is_flow, is_free, is_hint, ..) = rank(position);
         if kind == Kind::Hint && !(is_flow || is_free || is_hint) {
             return false;
@@ -214,7 +214,7 @@ impl FlowTable {
     /// Removes all flows of a service.
     pub fn forget(&mut self, service: usize) {
         for set in self.words.chunks_mut(SET_WORDS) {
-            let (flows, used) = set.split_at_mut(ENTRIES);
+            let (flows, used) = set.split_at_mut(ENTRY_COUNT);
             let theirs = flows.iter_mut().zip(used).filter(|(_, used)| service_of(**used) == service as u64);
             theirs.for_each(|(flow, _)| *flow = 0);
         }

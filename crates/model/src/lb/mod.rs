@@ -49,7 +49,7 @@ pub use lb_stamped::LbStamped;
 use lb_stamped::LbStamping;
 use place::{Placement, RecentPlacements};
 use rate::Broadcast;
-pub use rate::{BroadcastRates, Bucket, Buckets, REASONS, Rate, Reason};
+pub use rate::{BroadcastRates, Bucket, Buckets, REASON_COUNT, Rate, Reason};
 pub use stateful::Owner;
 use stateful::Stateful;
 pub use vlan::Vlans;
@@ -197,9 +197,9 @@ impl Service {
 #[derive(Debug, Clone, Copy)]
 pub struct Constants {
     /// Rate limits of broadcasts, by reason of the broadcast.
-    pub broadcast: [BroadcastRates; REASONS],
+    pub broadcast: [BroadcastRates; REASON_COUNT],
     /// Sets of the flow table.
-    pub flow_sets: u32,
+    pub flow_set_count: u32,
     /// Size of the connection table.
     pub connection_table: TableSize,
     /// Whether packets and bytes are counted by server.
@@ -248,7 +248,7 @@ impl LoadBalancer {
             by_address: HashMap::new(),
             vips: HashSet::new(),
             recent: RecentPlacements::default(),
-            flows: FlowTable::new(constants.flow_sets),
+            flows: FlowTable::new(constants.flow_set_count),
             broadcast: Broadcast::default(),
             fragments: HashMap::new(),
             tunnels: HashMap::new(),
@@ -447,7 +447,7 @@ impl LoadBalancer {
     }
 
     /// Returns the flow table in the layout of `struct flow_set`.
-    pub fn flow_words(&self) -> &[u64] {
+    pub fn flow_table_words(&self) -> &[u64] {
         self.flows.words()
     }
 

@@ -39,7 +39,7 @@ impl Bucket {
 /// Reason of a broadcast: `enum limited_kind`.
 pub type Reason = intf::limited_kind;
 /// Number of reasons.
-pub const REASONS: usize = intf::LIMITED_KIND_COUNT as usize;
+pub const REASON_COUNT: usize = intf::LIMITED_KIND_COUNT as usize;
 
 /// Rate limits of broadcasts for one reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,8 +74,8 @@ impl Buckets {
 #[derive(Debug)]
 pub(super) struct Broadcast {
     per_source: Vec<Bucket>,
-    per_service: Vec<[Bucket; REASONS]>,
-    total: [Bucket; REASONS],
+    per_service: Vec<[Bucket; REASON_COUNT]>,
+    total: [Bucket; REASON_COUNT],
 }
 
 impl Default for Broadcast {
@@ -95,7 +95,7 @@ impl Broadcast {
         key: &CookieKey,
         (service, source): (usize, IpAddr),
         reason: Reason,
-        rates: &[BroadcastRates; REASONS],
+        rates: &[BroadcastRates; REASON_COUNT],
         now_ns: u64,
     ) -> bool {
         let sender = SocketAddr::new(source, (reason as u16).swap_bytes());
@@ -143,7 +143,7 @@ mod tests {
             burst_ns: (burst - 1) * 1_000_000_000 / per_second,
         };
         let rates = [BroadcastRates { per_source: rate(250, 64), per_service: rate(1000, 128), total: rate(3000, 300) };
-            REASONS];
+            REASON_COUNT];
         let (mut broadcast, key) =
             (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
         let mut accepted = 0;
@@ -182,7 +182,7 @@ mod tests {
     fn all_services_together_are_bounded() {
         let rate = Rate { interval_ns: 1_000_000, burst_ns: 0 };
         let total = Rate { interval_ns: 100_000, burst_ns: 0 };
-        let rates = [BroadcastRates { per_source: rate, per_service: rate, total }; REASONS];
+        let rates = [BroadcastRates { per_source: rate, per_service: rate, total }; REASON_COUNT];
         let (mut broadcast, key) =
             (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
         let sent = (0..1_000_000u64)

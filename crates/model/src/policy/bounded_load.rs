@@ -62,7 +62,7 @@ mod tests {
     use crate::policy::PoolServer;
     use crate::policy::consistent_hash::ring_table;
 
-    const BUCKETS: usize = 1024;
+    const BUCKET_COUNT: usize = 1024;
 
     fn pool(open: &[u32]) -> Pool {
         let server = |(position, open): (usize, &u32)| PoolServer {
@@ -73,14 +73,14 @@ mod tests {
     }
 
     fn servers_of_buckets(open: &[u32]) -> Vec<u16> {
-        let table = BoundedLoad::new(1).place(&pool(open), BucketCount::new(BUCKETS as u64).unwrap(), 1);
-        (0..BUCKETS as u32).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect()
+        let table = BoundedLoad::new(1).place(&pool(open), BucketCount::new(BUCKET_COUNT as u64).unwrap(), 1);
+        (0..BUCKET_COUNT as u32).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect()
     }
 
     #[test]
     fn table_below_the_bound_equals_the_ring() {
         let ids: Vec<ServerId> = (1..=5).map(|id| ServerId::try_from(id).unwrap()).collect();
-        let ring: Vec<u16> = ring_table(&ids, BUCKETS).into_iter().map(|position| ids[position].get()).collect();
+        let ring: Vec<u16> = ring_table(&ids, BUCKET_COUNT).into_iter().map(|position| ids[position].get()).collect();
         assert_eq!(servers_of_buckets(&[0; 5]), ring);
         assert_eq!(servers_of_buckets(&[100, 110, 90, 120, 80]), ring);
     }
@@ -97,7 +97,7 @@ mod tests {
         // One connection per table: the bound of the paper holds exactly.
         let mut open = [0u32; 7];
         for connection in 0..2_000u32 {
-            let bucket = crate::placement::mix(connection) as usize % BUCKETS;
+            let bucket = crate::placement::mix(connection) as usize % BUCKET_COUNT;
             open[usize::from(servers_of_buckets(&open)[bucket]) - 1] += 1;
             let bound = (BALANCE_FACTOR * f64::from(connection + 1) / 7.0).ceil();
             assert!(open.iter().all(|count| f64::from(*count) <= bound), "{open:?}, bound {bound}");

@@ -9,7 +9,7 @@ pub const NAME: &str = "consistent-hash";
 /// Number of points of each server on the ring. The shares' standard deviation is 1 / sqrt(64) = 12.5 %. With 468
 /// servers and 70,000 connections, the fullest server is about twice as far above the mean as with a uniform hash.
 /// Cheetah shows the same (NSDI'20, Fig. 2b, without the number of points).
-const POINTS: u32 = 64;
+const POINT_COUNT: u32 = 64;
 
 /// Returns for each of `size` buckets, evenly spaced on the ring, the position in `servers` of the next point's server;
 /// empty without servers.
@@ -21,9 +21,9 @@ pub fn ring_table(servers: &[ServerId], size: usize) -> Vec<usize> {
 /// Like [`ring_table`], with points by share: a server of share 2 has twice as many points. Points of other servers do
 /// not change.
 pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
-    let mut points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINTS as usize);
+    let mut points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINT_COUNT as usize);
     for (position, (server, share)) in servers.iter().enumerate() {
-        let own = ((f64::from(POINTS) * share).round() as u32).max(1);
+        let own = ((f64::from(POINT_COUNT) * share).round() as u32).max(1);
         points.extend((0..own).map(|point| (mix(point << 16 | u32::from(server.get())), position)));
     }
     points.sort_unstable();

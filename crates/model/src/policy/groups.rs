@@ -154,7 +154,7 @@ pub fn fill_candidates(
     kept.groups.resize_with(groups.len(), KeptGroup::default);
     for (group, kept) in groups.iter().zip(&mut kept.groups) {
         let known = LocalServers::new(&cores, group, &mut kept.reached, per_bucket);
-        let relayed = Relayed::new(&cores, group, &mut kept.relayed, per_bucket);
+        let relayed = RackCores::new(&cores, group, &mut kept.relayed, per_bucket);
         for bucket in 0..buckets.get() {
             let found = if without_loads {
                 cores.rotate_equal_cores(group, bucket)
@@ -196,13 +196,13 @@ impl<'a, 'g> LocalServers<'a, 'g> {
 }
 
 /// Cores of a group from the summaries of racks.
-struct Relayed<'a, 'g> {
+struct RackCores<'a, 'g> {
     lists: Vec<&'a CandidateList>,
     /// Least loaded cores; `None`: another value than the load is compared.
     cores: Option<&'g RackAggregate>,
 }
 
-impl<'a, 'g> Relayed<'a, 'g> {
+impl<'a, 'g> RackCores<'a, 'g> {
     fn new(cores: &Cores<'a>, group: &RssGroup<'_>, kept: &'g mut RackAggregate, most: usize) -> Self {
         let lists: Vec<&CandidateList> = cores.pool.lists(&group.key).collect();
         let is_kept = cores.levels.is_uniform() && !lists.is_empty();
@@ -241,7 +241,7 @@ impl<'a> Cores<'a> {
     fn least(
         &self,
         known: &LocalServers<'_, '_>,
-        relayed: &Relayed<'_, '_>,
+        relayed: &RackCores<'_, '_>,
         bucket: u32,
         most: usize,
     ) -> Vec<(Core, f64)> {
@@ -257,7 +257,7 @@ impl<'a> Cores<'a> {
         least.cores().map(|(core, _, compared)| (core, compared)).collect()
     }
 
-    fn offer_relayed(&self, relayed: &Relayed<'_, '_>, bucket: u32, least: &mut LeastCores) {
+    fn offer_relayed(&self, relayed: &RackCores<'_, '_>, bucket: u32, least: &mut LeastCores) {
         // The rack may not know yet that a server takes no new connections, or only some.
         let taking_part = |core: &Core| {
             let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
@@ -344,12 +344,12 @@ mod tests {
     use crate::policy::crossrss::core_aware;
     use crate::rss::{IndirectionTable, Rss};
 
-    const SERVERS: u64 = 4;
+    const SERVER_COUNT: u64 = 4;
 
     /// Returns a pool whose last server has another RSS key, is idle, and takes part in some buckets only.
     fn pool(loads: bool, ramp: f64) -> Pool {
-        let servers = (0..SERVERS).map(|number| {
-            let is_last = number == SERVERS - 1;
+        let servers = (0..SERVER_COUNT).map(|number| {
+            let is_last = number == SERVER_COUNT - 1;
             let key = RssKey::new(&[if is_last { 0xaa } else { 0x6d }; 40]).unwrap();
             let indirection_table = IndirectionTable::new(&[0, 1]).unwrap();
             PoolServer {
@@ -364,18 +364,18 @@ mod tests {
 
     /// Returns the share of all connections that the last server gets.
     fn part_of_last(pool: &Pool, rule: Rule, per_bucket: usize) -> f64 {
-        const CONNECTIONS: u32 = 20_000;
+        const CONNECTION_COUNT: u32 = 20_000;
         let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
         let buckets = BucketCount::new(1024).unwrap();
         let table = core_aware(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut kept);
         assert_eq!(table.groups.len(), 2);
         let mut state = PlacementState::for_table(&table);
-        let last = ServerId::try_from(SERVERS - 1).unwrap();
-        let of_last = (0..CONNECTIONS).filter(|number| {
+        let last = ServerId::try_from(SERVER_COUNT - 1).unwrap();
+        let of_last = (0..CONNECTION_COUNT).filter(|number| {
             let hash = |group: usize| number.wrapping_mul(0x9e37_79b1).rotate_left(11 * group as u32);
             table.choose_by_hash(&mut state, hash) == Some(last)
         });
-        of_last.count() as f64 / f64::from(CONNECTIONS)
+        of_last.count() as f64 / f64::from(CONNECTION_COUNT)
     }
 
     #[test]

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
     use crate::ServerId;
 
-    const SERVERS: usize = 60;
+    const SERVER_COUNT: usize = 60;
 
     fn place(position: usize, load: f64) -> RankedCore {
         let server = ServerId::try_from((position as u64 * 37) % 61).unwrap();
@@ -113,8 +113,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cached_cores_are_the_least_loaded(moves in prop::collection::vec((0..SERVERS, 0u32..20), 1..400)) {
-            let mut loads = vec![1.0; SERVERS];
+        fn cached_cores_are_the_least_loaded(moves in prop::collection::vec((0..SERVER_COUNT, 0u32..20), 1..400)) {
+            let mut loads = vec![1.0; SERVER_COUNT];
             let mut least = LeastLoaded::default();
             for (position, twentieths) in moves {
                 let load = f64::from(twentieths) / 20.0;
@@ -131,7 +131,7 @@ mod tests {
 
         #[test]
         fn cached_cores_are_the_least_loaded_of_racks(
-            changes in prop::collection::vec((0..SERVERS / 4, prop::collection::vec(0u32..20, 4)), 1..200),
+            changes in prop::collection::vec((0..SERVER_COUNT / 4, prop::collection::vec(0u32..20, 4)), 1..200),
         ) {
             let list = |rack: usize, twentieths: &[u32]| {
                 let of_rack = twentieths.iter().enumerate().map(|(at, twentieths)| {
@@ -141,7 +141,7 @@ mod tests {
                 list.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
                 list
             };
-            let mut lists: Vec<Vec<RankedCore>> = (0..SERVERS / 4).map(|rack| list(rack, &[20; 4])).collect();
+            let mut lists: Vec<Vec<RankedCore>> = (0..SERVER_COUNT / 4).map(|rack| list(rack, &[20; 4])).collect();
             let mut least = LeastLoaded::default();
             for (rack, twentieths) in changes {
                 lists[rack] = list(rack, &twentieths);

@@ -140,7 +140,7 @@ impl Bin {
 
 impl LoadSpread {
     /// Maximum number of bins.
-    pub const BINS: u16 = (bin_bits(MAX_BINNED_LOAD) - bin_bits(MIN_BINNED_LOAD)) as u16 + 2;
+    pub const BIN_COUNT: u16 = (bin_bits(MAX_BINNED_LOAD) - bin_bits(MIN_BINNED_LOAD)) as u16 + 2;
 
     /// Adds a core.
     pub fn add(&mut self, load: f64) {
@@ -168,7 +168,7 @@ impl LoadSpread {
         }
     }
 
-    /// Adds the cores of a bin below [`LoadSpread::BINS`].
+    /// Adds the cores of a bin below [`LoadSpread::BIN_COUNT`].
     pub fn add_bin(&mut self, bin: u16, more: Bin) {
         let position = usize::from(bin);
         if position >= self.bins.len() {
@@ -224,7 +224,7 @@ mod tests {
         let bins = loads.map(bin_of);
         assert!(bins.is_sorted() && bins[0] == bins[1] && bins[1] < bins[2] && bins[8] < bins[9], "{bins:?}");
         assert_eq!((bins[4], bins[9]), (bins[5], bins[10]));
-        assert!(bins[10] < LoadSpread::BINS);
+        assert!(bins[10] < LoadSpread::BIN_COUNT);
     }
 
     proptest! {

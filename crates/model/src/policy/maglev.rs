@@ -25,7 +25,7 @@ pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<us
         return Vec::new();
     }
     const FREE: usize = usize::MAX;
-    let mut orders: Vec<Order> = servers.iter().map(|(server, _)| Order::of(*server, size)).collect();
+    let mut orders: Vec<BucketOrder> = servers.iter().map(|(server, _)| BucketOrder::of(*server, size)).collect();
     let mut had = vec![0.0; servers.len()];
     let mut table = vec![FREE; size];
     let mut free = size;
@@ -47,13 +47,13 @@ pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<us
 }
 
 /// The order in which a server takes buckets: offset, offset + skip, offset + 2 skip, ... modulo the size.
-struct Order {
+struct BucketOrder {
     next: usize,
     skip: usize,
     size: usize,
 }
 
-impl Order {
+impl BucketOrder {
     fn of(server: ServerId, size: usize) -> Self {
         let hash = mix(server.get().into());
         let next = (hash as u32) as usize % size;
@@ -65,7 +65,7 @@ impl Order {
     }
 }
 
-impl Iterator for Order {
+impl Iterator for BucketOrder {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
@@ -92,7 +92,7 @@ mod tests {
         for size in [1, 2, 7, 128, 1000, 65_537] {
             for server in servers(5) {
                 let mut seen = vec![false; size];
-                Order::of(server, size).take(size).for_each(|bucket| seen[bucket] = true);
+                BucketOrder::of(server, size).take(size).for_each(|bucket| seen[bucket] = true);
                 assert!(seen.iter().all(|seen| *seen), "{size} buckets, server {server}");
             }
         }

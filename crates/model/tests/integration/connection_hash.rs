@@ -10,15 +10,15 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 /// Number of tuples of each set: enough for 128 collisions in 4,096 places by chance.
-const TUPLES: u32 = 1024;
-const KEYS: u64 = 200;
+const TUPLE_COUNT: u32 = 1024;
+const KEY_COUNT: u64 = 200;
 /// Number of bits that select a place: a source's counter, a hint, and a set of the flow table have 12, 14 and 17.
 const PLACE_BITS: u32 = 12;
 /// Ratio to chance above which the structure of a set shows.
 const TOLERANCE: f64 = 1.25;
 
 /// A named set of clients, by number.
-type Set = (&'static str, fn(u32) -> SocketAddr);
+type ClientSet = (&'static str, fn(u32) -> SocketAddr);
 
 fn client(address: u32, port: u32) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::from(address).into(), port as u16)
@@ -26,7 +26,7 @@ fn client(address: u32, port: u32) -> SocketAddr {
 
 /// Sets that differ where a sender can choose: in the low and high bits of ports and addresses, as counters, strides
 /// and Gray codes, which change one bit at a time.
-const SETS: [Set; 9] = [
+const SETS: [ClientSet; 9] = [
     ("ports in a row", |n| client(0xc000_0201, 1024 + n)),
     ("ports in steps of 64", |n| client(0xc000_0201, n << 6)),
     ("ports by a Gray code", |n| client(0xc000_0201, n ^ n >> 1)),
@@ -39,19 +39,19 @@ const SETS: [Set; 9] = [
 ];
 
 /// Returns how often pairs of the set's tuples share a place, in multiples of chance, over many keys.
-fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: Set, shift: u32) -> f64 {
+fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, shift: u32) -> f64 {
     let mut rng = seeded_rng(171, shift.into());
     let mut pairs = 0u64;
-    for _ in 0..KEYS {
+    for _ in 0..KEY_COUNT {
         let key = CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let mut places: HashMap<u64, u64> = HashMap::new();
-        for n in 0..TUPLES {
+        for n in 0..TUPLE_COUNT {
             *places.entry(hash(&key, set.1(n)) >> shift & ((1 << PLACE_BITS) - 1)).or_default() += 1;
         }
         pairs += places.values().map(|count| count * (count - 1) / 2).sum::<u64>();
     }
-    let all = f64::from(TUPLES) * f64::from(TUPLES - 1) / 2.0;
-    pairs as f64 / KEYS as f64 / (all / f64::from(1 << PLACE_BITS))
+    let all = f64::from(TUPLE_COUNT) * f64::from(TUPLE_COUNT - 1) / 2.0;
+    pairs as f64 / KEY_COUNT as f64 / (all / f64::from(1 << PLACE_BITS))
 }
 
 /// Returns the hash: the low half selects places, the upper half is the tag.

@@ -19,17 +19,17 @@ use loom::thread;
 const SERVICE: u16 = 3;
 const WORDS: usize = size_of::<intf::connection>() / 8;
 /// Number of slots of the one partition that are used; the model grows quickly with them.
-const SLOTS: usize = 2;
+const SLOT_COUNT: usize = 2;
 
 /// Memory of the table. Shared state is loom's, so that each access is a separate step; the rest of an entry is plain.
 struct LoomMemory {
     top: AtomicU64,
     /// A hint: no packet relies on it.
     hand: PlainWord,
-    identity: [AtomicU64; SLOTS],
-    port_flags_next: [AtomicU64; SLOTS],
-    generation: [AtomicU64; SLOTS],
-    rest: [[PlainWord; WORDS]; SLOTS],
+    identity: [AtomicU64; SLOT_COUNT],
+    port_flags_next: [AtomicU64; SLOT_COUNT],
+    generation: [AtomicU64; SLOT_COUNT],
+    rest: [[PlainWord; WORDS]; SLOT_COUNT],
     /// Every word of the other slots: 0, as in a free slot.
     other: PlainWord,
     /// Bits of the stack's top that distinguish states of the stack.
@@ -68,7 +68,7 @@ impl LoomMemory {
             StorageCell::Entry(index, field) => {
                 let slot = index.slot() as usize;
                 match field {
-                    _ if slot >= SLOTS => Cell::Plain(&self.other),
+                    _ if slot >= SLOT_COUNT => Cell::Plain(&self.other),
                     IDENTITY => Cell::Loom(&self.identity[slot]),
                     PORT_FLAGS_NEXT => Cell::Loom(&self.port_flags_next[slot]),
                     GENERATION => Cell::Loom(&self.generation[slot]),
@@ -163,7 +163,7 @@ fn check(table: &Table, taken: &[(u16, ConnectionIndex)]) {
     let on_stack = table.free_slots(0);
     let slots = taken.iter().map(|(_, index)| *index).chain(on_stack.iter().copied());
     let distinct: BTreeSet<_> = slots.clone().collect();
-    assert_eq!((slots.count(), distinct.len()), (SLOTS, SLOTS), "taken {taken:?}, free {on_stack:?}");
+    assert_eq!((slots.count(), distinct.len()), (SLOT_COUNT, SLOT_COUNT), "taken {taken:?}, free {on_stack:?}");
 }
 
 const WHOLE_TOP: u64 = u64::MAX;
@@ -171,7 +171,7 @@ const WHOLE_TOP: u64 = u64::MAX;
 #[test]
 fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
     loom::model(|| {
-        let table = table(SLOTS, WHOLE_TOP);
+        let table = table(SLOT_COUNT, WHOLE_TOP);
         let first = take(&table, 1).unwrap();
         let others = [2, 3].map(|client| {
             let table = table.clone();
@@ -195,7 +195,7 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
 /// with another slot below.
 fn check_slot_back_on_top(top_mask: u64) {
     loom::model(move || {
-        let table = table(SLOTS, top_mask);
+        let table = table(SLOT_COUNT, top_mask);
         let slow = {
             let table = table.clone();
             thread::spawn(move || take(&table, 1))
@@ -248,7 +248,7 @@ fn reader_never_finds_the_server_of_another_connection() {
 #[test]
 fn concurrent_free_of_an_entry_succeeds_once() {
     loom::model(|| {
-        let table = table(SLOTS, WHOLE_TOP);
+        let table = table(SLOT_COUNT, WHOLE_TOP);
         let index = take(&table, 1).unwrap();
         let other = {
             let table = table.clone();

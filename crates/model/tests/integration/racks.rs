@@ -9,11 +9,11 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use proptest::prelude::*;
 
 /// Number of reports, more than one because policies store loads.
-const REPORTS: u64 = 4;
+const REPORT_COUNT: u64 = 4;
 
 /// A server and its rack; `None`: its agent reports to the controller directly.
 #[derive(Debug, Clone)]
-struct Racked {
+struct RackServer {
     server: PoolServer,
     rack: Option<usize>,
 }
@@ -35,7 +35,7 @@ prop_compose! {
         traffic in prop::option::of((0.0..1e6, 0.0..1e9)),
         rack in prop::option::weighted(0.8, 0usize..4),
         seed: u64,
-    ) -> Racked {
+    ) -> RackServer {
         let rss = key.map(|key| Rss {
             key: RssKey::random(&mut seeded_rng(key, 99)),
             indirection_table: IndirectionTable::independent(seed, 1 << table_bits, queues).unwrap(),
@@ -51,7 +51,7 @@ prop_compose! {
             traffic: traffic.map(|(packets, bytes)| TrafficRates { packets, bytes }),
             ..PoolServer::new(ServerId::try_from(0).unwrap())
         };
-        Racked { server, rack }
+        RackServer { server, rack }
     }
 }
 
@@ -61,8 +61,8 @@ fn pool_of(servers: &[PoolServer], requests: bool) -> Pool {
 }
 
 /// Changes the servers to those of the next report: loads differ, and some servers are silent, join or leave.
-fn later(servers: &mut [Racked], report: u64) {
-    for (position, Racked { server, .. }) in servers.iter_mut().enumerate() {
+fn later(servers: &mut [RackServer], report: u64) {
+    for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
         let turn = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
         match turn {
             0 => server.eligible = !server.eligible,
@@ -100,7 +100,7 @@ proptest! {
             let (mut flat, mut above, mut at_racks) = (policy(), policy(), [policy(), policy(), policy(), policy()]);
             // As in the controller, one pool is updated from table to table.
             let (mut going_on, mut kept) = (policy(), None);
-            for report in 1..=REPORTS {
+            for report in 1..=REPORT_COUNT {
                 let of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
                     servers.iter().filter(|racked| racked.rack == rack).map(|racked| racked.server.clone()).collect()
                 };

@@ -10,11 +10,11 @@ use coreward_runtime::worker::Worker;
 
 use crate::engine::{TestEngine, config};
 
-const CORES: u16 = 4;
+const CORE_COUNT: u16 = 4;
 const EPOCH: u64 = 16;
 
 /// By core: the services that run there, as digits.
-fn assignment(bench: &TestEngine) -> [String; CORES as usize] {
+fn assignment(bench: &TestEngine) -> [String; CORE_COUNT as usize] {
     let ranks = bench.engine.balancer().ranks();
     let services = |core| ['0', '1'].into_iter().zip(0..).filter(move |(_, service)| ranks.is_enabled(*service, core));
     std::array::from_fn(|core| services(core as u16).map(|(name, _)| name).collect())
@@ -34,7 +34,7 @@ fn check_monitors(bench: &mut TestEngine, allocator: &CoreAllocator, workers: &m
 
 /// Completes all requests of all cores.
 fn complete_all(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
-    while (0..CORES).any(|core| bench.engine.balancer().ranks().load(core) > 0) {
+    while (0..CORE_COUNT).any(|core| bench.engine.balancer().ranks().load(core) > 0) {
         for worker in &mut *workers {
             while let Some(request) = worker.take_request().unwrap() {
                 worker.respond(&request, b"").unwrap();
@@ -45,12 +45,12 @@ fn complete_all(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
 }
 
 /// The assignment at first, during a burst of service 0, and after calm epochs.
-fn assignments(kind: Assignment) -> Vec<[String; CORES as usize]> {
-    let engine = EngineConfig { cores: CORES, depth: NonZeroU16::new(1).unwrap(), ..config() };
+fn assignments(kind: Assignment) -> Vec<[String; CORE_COUNT as usize]> {
+    let engine = EngineConfig { cores: CORE_COUNT, depth: NonZeroU16::new(1).unwrap(), ..config() };
     let mut bench = TestEngine::new(&engine);
     let runtime = bench.runtime();
-    let allocator = CoreAllocator::new(kind, CORES, ReservedCores([1, 1]));
-    let mut workers: Vec<Worker<'_>> = (0..CORES).map(|core| bench.attach(&runtime, core)).collect();
+    let allocator = CoreAllocator::new(kind, CORE_COUNT, ReservedCores([1, 1]));
+    let mut workers: Vec<Worker<'_>> = (0..CORE_COUNT).map(|core| bench.attach(&runtime, core)).collect();
     workers.iter_mut().for_each(|worker| allocator.attach(worker).unwrap());
     let epoch = Epoch::power_of_two(4).unwrap();
     let down = ScaleDown { epoch, threshold: 0, calm_epochs: 2 };

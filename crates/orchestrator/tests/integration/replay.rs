@@ -17,12 +17,12 @@ use coreward_runtime::worker::Runtime;
 
 use crate::engine::{TestEngine, config};
 
-const CORES: u16 = 16;
-const SERVICES: usize = 2;
+const CORE_COUNT: u16 = 16;
+const SERVICE_COUNT: usize = 2;
 const CAPACITY: usize = 256;
 /// In the environment: decisions of the run.
 const DECISIONS_VARIABLE: &str = "COREWARD_DECISIONS";
-const DECISIONS: u64 = 100_000;
+const DECISION_COUNT: u64 = 100_000;
 /// Records that are replayed at once.
 const BATCH: usize = 1 << 20;
 /// Time without a response after which the run fails.
@@ -45,23 +45,23 @@ enum Record {
 struct Replay {
     model: JoinBoundedShortestRankedQueue<u64>,
     /// Factor in thousandths of a request of a service (column) in the rank of a service (row).
-    weights: [[u32; SERVICES]; SERVICES],
+    weights: [[u32; SERVICE_COUNT]; SERVICE_COUNT],
     bound: u32,
-    enabled: [[bool; SERVICES]; CORES as usize],
+    enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
     /// By core and service: numbers of the requests there, in order.
-    sent: [[VecDeque<u64>; SERVICES]; CORES as usize],
+    sent: [[VecDeque<u64>; SERVICE_COUNT]; CORE_COUNT as usize],
     next_number: u64,
-    dropped: [u64; SERVICES],
+    dropped: [u64; SERVICE_COUNT],
     decisions: u64,
 }
 
 impl Replay {
     fn new(config: &EngineConfig, lambda: Lambda) -> Self {
         let ranked = [0, 1].map(|priority| RankedService { priority, lambda });
-        let ranks = RankArrays::new(CORES, &ranked, config.rule, config.depth);
+        let ranks = RankArrays::new(CORE_COUNT, &ranked, config.rule, config.depth);
         let mut model = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler).unwrap();
-        for core in 0..CORES {
-            (0..SERVICES as u8).for_each(|service| model.set_runs(service, core, false));
+        for core in 0..CORE_COUNT {
+            (0..SERVICE_COUNT as u8).for_each(|service| model.set_runs(service, core, false));
         }
         let weight = |own: usize, other: usize| match config.rule {
             RankRule::Ranked if other > own => (lambda.get() * 1000.0).round() as u32,
@@ -75,7 +75,7 @@ impl Replay {
             enabled: Default::default(),
             sent: Default::default(),
             next_number: 0,
-            dropped: [0; SERVICES],
+            dropped: [0; SERVICE_COUNT],
             decisions: 0,
         }
     }
@@ -127,9 +127,9 @@ impl Replay {
         let own = usize::from(service);
         let rank = |core: usize| -> u32 {
             let weighted = |other: usize| self.weights[own][other] * self.sent[core][other].len() as u32;
-            (0..SERVICES).map(weighted).sum()
+            (0..SERVICE_COUNT).map(weighted).sum()
         };
-        let candidates = (0..CORES.into()).filter(|core| self.enabled[*core][own]).map(|core| (rank(core), core));
+        let candidates = (0..CORE_COUNT.into()).filter(|core| self.enabled[*core][own]).map(|core| (rank(core), core));
         candidates.filter(|(rank, _)| *rank < self.bound).min().map(|(_, core)| core as u16)
     }
 }
@@ -138,7 +138,7 @@ impl Replay {
 struct Recorder {
     bench: TestEngine,
     records: Vec<Record>,
-    enabled: [[bool; SERVICES]; CORES as usize],
+    enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
     submitted: u64,
     responses: u64,
 }
@@ -164,7 +164,7 @@ impl Recorder {
             records.push(Record::Response { service, core, number: u64::from_le_bytes(*number) });
             *responses += 1;
         });
-        for core in 0..CORES {
+        for core in 0..CORE_COUNT {
             for service in [0, 1] {
                 let is_enabled = self.bench.engine.balancer().ranks().is_enabled(service, core);
                 let known = &mut self.enabled[usize::from(core)][usize::from(service)];
@@ -179,14 +179,14 @@ impl Recorder {
 
     /// Requests in the engine and at cores.
     fn in_flight(&self) -> u64 {
-        let dropped: u64 = (0..SERVICES).map(|service| self.bench.counters(service).dropped).sum();
+        let dropped: u64 = (0..SERVICE_COUNT).map(|service| self.bench.counters(service).dropped).sum();
         self.submitted - self.responses - dropped
     }
 
     /// Replays the records since the last call, and compares counters.
     fn check(&mut self, replay: &mut Replay) {
         self.records.drain(..).try_for_each(|record| replay.apply(record)).unwrap();
-        for service in 0..SERVICES {
+        for service in 0..SERVICE_COUNT {
             let counters = self.bench.counters(service);
             assert_eq!((counters.dropped, counters.rejected, counters.lost), (replay.dropped[service], 0, 0));
             let waiting = self.bench.engine.balancer().waiting(service as u8);
@@ -199,19 +199,19 @@ impl Recorder {
 fn serve(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<(), RuntimeError> {
     let mut rng = seeded_rng(seed, 1);
     let mut draw = |below: u32| uniform_below(&mut rng, below);
-    let mut workers = (0..CORES).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
+    let mut workers = (0..CORE_COUNT).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
         [0, 1].into_iter().try_for_each(|service| worker.enable_service(service, worker.core()))?;
     }
     while !stop.load(Relaxed) {
-        let core = draw(CORES.into());
+        let core = draw(CORE_COUNT.into());
         let worker = &mut workers[core as usize];
         for _ in 0..draw(4) {
             let Some(request) = worker.take_request()? else { break };
             worker.respond(&request, &[&request.payload[..], &(core as u16).to_le_bytes()[..]].concat())?;
         }
         if draw(4096) == 0 {
-            let service = draw(SERVICES as u32) as u8;
+            let service = draw(SERVICE_COUNT as u32) as u8;
             match draw(3) {
                 0 => worker.disable_service(service, core as u16)?,
                 _ => worker.enable_service(service, core as u16)?,
@@ -237,7 +237,7 @@ fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&
             }
             now += u64::from(draw(20));
             // Some bursts overflow the buffer.
-            let burst = if turn % 64 == 0 { 2 * CAPACITY as u32 } else { draw(4 * u32::from(CORES)) };
+            let burst = if turn % 64 == 0 { 2 * CAPACITY as u32 } else { draw(4 * u32::from(CORE_COUNT)) };
             for _ in recorder.in_flight()..burst.into() {
                 recorder.submit(now, u8::from(draw(3) == 0));
             }
@@ -266,12 +266,12 @@ fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&
 /// Each rank rule, scheduler and ranking, a rate limit, and queues of one request.
 fn configs() -> Vec<EngineConfig> {
     let with = |change: &dyn Fn(&mut EngineConfig)| {
-        let mut changed = EngineConfig { cores: CORES, depth: NonZeroU16::new(4).unwrap(), ..config() };
+        let mut changed = EngineConfig { cores: CORE_COUNT, depth: NonZeroU16::new(4).unwrap(), ..config() };
         changed.scheduler.capacity = CAPACITY;
         change(&mut changed);
         changed
     };
-    let ranked_by = |ranking: Ranking, parameters: [u32; SERVICES]| {
+    let ranked_by = |ranking: Ranking, parameters: [u32; SERVICE_COUNT]| {
         with(&|config| {
             config.scheduler.groups[0].ranking = ranking;
             for (queue, parameter) in config.scheduler.queues.iter_mut().zip(parameters) {
@@ -292,7 +292,7 @@ fn configs() -> Vec<EngineConfig> {
 }
 
 fn decisions() -> u64 {
-    let Ok(text) = std::env::var(DECISIONS_VARIABLE) else { return DECISIONS };
+    let Ok(text) = std::env::var(DECISIONS_VARIABLE) else { return DECISION_COUNT };
     text.parse().unwrap_or_else(|_| panic!("{DECISIONS_VARIABLE}={text:?}: expected a whole number"))
 }
 

@@ -6,7 +6,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 
-const SLOTS: usize = 2;
+const SLOT_COUNT: usize = 2;
 
 struct LoomCursor(AtomicU32);
 
@@ -24,8 +24,8 @@ impl Cursor for LoomCursor {
 struct Ring {
     head: LoomCursor,
     tail: LoomCursor,
-    sequences: [LoomCursor; SLOTS],
-    slots: [UnsafeCell<u32>; SLOTS],
+    sequences: [LoomCursor; SLOT_COUNT],
+    slots: [UnsafeCell<u32>; SLOT_COUNT],
 }
 
 impl Ring {
@@ -59,14 +59,14 @@ fn values_arrive_once_and_in_order() {
         let ring = Arc::new(Ring::new());
         let shared = ring.clone();
         let sender = thread::spawn(move || {
-            let mut producer = Producer::new(SLOTS as u32, 0);
+            let mut producer = Producer::new(SLOT_COUNT as u32, 0);
             (1..=4).fold(0, |sent, _| sent + u32::from(shared.push(&mut producer, sent + 1)))
         });
-        let mut consumer = Consumer::new(SLOTS as u32, 0);
+        let mut consumer = Consumer::new(SLOT_COUNT as u32, 0);
         let mut received: Vec<u32> = (0..4).filter_map(|_| ring.pop(&mut consumer)).collect();
         let sent = sender.join().unwrap();
         received.extend(std::iter::from_fn(|| ring.pop(&mut consumer)));
-        assert!(sent >= SLOTS as u32);
+        assert!(sent >= SLOT_COUNT as u32);
         assert_eq!(received, Vec::from_iter(1..=sent), "all that was sent, once, in order");
     });
 }

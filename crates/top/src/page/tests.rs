@@ -94,7 +94,7 @@ fn small_page_shows_the_essentials() {
 #[test]
 fn large_page_shows_more_servers() {
     let seen = seen(100);
-    let mut view = View { order: Order::Load, ..View::default() };
+    let mut view = View { order: SortOrder::Load, ..View::default() };
     let large = page(&seen, &mut view, 200, 60);
     assert_eq!(view.page_size, 60 - 3 - 2 - 2 - 2 - 1);
     let shown: Vec<&str> =
@@ -103,7 +103,7 @@ fn large_page_shows_more_servers() {
     view.first_row = 1000;
     let small = page(&seen, &mut view, 80, 24);
     assert!(small.contains(" to 100 of 100; "), "{small}");
-    view.order = Order::NewConnections;
+    view.order = SortOrder::NewConnections;
     view.first_row = 0;
     assert_eq!(line(&page(&seen, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
 }

@@ -21,7 +21,7 @@ use crate::cpus::{THIS_THREAD, bind};
 
 /// Number of requests that wait in the socket: they fit the kernel's default receive buffer.
 const BURST: u64 = 256;
-pub const CORES: u16 = 16;
+pub const CORE_COUNT: u16 = 16;
 /// Generous limit: a burst takes less than a millisecond.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const KSOFTIRQD_TIME: Duration = Duration::from_micros(50);
@@ -127,7 +127,7 @@ fn orchestrate_at(
     let memory = directory.path().join("cores");
     let rules = vec![(0, Some(Pattern { offset: 0, bytes: vec![!PAYLOAD[0]] })), (1, None)];
     let listeners = vec![(address, Classifier { rules })];
-    let (engine, af_xdp_interface, sleep) = (config(CORES, address), interface.map(str::to_owned), Duration::ZERO);
+    let (engine, af_xdp_interface, sleep) = (config(CORE_COUNT, address), interface.map(str::to_owned), Duration::ZERO);
     let config = Config { memory: memory.clone(), listeners, af_xdp_interface, engine, sleep, metrics: None };
     let intake = RequestIntake::open(&config);
     if let Some(reason) = intake.report().fallback {
@@ -137,7 +137,7 @@ fn orchestrate_at(
     let (runtime, stop) = (Runtime::connect(&memory)?, AtomicBool::new(false));
     std::thread::scope(|scope| {
         let workers = scope.spawn(|| answer_all(&runtime, address, &stop));
-        while daemon.engine().attached_workers() < CORES.into() {
+        while daemon.engine().attached_workers() < CORE_COUNT.into() {
             ensure!(!workers.is_finished(), "the workers ended early");
             daemon.run_once()?;
             // Lets the workers' thread start, which is on this CPU.
@@ -159,7 +159,7 @@ fn orchestrate_at(
 
 fn answer_all(runtime: &Runtime, address: SocketAddrV4, stop: &AtomicBool) -> anyhow::Result<()> {
     bind(THIS_THREAD, CPUS[1])?;
-    let mut workers = connect(runtime, CORES, address)?;
+    let mut workers = connect(runtime, CORE_COUNT, address)?;
     while !stop.load(Relaxed) {
         for worker in &mut workers {
             while let Some(request) = worker.take_request()? {

@@ -23,12 +23,12 @@ use coreward_model::{ServerId, ServiceAddress};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::runner::{Feed, Frame, PACKETS, Packet, Runner};
+use super::runner::{Feed, Frame, PACKET_COUNT, Packet, Runner};
 use super::workload::{Case, Direction, FIRST_SERVER_MAC, NewConnection, OWN_MAC, VIP, clients, response, syn};
 
 /// Size of a pool like a small fleet's.
-const SERVERS: u64 = 64;
-const CORES: u16 = 16;
+const SERVER_COUNT: u64 = 64;
+const CORE_COUNT: u16 = 16;
 /// Source addresses of outer headers.
 const OWN_ADDRESSES: OuterSources =
     OuterSources { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
@@ -36,10 +36,10 @@ const ETHERNET_MTU: u32 = 1500;
 
 /// Enough entries for all connections: a set of eight has half a connection on average, so in 150 runs of 151 none of
 /// the two million sets is full.
-pub const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 * 16;
+pub const FLOW_TABLE_ENTRIES: u32 = PACKET_COUNT as u32 * 16;
 
 /// Enough entries for all connections: 512 of a partition's 1024 are used on average, so none is ever full.
-pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
+pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKET_COUNT as u64;
 
 /// Returns the load balancer's service, which for [`Case::OtherDestination`] differs from the packets' destination.
 fn service_of(case: Case) -> SocketAddr {
@@ -130,8 +130,8 @@ impl Balancer {
         lb.set_owner(Some(owner));
         // Ids are sparse, as those of the controller.
         let ids = if case.is_lb_stamped() { lb_stamping::SERVER_IDS } else { ServerId::COUNT as u64 };
-        let step = ids / SERVERS;
-        let servers: Vec<ServerId> = (0..SERVERS)
+        let step = ids / SERVER_COUNT;
+        let servers: Vec<ServerId> = (0..SERVER_COUNT)
             .map(|n| ServerId::try_from(n * step + u64::from(uniform_below(&mut rng, step as u32))))
             .collect::<Result<_, _>>()?;
         for (n, server) in servers.iter().enumerate() {
@@ -317,7 +317,7 @@ impl Balancer {
 fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
     let buckets = BucketCount::PUBLISHED;
     let core_slots: Vec<Core> =
-        servers.iter().flat_map(|server| (0..CORES).map(|core| Core { server: *server, core })).collect();
+        servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| Core { server: *server, core })).collect();
     let candidates_per_bucket = if rule == Rule::Table { 1 } else { intf::MAX_CANDIDATES };
     let count = groups as u32 * buckets.get() * candidates_per_bucket;
     let mut candidate = |_| {

@@ -8,13 +8,13 @@ use coreward_model::consistency::Consistency;
 
 use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES};
 use super::interleaved::{Program, Rounds, Turn, difference, median_of, quartiles, run_interleaved};
-use super::runner::{Feed, PACKETS, Runner};
+use super::runner::{Feed, PACKET_COUNT, Runner};
 use super::workload::{Case, clients};
 use super::{Args, Measured};
 use crate::report::Table;
 
 /// Numbers of open connections.
-const CONNECTIONS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKETS];
+const CONNECTIONS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKET_COUNT];
 
 /// Results for a number of open connections.
 pub struct ByConnections {

@@ -24,10 +24,10 @@ use super::workload::{Case, XDP_TX};
 use crate::cpus::THIS_THREAD;
 use crate::namespace;
 use crate::report::{Goal, Report, Table, goal_cells};
-use flooder::{Flooder, Order, Sent};
+use flooder::{Flooder, Command, FloodCounts};
 use memory::Memory;
 
-const CONNECTIONS: usize = 1 << 17;
+const CONNECTION_COUNT: usize = 1 << 17;
 
 /// Goal for the cost that a flood adds, in percent.
 const FLOOD_COST_GOAL: Goal = Goal::AtMost(10.0);
@@ -84,7 +84,7 @@ struct Measured {
     flooded: [Rounds; 2],
     /// Fraction of the open connections' packets that found their server's entry during a flood.
     found_fraction: f64,
-    flood: Sent,
+    flood: FloodCounts,
     /// SYNs that found no free entry.
     without_entry: u64,
     /// Memory before the first SYN of a flood, and after the last.
@@ -119,7 +119,7 @@ pub fn two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
 }
 
 fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result<Measured> {
-    let case = Case::Established(victim.consistency(), CONNECTIONS);
+    let case = Case::Established(victim.consistency(), CONNECTION_COUNT);
     // The rule with the most memory writes for a new connection.
     let entries = TableSize::try_from(u64::from(victim.entries()))?;
     let setup = Setup { rule: Rule::LeastAssigned, groups: 1, entries, flow_entries: FLOW_TABLE_ENTRIES };
@@ -136,7 +136,7 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
         unloaded: Default::default(),
         flooded: Default::default(),
         found_fraction: 0.0,
-        flood: Sent::default(),
+        flood: FloodCounts::default(),
         without_entry: 0,
         memory: [before.0; 2],
         entries_in_use: [before.1; 2],
@@ -147,9 +147,9 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
         for step in 0..4 {
             let turn = (round + step) % 4;
             let (is_lb, is_flood) = (turn & 1 == 1, turn & 2 == 2);
-            let order = if is_flood { Order::Flood(program.try_clone()?) } else { Order::Idle };
+            let command = if is_flood { Command::Flood(program.try_clone()?) } else { Command::Idle };
             let work = || established(&balancer, &runner, is_lb, length.packets);
-            let ((time, counted), sent) = flooder.run_during(order, work)?;
+            let ((time, counted), sent) = flooder.run_during(command, work)?;
             if is_flood {
                 measured.flood.syns += sent.syns;
                 measured.flood.time += sent.time;
@@ -187,7 +187,7 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
 /// Runs packets of open connections. Returns the time per packet (ns), and how many packets found their server.
 fn established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) -> anyhow::Result<(f64, u64)> {
     if is_lb {
-        balancer.run_and_count(runner, Feed::Packet, CONNECTIONS as u32)?;
+        balancer.run_and_count(runner, Feed::Packet, CONNECTION_COUNT as u32)?;
         let run = balancer.run_and_count(runner, Feed::Packet, packets)?;
         return Ok((run.time, run.counted));
     }
@@ -200,7 +200,7 @@ fn established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) 
 fn fill_table(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow::Result<()> {
     let entries = victim.entries() as usize;
     for _ in 0..100 {
-        flooder.run_during(Order::Flood(balancer.program()?), || {
+        flooder.run_during(Command::Flood(balancer.program()?), || {
             std::thread::sleep(std::time::Duration::from_millis(100));
             Ok(())
         })?;
@@ -274,7 +274,7 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
     }
     let Memory { arrays, hashes, .. } = measured[0].memory[1];
     let about = format!(
-        "CPU {} runs lb.bpf.c on packets of {CONNECTIONS} open connections in random order. CPU {} runs the same \
+        "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. CPU {} runs the same \
          program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \
          least_assigned. Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and \
          without flood in turns; medians over the rounds. {}. Memory: {arrays} of the \

@@ -8,7 +8,7 @@ use coreward_model::statistics::median;
 use super::Measured;
 use super::established::ByConnections;
 use super::interleaved::{difference, median_of};
-use super::runner::PACKETS;
+use super::runner::PACKET_COUNT;
 use super::workload::{Case, NewConnection};
 use crate::report::Goal;
 
@@ -33,7 +33,7 @@ fn limit(case: Case) -> Option<CostLimit> {
     match case {
         Case::Established(Consistency::Stateless, _) => reference(20.0),
         Case::Established(Consistency::Stateful, 16384) => reference(32.0),
-        Case::Established(Consistency::Stateful, PACKETS) => Some(CostLimit::MissAndReference(20.0)),
+        Case::Established(Consistency::Stateful, PACKET_COUNT) => Some(CostLimit::MissAndReference(20.0)),
         Case::Established(Consistency::HashTable, 16384) => reference(90.0),
         Case::Established(Consistency::HashTable, 131072) => reference(190.0),
         Case::NewConnection(first) => new_connection_limit(first).map(CostLimit::Reference),
@@ -72,7 +72,7 @@ impl<'a> Goals<'a> {
         let of_modes = established.iter().flat_map(|of| [&of.stateless, &of.stateful, &of.hash_table]);
         let measured: Vec<&Measured> = of_modes.chain(alone).collect();
         let floors: Vec<f64> = measured.iter().map(|of| of.floor).collect();
-        let largest = established.iter().find(|of| of.connections == PACKETS);
+        let largest = established.iter().find(|of| of.connections == PACKET_COUNT);
         Self {
             floor: median(&floors).expect("at least one case"),
             miss: largest.map(|of| median_of(&difference(&of.after_line, &of.stateless.above_empty))),
@@ -104,10 +104,10 @@ mod tests {
     fn goals_scale_with_the_floor_and_the_miss_does_not() {
         let at = |consistency, connections| measured(Case::Established(consistency, connections), 9.0, 30.0);
         let established = [ByConnections {
-            connections: PACKETS,
-            stateless: at(Consistency::Stateless, PACKETS),
-            stateful: at(Consistency::Stateful, PACKETS),
-            hash_table: at(Consistency::HashTable, PACKETS),
+            connections: PACKET_COUNT,
+            stateless: at(Consistency::Stateless, PACKET_COUNT),
+            stateful: at(Consistency::Stateful, PACKET_COUNT),
+            hash_table: at(Consistency::HashTable, PACKET_COUNT),
             with_line: vec![40.0],
             after_line: vec![130.0],
         }];
@@ -115,7 +115,7 @@ mod tests {
         assert_eq!(goals.goal_of(established[0].stateless.case), Some(Goal::AtMost(40.0)));
         assert_eq!(goals.goal_of(established[0].stateful.case), Some(Goal::AtMost(140.0)));
         assert_eq!(goals.goal_of(established[0].hash_table.case), None);
-        assert_eq!(goals.goal_of(Case::EstablishedIpv6(PACKETS)), Some(Goal::AtMost(39.0)));
+        assert_eq!(goals.goal_of(Case::EstablishedIpv6(PACKET_COUNT)), Some(Goal::AtMost(39.0)));
         assert_eq!(goals.goal_of(Case::NewConnectionIpv6), None);
     }
 }

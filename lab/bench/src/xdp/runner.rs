@@ -19,7 +19,7 @@ mod skeleton {
 use skeleton::GeneratedPacketsSkelBuilder;
 
 /// Packets in the memory that `generated_packet` reads.
-pub const PACKETS: usize = 1 << 20;
+pub const PACKET_COUNT: usize = 1 << 20;
 
 /// Variable fields of a packet: `struct variation` of `bpf/feed.h`.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
@@ -78,7 +78,7 @@ impl Runner {
     /// Creates a runner that varies `frame` by each of `packets` (a power of two) in turn. Their `line`s are below
     /// `lines`. New clients send to the same port as the frame.
     pub fn new(frame: &Frame, packets: &[Packet], lines: u32) -> anyhow::Result<Self> {
-        ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
+        ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
         let mut storage = MaybeUninit::uninit();
         let mut open =
             GeneratedPacketsSkelBuilder::default().open(&mut storage).context("opening generated_packets.bpf.o")?;
@@ -93,7 +93,7 @@ impl Runner {
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
         let loaded = open.load().context("loading generated_packets.bpf.c")?;
-        let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
+        let memory: MmapArray<[Packet; PACKET_COUNT]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);
         let programs = &loaded.progs;
         Ok(Self {

@@ -22,7 +22,7 @@ use rand::Rng as _;
 
 use super::Length;
 use super::interleaved::{Rounds, difference, fastest_difference, median_of, quartiles};
-use super::runner::{Frame, PACKETS, Packet, choose, run_feed};
+use super::runner::{Frame, PACKET_COUNT, Packet, choose, run_feed};
 use super::workload::{VIP, VIP_IPV6, client_ipv6, clients, request, request_ipv6, response, response_ipv6};
 use crate::report::{Report, Table};
 
@@ -95,7 +95,7 @@ impl fmt::Display for Case {
             return write!(f, "{direction}, of no service");
         }
         let family = if self.is_ipv6 { "IPv6, " } else { "" };
-        write!(f, "{family}{direction}, {change}, {PACKETS} connections")
+        write!(f, "{family}{direction}, {change}, {PACKET_COUNT} connections")
     }
 }
 
@@ -141,7 +141,7 @@ impl Server {
                 line: 0,
             }
         };
-        Ok(clients(PACKETS).iter().map(packet).collect())
+        Ok(clients(PACKET_COUNT).iter().map(packet).collect())
     }
 
     fn counted(&self, case: Case) -> u64 {
@@ -160,7 +160,7 @@ struct Runner {
 
 impl Runner {
     fn new(case: Case, packets: &[Packet]) -> anyhow::Result<Self> {
-        ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
+        ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
         let frame = case.frame();
         let mut bytes = frame.bytes;
         // MAC address of the loopback device, so that the test run treats the packet as addressed to this host.
@@ -174,7 +174,7 @@ impl Runner {
         constants.ports_at = frame.ports_at;
         constants.timestamp_at = frame.tsecr_at;
         let loaded = open.load().context("loading generated_segments.bpf.c")?;
-        let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
+        let memory: MmapArray<[Packet; PACKET_COUNT]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);
         let feed = match case.direction {
             Direction::Ingress => loaded.progs.generated_request.as_fd().try_clone_to_owned()?,

@@ -21,7 +21,7 @@ use super::workload::{Case, syn};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
 use crate::report::{Cell, Goal, Report, Table, goal_cells};
-use generator::{Floor, Generator, LIVE_PACKETS, Traffic};
+use generator::{Floor, Generator, LIVE_PACKET_COUNT, Traffic};
 use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
 
 /// Length of the measurement.
@@ -43,7 +43,7 @@ impl Default for Args {
 
 /// Traffic of one service.
 #[derive(Debug, Clone, Copy)]
-struct Lane {
+struct ServiceTraffic {
     name: &'static str,
     consistency: Consistency,
     rule: Rule,
@@ -55,8 +55,8 @@ struct Lane {
     floor: Option<Floor>,
 }
 
-impl Lane {
-    const FLOOR: Lane = Lane {
+impl ServiceTraffic {
+    const FLOOR: ServiceTraffic = ServiceTraffic {
         name: "swap MACs",
         consistency: Consistency::None,
         rule: Rule::Table,
@@ -66,22 +66,22 @@ impl Lane {
     };
 
     /// Returns all lanes, baselines first.
-    fn all() -> Vec<Lane> {
+    fn all() -> Vec<ServiceTraffic> {
         let goal = |ratio| Some(Goal::AtLeast(ratio));
-        let established = Lane { goal: goal(0.97), consistency: Consistency::Stateless, floor: None, ..Self::FLOOR };
-        let new = Lane { goal: goal(0.90), new_of_16: 16, ..established };
+        let established = ServiceTraffic { goal: goal(0.97), consistency: Consistency::Stateless, floor: None, ..Self::FLOOR };
+        let new = ServiceTraffic { goal: goal(0.90), new_of_16: 16, ..established };
         vec![
             Self::FLOOR,
-            Lane { name: "swap MACs, read the returned timestamp", floor: Some(Floor::ReadTsecr), ..Self::FLOOR },
-            Lane { name: "established, stateless", ..established },
-            Lane { name: "established, stateful", consistency: Consistency::Stateful, goal: None, ..established },
-            Lane { name: "established, hash-table", consistency: Consistency::HashTable, goal: None, ..established },
-            Lane { name: "new, stateless, hash or crossrss", ..new },
-            Lane { name: "new, stateless, crossrss-plus", rule: Rule::LeastAssigned, goal: goal(0.87), ..new },
-            Lane { name: "new, stateful", consistency: Consistency::Stateful, goal: goal(0.75), ..new },
-            Lane { name: "new, hash-table", consistency: Consistency::HashTable, goal: goal(0.6), ..new },
-            Lane { name: "mixed: 15 established, 1 new; stateless", new_of_16: 1, goal: None, ..established },
-            Lane {
+            ServiceTraffic { name: "swap MACs, read the returned timestamp", floor: Some(Floor::ReadTsecr), ..Self::FLOOR },
+            ServiceTraffic { name: "established, stateless", ..established },
+            ServiceTraffic { name: "established, stateful", consistency: Consistency::Stateful, goal: None, ..established },
+            ServiceTraffic { name: "established, hash-table", consistency: Consistency::HashTable, goal: None, ..established },
+            ServiceTraffic { name: "new, stateless, hash or crossrss", ..new },
+            ServiceTraffic { name: "new, stateless, crossrss-plus", rule: Rule::LeastAssigned, goal: goal(0.87), ..new },
+            ServiceTraffic { name: "new, stateful", consistency: Consistency::Stateful, goal: goal(0.75), ..new },
+            ServiceTraffic { name: "new, hash-table", consistency: Consistency::HashTable, goal: goal(0.6), ..new },
+            ServiceTraffic { name: "mixed: 15 established, 1 new; stateless", new_of_16: 1, goal: None, ..established },
+            ServiceTraffic {
                 name: "mixed: 15 established, 1 new; stateful",
                 consistency: Consistency::Stateful,
                 new_of_16: 1,
@@ -93,7 +93,7 @@ impl Lane {
 
     /// Returns the case of the lane's open connections.
     fn case(&self) -> Case {
-        Case::Established(self.consistency, LIVE_PACKETS)
+        Case::Established(self.consistency, LIVE_PACKET_COUNT)
     }
 
     fn setup(&self) -> anyhow::Result<Setup> {
@@ -117,7 +117,7 @@ impl Lane {
 
 /// Load balancer or baseline behind its own pair of devices.
 struct TestEnv {
-    lane: Lane,
+    lane: ServiceTraffic,
     balancer: Option<Balancer>,
     /// Entries of the connection table that are used from the start.
     open: HashSet<ConnectionIndex>,
@@ -127,7 +127,7 @@ struct TestEnv {
 }
 
 /// Results of one turn.
-struct Turn {
+struct TurnResult {
     /// CPU time per frame at the tested end, ns.
     time: f64,
     /// Million frames per second by the clock.
@@ -140,7 +140,7 @@ struct Turn {
 
 impl TestEnv {
     /// `cpus`: CPU of the generator, CPU of the tested end.
-    fn new(lane: Lane, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
+    fn new(lane: ServiceTraffic, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let wire = VethPair::new(number)?;
         // The baselines get frames of open connections.
         let source = Balancer::with_setup(lane.case(), lane.setup()?)?;
@@ -148,11 +148,11 @@ impl TestEnv {
         Self::set_up(wire, lane, balancer, cpus)
     }
 
-    fn set_up(wire: VethPair, lane: Lane, balancer: Option<Balancer>, cpus: [usize; 2]) -> anyhow::Result<Self> {
+    fn set_up(wire: VethPair, lane: ServiceTraffic, balancer: Option<Balancer>, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let case = lane.case();
         let packets = match &balancer {
             Some(balancer) => balancer.packets()?,
-            None => vec![Default::default(); LIVE_PACKETS],
+            None => vec![Default::default(); LIVE_PACKET_COUNT],
         };
         let (established, syn) = (case.frame(), syn());
         let traffic =
@@ -173,7 +173,7 @@ impl TestEnv {
         })
     }
 
-    fn take_turn(&self, frames: u32) -> anyhow::Result<Turn> {
+    fn take_turn(&self, frames: u32) -> anyhow::Result<TurnResult> {
         let counters = self.balancer.as_ref().map(Balancer::counters);
         let (tested, sink) = (self.tested_thread.usage_when_idle()?, self.sink.usage_when_idle()?);
         let start = Instant::now();
@@ -188,7 +188,7 @@ impl TestEnv {
             }
         }
         ensure!(work.frames > 0, "{}: no frame arrived", self.lane.name);
-        Ok(Turn {
+        Ok(TurnResult {
             time: work.time as f64 / work.frames as f64,
             rate: work.frames as f64 / elapsed / 1e6,
             busy_fraction: work.time as f64 / 1e9 / elapsed,
@@ -222,7 +222,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 fn measure(args: &Args) -> anyhow::Result<Report> {
     let cpus = two_cpus("coreward-lab bench throughput")?;
     namespace::enter_new()?;
-    let lanes = Lane::all().into_iter().enumerate();
+    let lanes = ServiceTraffic::all().into_iter().enumerate();
     let envs = lanes.map(|(number, lane)| TestEnv::new(lane, number, cpus).context(lane.name));
     let envs: Vec<TestEnv> = envs.collect::<anyhow::Result<_>>()?;
     cpus::bind(THIS_THREAD, cpus[0])?;
@@ -231,11 +231,11 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         let env = &envs[position];
         env.take_turn(args.frames).context(env.lane.name)
     })?;
-    let measured: Vec<(Lane, Vec<Turn>)> = envs.iter().map(|env| env.lane).zip(turns).collect();
+    let measured: Vec<(ServiceTraffic, Vec<TurnResult>)> = envs.iter().map(|env| env.lane).zip(turns).collect();
     Ok(report(&measured, args, cpus))
 }
 
-fn report(measured: &[(Lane, Vec<Turn>)], args: &Args, cpus: [usize; 2]) -> Report {
+fn report(measured: &[(ServiceTraffic, Vec<TurnResult>)], args: &Args, cpus: [usize; 2]) -> Report {
     let mut table = Table::new(&[
         "traffic",
         "rate / floor",
@@ -255,9 +255,9 @@ fn report(measured: &[(Lane, Vec<Turn>)], args: &Args, cpus: [usize; 2]) -> Repo
     Report { name: "throughput", title: "Live frames", about: about(args, cpus), tables: vec![table] }
 }
 
-fn row(lane: &Lane, turns: &[Turn], floor: &[Turn]) -> [Cell; 10] {
-    let of = |turns: &[Turn], of: fn(&Turn) -> f64| -> Rounds { turns.iter().map(of).collect() };
-    let paired = |ratio: fn(&Turn, &Turn) -> f64| -> Rounds {
+fn row(lane: &ServiceTraffic, turns: &[TurnResult], floor: &[TurnResult]) -> [Cell; 10] {
+    let of = |turns: &[TurnResult], of: fn(&TurnResult) -> f64| -> Rounds { turns.iter().map(of).collect() };
+    let paired = |ratio: fn(&TurnResult, &TurnResult) -> f64| -> Rounds {
         turns.iter().zip(floor).map(|(turn, floor)| ratio(turn, floor)).collect()
     };
     let by_time = paired(|turn, floor| floor.time / turn.time);
@@ -285,6 +285,6 @@ fn about(args: &Args, cpus: [usize; 2]) -> String {
          waits for the generator, its wake-ups count. `swap MACs` is the floor: the ratio is the floor's CPU time per \
          frame divided by the other's, round by round. {} connections are open; each SYN is of a new client. A frame's \
          memory was written on the other CPU; behind a NIC it is in the shared cache.",
-        cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKETS,
+        cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKET_COUNT,
     )
 }

@@ -12,7 +12,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
-use super::runner::{Feed, Frame, PACKETS};
+use super::runner::{Feed, Frame, PACKET_COUNT};
 
 /// linux/bpf.h
 const XDP_PASS: i32 = 2;
@@ -81,11 +81,11 @@ pub struct NewConnection {
 impl NewConnection {
     /// New connections as policy `crossrss` places them.
     pub const STATELESS: NewConnection =
-        NewConnection { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKETS };
+        NewConnection { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKET_COUNT };
 }
 
 /// Number of connection-table entries that fit a CPU's cache together with the free list.
-const CACHED_ENTRIES: usize = 1 << 14;
+const CACHED_ENTRY_COUNT: usize = 1 << 14;
 
 impl Case {
     /// Returns the cases that are measured separately, in the order of the report.
@@ -100,12 +100,12 @@ impl Case {
             .into_iter()
             .chain([Rule::Table, Rule::LeastAssigned].map(|rule| NewConnection { rule, groups, ..usual }))
             .chain(Rule::ALL.map(|rule| NewConnection { rule, ..stateful }))
-            .chain(Rule::ALL.map(|rule| NewConnection { rule, connections: CACHED_ENTRIES, ..stateful }))
+            .chain(Rule::ALL.map(|rule| NewConnection { rule, connections: CACHED_ENTRY_COUNT, ..stateful }))
             .chain(without_cookies.map(|consistency| NewConnection { consistency, ..usual }))
             .map(Case::NewConnection)
-            .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKETS)))
+            .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKET_COUNT)))
             .chain(encapsulated.map(Case::Encapsulated))
-            .chain([1, PACKETS].map(Case::EstablishedIpv6))
+            .chain([1, PACKET_COUNT].map(Case::EstablishedIpv6))
             .chain(encapsulated.map(Case::EncapsulatedIpv6))
             .chain([Case::NewConnectionIpv6])
             .chain([Direction::ToServer, Direction::ToClient].map(Case::LbStamped))
@@ -121,7 +121,7 @@ impl Case {
             | Case::EncapsulatedIpv6(_)
             | Case::NewConnectionIpv6
             | Case::LbStamped(_)
-            | Case::OtherDestination => PACKETS,
+            | Case::OtherDestination => PACKET_COUNT,
         }
     }
 
@@ -245,17 +245,17 @@ impl fmt::Display for Case {
                 write!(f, "{}, {connections} connections", consistency.name())
             }
             Case::Encapsulated(forwarding) => {
-                write!(f, "stateless by {}, {PACKETS} connections", forwarding.name())
+                write!(f, "stateless by {}, {PACKET_COUNT} connections", forwarding.name())
             }
             Case::NewConnection(NewConnection { consistency, rule, groups, connections }) => {
                 write!(f, "first, {}, {}", consistency.name(), rule.name())?;
                 if *groups > 1 {
                     write!(f, ", {groups} RSS groups")?;
                 }
-                if *connections < PACKETS { write!(f, ", {connections} entries") } else { Ok(()) }
+                if *connections < PACKET_COUNT { write!(f, ", {connections} entries") } else { Ok(()) }
             }
             Case::EncapsulatedIpv6(forwarding) => {
-                write!(f, "IPv6 in IPv6, stateless by {}, {PACKETS} connections", forwarding.name())
+                write!(f, "IPv6 in IPv6, stateless by {}, {PACKET_COUNT} connections", forwarding.name())
             }
             Case::EstablishedIpv6(connections) => write!(f, "IPv6, stateless, {connections} connections"),
             Case::NewConnectionIpv6 => f.write_str("first, IPv6, stateless, table"),

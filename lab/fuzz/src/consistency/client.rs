@@ -21,7 +21,7 @@ const ACK: u8 = 0x10;
 const SYN_TSECR: usize = 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
 /// Transmissions of a packet without an answer before the client gives up.
-const ATTEMPTS: u32 = 25;
+const MAX_ATTEMPTS: u32 = 25;
 /// Mean number of packets per fault: a packet that takes another load balancer than its connection, or a lost answer.
 const PACKETS_PER_FAULT: usize = 50;
 /// Mean number of connections per connection without timestamps.
@@ -55,7 +55,7 @@ pub(super) struct Connection {
 
 /// Result of sending a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Delivery {
+enum SendOutcome {
     /// Accepted by the server at that position of the list.
     Accepted(usize),
     /// Dropped by the network or a load balancer, or accepted by no server.
@@ -153,8 +153,8 @@ impl Simulation {
         connection.attempts += 1;
         if connection.server.is_none() {
             match delivery {
-                Delivery::Accepted(server) => connection.server = Some(server),
-                _ if connection.attempts < ATTEMPTS => {
+                SendOutcome::Accepted(server) => connection.server = Some(server),
+                _ if connection.attempts < MAX_ATTEMPTS => {
                     self.at(1_000, Event::Packet(number));
                     return Ok(());
                 }
@@ -166,7 +166,7 @@ impl Simulation {
                 self.at(1_000, Event::Packet(number));
                 return Ok(());
             }
-        } else if let Delivery::Accepted(server) = delivery
+        } else if let SendOutcome::Accepted(server) = delivery
             && connection.server != Some(server)
         {
             self.report.syn_elsewhere += 1;
@@ -188,7 +188,7 @@ impl Simulation {
         let timestamps = self.connection(number).timestamps;
         let server = self.connection(number).server;
         match delivery {
-            Delivery::Accepted(by) => {
+            SendOutcome::Accepted(by) => {
                 if Some(by) != server && timestamps {
                     self.report.accepted_elsewhere += 1;
                 }
@@ -203,7 +203,7 @@ impl Simulation {
                 let gap = self.gap();
                 self.at(gap, Event::Packet(number));
             }
-            Delivery::Rejected => {
+            SendOutcome::Rejected => {
                 if flags == RST {
                     self.report.misdelivered_resets += 1;
                 } else if timestamps {
@@ -213,10 +213,10 @@ impl Simulation {
                 }
                 self.close(number);
             }
-            Delivery::Lost => {
+            SendOutcome::Lost => {
                 let connection = self.connection_mut(number);
                 connection.attempts += 1;
-                if connection.attempts == ATTEMPTS {
+                if connection.attempts == MAX_ATTEMPTS {
                     return self.give_up(number);
                 }
                 self.at(400, Event::Packet(number));
@@ -269,7 +269,7 @@ impl Simulation {
     }
 
     /// Sends a packet through one of the load balancers.
-    fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<Delivery> {
+    fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<SendOutcome> {
         let alive: Vec<usize> = (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].alive).collect();
         let is_rerouted = self.rng.chance(1, PACKETS_PER_FAULT);
         let choice = self.connection(number).hash as usize + usize::from(is_rerouted);
@@ -277,17 +277,17 @@ impl Simulation {
         self.report.packets += 1;
         let frame = self.frame(number, load_balancer_mac(first), flags);
         let delivery = self.forward(number, flags, first, &frame)?;
-        if let Delivery::Accepted(server) = delivery {
+        if let SendOutcome::Accepted(server) = delivery {
             self.report.accepted += 1;
             self.answer(number, server);
         }
         Ok(delivery)
     }
 
-    fn forward(&mut self, number: u32, flags: u8, through: usize, frame: &[u8]) -> anyhow::Result<Delivery> {
+    fn forward(&mut self, number: u32, flags: u8, through: usize, frame: &[u8]) -> anyhow::Result<SendOutcome> {
         let (counter, frame) = self.through(through, frame)?;
         if counter >= intf::LB_COUNTER_DROP_MALFORMED_IPV4 || counter == intf::LB_COUNTER_PASSED_NOT_SERVICE {
-            return Ok(Delivery::Lost);
+            return Ok(SendOutcome::Lost);
         }
         let to = &frame[..6];
         if to == BROADCAST {
@@ -298,7 +298,7 @@ impl Simulation {
             self.report.to_owner += 1;
             anyhow::ensure!(owner != through, "load balancer {owner} sends to itself");
             if !self.load_balancers[owner].alive {
-                return Ok(Delivery::Lost);
+                return Ok(SendOutcome::Lost);
             }
             return self.forward(number, flags, owner, &frame);
         }
@@ -308,10 +308,10 @@ impl Simulation {
     }
 
     /// Delivers to all servers: the server of the connection accepts the packet, the others ignore it.
-    fn deliver_broadcast(&mut self, number: u32) -> Delivery {
-        let Some(server) = self.connection(number).server else { return Delivery::Lost };
+    fn deliver_broadcast(&mut self, number: u32) -> SendOutcome {
+        let Some(server) = self.connection(number).server else { return SendOutcome::Lost };
         if self.servers[server].life == Lifecycle::Gone {
-            return Delivery::Lost;
+            return SendOutcome::Lost;
         }
         let connection = self.connection(number);
         let tuple = ipv6::tuple(connection.client, self.config.vip());
@@ -323,12 +323,12 @@ impl Simulation {
         {
             socket.cookie = Cookie::Server(id);
         }
-        Delivery::Accepted(server)
+        SendOutcome::Accepted(server)
     }
 
-    fn deliver(&mut self, number: u32, flags: u8, server: usize, frame: &[u8]) -> Delivery {
+    fn deliver(&mut self, number: u32, flags: u8, server: usize, frame: &[u8]) -> SendOutcome {
         if self.servers[server].life == Lifecycle::Gone {
-            return Delivery::Lost;
+            return SendOutcome::Lost;
         }
         if flags == SYN {
             let tsecr_at = transport_offset(frame) + SYN_TSECR;
@@ -343,34 +343,34 @@ impl Simulation {
                     self.servers[server].connections += 1;
                 }
             }
-            return Delivery::Accepted(server);
+            return SendOutcome::Accepted(server);
         }
         let connection = self.connection(number);
         if connection.server == Some(server) {
-            return Delivery::Accepted(server);
+            return SendOutcome::Accepted(server);
         }
         // After a retransmitted SYN this server has a half-open socket, but not for this connection.
         if connection.timestamps || connection.sockets.iter().any(|socket| socket.server == server) {
-            return Delivery::Rejected;
+            return SendOutcome::Rejected;
         }
         self.forward_to_previous_server(number, server, frame)
     }
 
     /// Forwards a packet without a cookie from a server that does not know it to the previous server, named by the load
     /// balancer.
-    fn forward_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> Delivery {
+    fn forward_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> SendOutcome {
         // The IP identification, or the end of the IPv6 flow label.
         let named_at = ETHERNET + if frame[ETHERNET] >> 4 == 6 { 2 } else { 4 };
         let named = u16::from_be_bytes([frame[named_at], frame[named_at + 1]]);
         let before = ServerId::try_from(u64::from(named)).ok().filter(|id| *id != self.servers[server].id);
         let Some(before) = before.and_then(|id| self.servers.iter().position(|server| server.id == id)) else {
-            return Delivery::Rejected;
+            return SendOutcome::Rejected;
         };
         self.report.chained += 1;
         match self.servers[before].life {
-            Lifecycle::Gone => Delivery::Lost,
-            _ if self.connection(number).server == Some(before) => Delivery::Accepted(before),
-            _ => Delivery::Rejected,
+            Lifecycle::Gone => SendOutcome::Lost,
+            _ if self.connection(number).server == Some(before) => SendOutcome::Accepted(before),
+            _ => SendOutcome::Rejected,
         }
     }
 

@@ -20,7 +20,7 @@ use crate::harness::{Harness, Setup};
 use crate::ipv6;
 
 /// Mean number of servers.
-const SERVERS: usize = 48;
+const SERVER_COUNT: usize = 48;
 /// Largest delay of an update (ms).
 const DELAY_MS: usize = 1_000;
 /// Largest delay until a server's failure is detected (ms).
@@ -29,7 +29,7 @@ const FAILURE_MS: usize = 3_000;
 const KEY_SWITCH_MS: u64 = 2 * DELAY_MS as u64 + 500;
 /// Interval of scans for entries that can be freed (ms).
 const SWEEP_MS: u64 = 10_000;
-const CORES: u16 = 4;
+const CORE_COUNT: u16 = 4;
 
 /// Desired state.
 pub(super) struct Controller {
@@ -61,7 +61,7 @@ impl Simulation {
             ended: Vec::new(),
             report: Report::new(),
         };
-        for _ in 0..SERVERS {
+        for _ in 0..SERVER_COUNT {
             simulation.add_server();
         }
         simulation.new_table();
@@ -135,7 +135,7 @@ impl Simulation {
         };
         let previous_consistent = (0..consistent.len()).map(of_bucket).collect();
         let core_slots: Vec<Core> =
-            servers.iter().flat_map(|server| (0..CORES).map(|core| Core { server: *server, core })).collect();
+            servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| Core { server: *server, core })).collect();
         let rng = &mut self.rng;
         let mut candidate = || {
             let core_slot = rng.below(core_slots.len());
@@ -318,15 +318,15 @@ impl Simulation {
     fn one_change(&mut self) -> anyhow::Result<bool> {
         let serving = self.servers.iter().filter(|server| server.life == Lifecycle::Serving).count();
         match self.rng.below(20) {
-            0..6 if serving < 2 * SERVERS => {
+            0..6 if serving < 2 * SERVER_COUNT => {
                 let server = self.add_server();
                 self.report.servers_joined += 1;
                 self.send_server(server, DELAY_MS);
                 self.send_new_table();
                 Ok(true)
             }
-            6..9 if serving > SERVERS / 2 => Ok(self.drain()),
-            9..12 if serving > SERVERS / 2 => Ok(self.fail()),
+            6..9 if serving > SERVER_COUNT / 2 => Ok(self.drain()),
+            9..12 if serving > SERVER_COUNT / 2 => Ok(self.fail()),
             12..14 => Ok(self.restart_load_balancer()),
             14..17 => Ok(self.change_health()),
             17..20 => self.lose_mac(),
@@ -365,7 +365,7 @@ impl Simulation {
     fn change_health(&mut self) -> bool {
         let Some(server) = self.pick_server(Lifecycle::Serving) else { return false };
         let unhealthy = self.servers.iter().filter(|server| !server.healthy).count();
-        self.servers[server].healthy = !self.servers[server].healthy || unhealthy > SERVERS / 4;
+        self.servers[server].healthy = !self.servers[server].healthy || unhealthy > SERVER_COUNT / 4;
         self.report.other_changes += 1;
         self.send_server(server, DELAY_MS);
         self.send_new_table();

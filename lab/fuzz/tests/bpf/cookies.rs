@@ -1,12 +1,12 @@
 //! Servers reached by forged TSecr values: ten million on the reference model, fewer on the BPF program.
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
-use coreward_fuzz::cookies::{Cookies, Flips};
+use coreward_fuzz::cookies::{Cookies, BitFlipCounts};
 
 /// Five standard deviations: exceeded by one seed in a million.
 const FAR: f64 = 5.0;
 
-fn check_flips(flips: &Flips, servers: f64) {
+fn check_flips(flips: &BitFlipCounts, servers: f64) {
     // A flip in the low 16 bits gives a random value, whatever the server and its id.
     assert!(flips.same[..16].iter().all(|count| *count <= 3), "{flips:?}");
     let guesses = flips.cookies as f64 * servers / 32_768.0;

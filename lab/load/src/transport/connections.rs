@@ -72,7 +72,7 @@ struct Connection<R> {
 
 /// Request that waits for a free connection.
 #[derive(Debug)]
-struct Waiting {
+struct WaitingRequest {
     demand: Demand,
     id: u32,
     deadline_ns: u64,
@@ -89,7 +89,7 @@ pub struct Connections<P: Protocol> {
     connections: Vec<Option<Connection<P::Reader>>>,
     /// Indices of open connections without a request; only without pipelining.
     free: Vec<usize>,
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<WaitingRequest>,
     /// Indices of connections to open again, with the time (ns).
     retries: VecDeque<(u64, usize)>,
     rng: Xoshiro256PlusPlus,
@@ -307,7 +307,7 @@ impl<P: Protocol> Transport for Connections<P> {
             return self.send_on(index, demand, id);
         }
         if self.free.is_empty() {
-            return self.waiting.push_back(Waiting { demand: *demand, id, deadline_ns });
+            return self.waiting.push_back(WaitingRequest { demand: *demand, id, deadline_ns });
         }
         let chosen = uniform_below(&mut self.rng, self.free.len() as u32) as usize;
         let index = self.free.swap_remove(chosen);

@@ -38,7 +38,7 @@ pub struct Ratio {
     /// gap.
     pub than: Option<Box<Ratio>>,
     /// Reduction of several quotients to one.
-    pub take: Option<Take>,
+    pub take: Option<Reduction>,
 }
 
 /// Values of the table: all points of all panels unless restricted.
@@ -60,13 +60,13 @@ pub struct Quantity {
     /// Uses the x at which the curve first reaches this height (interpolated), instead of the height.
     pub reaches: Option<f64>,
     /// Reduction of several values to one.
-    pub take: Option<Take>,
+    pub take: Option<Reduction>,
 }
 
 /// Reduction of several values to one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Take {
+pub enum Reduction {
     Least,
     Greatest,
     Mean,
@@ -108,12 +108,12 @@ pub struct Verdict {
 
 /// Number of a cell to check: the median over the seeds, or the value of one seed.
 #[derive(Clone, Copy)]
-enum Of {
+enum CellValue {
     Median,
     Seed(usize),
 }
 
-impl Of {
+impl CellValue {
     fn value(self, cell: &Cell) -> Option<f64> {
         match self {
             Self::Median => Some(cell.spread.median),
@@ -124,8 +124,8 @@ impl Of {
 
 impl Assertion {
     pub fn judge(&self, table: &Table) -> Verdict {
-        let values = self.values(table, Of::Median).filter(|values| !values.is_empty());
-        let of_seeds = (0..table.seeds as usize).filter_map(|seed| self.values(table, Of::Seed(seed))).flatten();
+        let values = self.values(table, CellValue::Median).filter(|values| !values.is_empty());
+        let of_seeds = (0..table.seeds as usize).filter_map(|seed| self.values(table, CellValue::Seed(seed))).flatten();
         let (low, high) = self.bounds();
         let holds = values.as_ref().is_some_and(|values| values.iter().all(|value| (low..=high).contains(value)));
         Verdict {
@@ -161,7 +161,7 @@ impl Assertion {
         }
     }
 
-    fn values(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+    fn values(&self, table: &Table, of: CellValue) -> Option<Vec<f64>> {
         if let Some(quantity) = &self.value {
             quantity.values(table, of)
         } else if let Some(ratio) = &self.ratio {
@@ -173,7 +173,7 @@ impl Assertion {
 }
 
 impl Ratio {
-    fn values(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+    fn values(&self, table: &Table, of: CellValue) -> Option<Vec<f64>> {
         let (dividends, divisors) = (self.of.values(table, of)?, self.to.values(table, of)?);
         let quotients: Vec<f64> = match divisors[..] {
             [divisor] => dividends.iter().map(|dividend| dividend / divisor).collect(),
@@ -201,7 +201,7 @@ impl Ratio {
 
 impl Ascending {
     /// Returns the quotient of each series and its predecessor, at each point.
-    fn quotients(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+    fn quotients(&self, table: &Table, of: CellValue) -> Option<Vec<f64>> {
         let curves: Option<Vec<Vec<f64>>> =
             self.series.iter().map(|label| self.quantity_of(label).values(table, of)).collect();
         let curves = curves?;
@@ -230,7 +230,7 @@ impl Quantity {
         self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
     }
 
-    fn values(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+    fn values(&self, table: &Table, of: CellValue) -> Option<Vec<f64>> {
         let panels = table.panels.iter().filter(|panel| self.uses(panel));
         let mut values = Vec::new();
         for panel in panels {
@@ -243,7 +243,7 @@ impl Quantity {
         self.panel.as_ref().is_none_or(|title| *title.get_ref() == panel.title)
     }
 
-    fn panel_values(&self, panel: &PanelTable, of: Of) -> Option<Vec<f64>> {
+    fn panel_values(&self, panel: &PanelTable, of: CellValue) -> Option<Vec<f64>> {
         let curves: Vec<Vec<f64>> = self
             .named()
             .filter_map(|label| panel.curves.iter().find(|curve| curve.label == *label.get_ref()))
@@ -256,7 +256,7 @@ impl Quantity {
             .or(Some(Vec::new()))
     }
 
-    fn curve_values(&self, curve: &Curve, of: Of) -> Option<Vec<f64>> {
+    fn curve_values(&self, curve: &Curve, of: CellValue) -> Option<Vec<f64>> {
         if let Some(height) = self.reaches {
             let points: Option<Vec<(f64, f64)>> =
                 curve.cells.iter().map(|cell| Some((cell.x, of.value(cell)?))).collect();
@@ -273,12 +273,12 @@ impl Quantity {
     }
 }
 
-fn reduce(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
+fn reduce(values: Vec<f64>, take: Option<Reduction>) -> Vec<f64> {
     let value = match take {
         None => return values,
-        Some(Take::Least) => values.into_iter().reduce(f64::min),
-        Some(Take::Greatest) => values.into_iter().reduce(f64::max),
-        Some(Take::Mean) => coreward_model::statistics::mean(&values),
+        Some(Reduction::Least) => values.into_iter().reduce(f64::min),
+        Some(Reduction::Greatest) => values.into_iter().reduce(f64::max),
+        Some(Reduction::Mean) => coreward_model::statistics::mean(&values),
     };
     value.into_iter().collect()
 }

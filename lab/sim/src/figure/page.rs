@@ -35,7 +35,7 @@ pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
          <style>{STYLE}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
-         <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its \
+         <p>{holding} of {claims} statements hold here. {made} PublishedValues values are drawn in where the paper or its \
          artifact gives numbers. Each \
          statement is judged by a number of the table below it; one that does not hold is marked.</p>\n\
          <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
@@ -97,7 +97,7 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
         paper = escaped(&scenario.paper),
         figure = escaped(&scenario.figure),
         statement = paragraphs(&scenario.statement),
-        svg = draw::svg(scenario, &result.table),
+        svg = draw::render_svg(scenario, &result.table),
         modelled = escaped(&one_line(&scenario.modelled)),
         sources = sources(scenario),
         table = table(result),

@@ -48,7 +48,7 @@ pub struct Scenario {
     pub panel: Vec<Panel>,
     /// Values of the paper's figure.
     #[serde(default)]
-    pub published: Vec<Published>,
+    pub published: Vec<PublishedValues>,
     /// Claims of the paper.
     #[serde(default)]
     pub claim: Vec<Assertion>,
@@ -102,7 +102,7 @@ pub struct Panel {
     /// Style of drawing.
     #[serde(default)]
     pub draw: Draw,
-    /// Sweep; without one each series has one value.
+    /// Parameter on the x axis; without one each series has one value.
     pub x: Option<Sweep>,
     pub y: Axis,
     /// Shown series; all when omitted.
@@ -110,7 +110,7 @@ pub struct Panel {
     pub series: Vec<Spanned<String>>,
     /// Horizontal lines with labels, such as service level objectives.
     #[serde(default)]
-    pub mark: Vec<Mark>,
+    pub mark: Vec<ReferenceLine>,
     /// Parameters of this panel that differ from the common ones.
     pub rpc: Option<Rpc>,
     /// See `rpc`.
@@ -167,7 +167,7 @@ pub struct Axis {
 /// Horizontal line.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Mark {
+pub struct ReferenceLine {
     /// Height of the line.
     pub y: f64,
     pub label: String,
@@ -176,7 +176,7 @@ pub struct Mark {
 /// Values of the paper's figure or text for one series of one panel.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Published {
+pub struct PublishedValues {
     /// Title of the panel; optional for a single panel.
     pub panel: Option<Spanned<String>>,
     pub series: Spanned<String>,

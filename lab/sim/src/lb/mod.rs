@@ -112,7 +112,7 @@ pub enum Error {
     Trace(#[from] TraceError),
     /// The trace has no packets to simulate.
     #[error("the trace has no packets that can be placed{}", skipped(.0))]
-    Empty(crate::trace::Skipped),
+    Empty(crate::trace::SkipCounts),
     /// The trace is too short for a window.
     #[error(
         "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
@@ -131,7 +131,7 @@ pub enum Error {
     OracleNeedsRates,
 }
 
-fn skipped(skipped: &crate::trace::Skipped) -> String {
+fn skipped(skipped: &crate::trace::SkipCounts) -> String {
     let reasons: Vec<String> = skipped.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
     if reasons.is_empty() { String::new() } else { format!(" (left out: {})", reasons.join(", ")) }
 }

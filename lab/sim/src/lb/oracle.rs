@@ -4,7 +4,7 @@
 //! load balancer knows these rates: the oracle is a bound for placement by core while connections stay on their
 //! servers. It is not among the policies, because it cannot run live.
 
-use crate::trace::Opening;
+use crate::trace::FirstPacket;
 
 /// Name of the oracle among the policies.
 pub const ORACLE: &str = "oracle";
@@ -25,7 +25,7 @@ impl Oracle {
     }
 
     /// Returns the core for a new flow among the reachable ones. `None` when the flow's rate is unknown.
-    pub fn place(&mut self, flow: u32, opening: &Opening, reachable: impl Iterator<Item = usize>) -> Option<usize> {
+    pub fn place(&mut self, flow: u32, opening: &FirstPacket, reachable: impl Iterator<Item = usize>) -> Option<usize> {
         let rate = (opening.rate? * UNIT_PER_PACKET) as u64;
         let core = reachable.min_by_key(|core| self.of_core[*core])?;
         if self.of_flow.len() <= flow as usize {
@@ -52,13 +52,13 @@ mod tests {
     #[test]
     fn oracle_takes_the_least_sum_of_live_rates() {
         let tuple = FourTuple::ipv4((Ipv4Addr::LOCALHOST, 1), (Ipv4Addr::LOCALHOST, 2));
-        let opening = |rate| Opening { tuple, rate: Some(rate) };
+        let opening = |rate| FirstPacket { tuple, rate: Some(rate) };
         let mut oracle = Oracle::new(3);
         assert_eq!(oracle.place(0, &opening(10.0), [0, 2].into_iter()), Some(0));
         assert_eq!(oracle.place(1, &opening(3.0), [0, 2].into_iter()), Some(2));
         assert_eq!(oracle.place(2, &opening(3.0), [0, 2].into_iter()), Some(2));
         oracle.close(0, 0);
         assert_eq!(oracle.place(3, &opening(1.0), [0, 2].into_iter()), Some(0));
-        assert_eq!(oracle.place(4, &Opening { tuple, rate: None }, [0].into_iter()), None);
+        assert_eq!(oracle.place(4, &FirstPacket { tuple, rate: None }, [0].into_iter()), None);
     }
 }

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::output::Printable;
 use crate::seed_summary::SeedSummary;
-use crate::trace::Skipped;
+use crate::trace::SkipCounts;
 
 /// Results of one policy and seed: means over the measured windows, which are all whole windows except the first.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -71,7 +71,7 @@ pub struct Outcome {
     /// Duration of the trace (s), averaged like `packets`.
     pub seconds: f64,
     /// Packets that were skipped, by reason, averaged like `packets`.
-    pub skipped: Skipped,
+    pub skipped: SkipCounts,
     /// Packets with an earlier time stamp than their predecessor: they count as simultaneous.
     pub reordered: u64,
 }

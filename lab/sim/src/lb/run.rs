@@ -8,7 +8,7 @@ use super::outcome::{Measured, Outcome, PolicyOutcome};
 use super::simulation::{Simulation, unknown_policy};
 use super::{Config, Error};
 use crate::par_map_ordered;
-use crate::trace::{Batch, Skipped, Trace};
+use crate::trace::{Batch, SkipCounts, Trace};
 
 /// Cost of a packet for cores of unlimited speed (ns). Policies compare loads and ignore the unit. With 1 us the load
 /// of a few packets/s is above the resolution, and the load of millions is in range.
@@ -37,7 +37,7 @@ struct Run {
     packets: u64,
     flows: u64,
     duration_ns: u64,
-    skipped: Skipped,
+    skipped: SkipCounts,
     reordered: u64,
 }
 
@@ -95,7 +95,7 @@ fn capacity(config: &Config, trace: &dyn Trace) -> Capacity {
 fn outcome(config: &Config, runs: Vec<Run>) -> Outcome {
     let count = runs.len() as u64;
     let mean = |of: fn(&Run) -> u64| runs.iter().map(of).sum::<u64>() / count;
-    let mut skipped = Skipped::new();
+    let mut skipped = SkipCounts::new();
     for (reason, packets) in runs.iter().flat_map(|run| &run.skipped) {
         *skipped.entry(*reason).or_default() += packets / count;
     }

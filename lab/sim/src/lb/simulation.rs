@@ -128,7 +128,7 @@ impl Simulation {
         Ok(())
     }
 
-    fn open(&mut self, packet: &Packet, opening: &crate::trace::Opening) -> Result<(), Error> {
+    fn open(&mut self, packet: &Packet, opening: &crate::trace::FirstPacket) -> Result<(), Error> {
         let core = match &mut self.placer {
             Placer::Policy(_) => self.fleet.place(&opening.tuple),
             Placer::Oracle(oracle) => {

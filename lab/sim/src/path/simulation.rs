@@ -27,20 +27,20 @@ pub struct Simulation<'a> {
     dispatch: &'a Policy,
     placement: Box<dyn Placement>,
     fleet: SimulatedCluster,
-    servers: Vec<Box<dyn Server<Answers>>>,
+    servers: Vec<Box<dyn Server<ResponseCounts>>>,
     traffic: Traffic,
     sampler: Sampler,
     services: Xoshiro256PlusPlus,
     hashes: Xoshiro256PlusPlus,
-    answers: Answers,
-    readings: Vec<Reading>,
+    answers: ResponseCounts,
+    readings: Vec<CoreReading>,
     requests: u64,
     windows: Windows,
 }
 
 /// Last reading of a server's cores by its agent.
 #[derive(Debug, Clone)]
-struct Reading {
+struct CoreReading {
     next: Tick,
     /// Time of the last reading.
     measured: Option<Tick>,
@@ -48,7 +48,7 @@ struct Reading {
 }
 
 /// Responses and open connections.
-struct Answers {
+struct ResponseCounts {
     recorder: Recorder,
     connections: Vec<Connection>,
     /// Ids of closed connections, for reuse.
@@ -67,7 +67,7 @@ struct Connection {
     has_last_arrived: bool,
 }
 
-impl Sink for Answers {
+impl Sink for ResponseCounts {
     fn response(&mut self, response: &Response) {
         self.recorder.response(response);
         let id = Id(response.request.connection);
@@ -80,7 +80,7 @@ impl Sink for Answers {
     }
 }
 
-impl Answers {
+impl ResponseCounts {
     fn open(&mut self, server: u16, flow_hash: u32) -> Id {
         self.open[usize::from(server)] += 1;
         let connection = Connection { server, flow_hash, unanswered: 0, has_last_arrived: false };
@@ -131,7 +131,7 @@ impl<'a> Simulation<'a> {
                 ReportPhase::Aligned => 0,
                 ReportPhase::Random => report * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
             };
-            Reading { next, measured: None, busy: vec![0; usize::from(config.cores)] }
+            CoreReading { next, measured: None, busy: vec![0; usize::from(config.cores)] }
         };
         let server = |position| {
             let spec = ServerSpec {
@@ -150,7 +150,7 @@ impl<'a> Simulation<'a> {
             sampler: config.service.sampler(),
             services: seeded_rng(seed, RNG_STREAM_SERVICES),
             hashes: seeded_rng(seed, RNG_STREAM_HASHES),
-            answers: Answers {
+            answers: ResponseCounts {
                 recorder: Recorder::new(classes, None),
                 connections: Vec::new(),
                 closed: Vec::new(),

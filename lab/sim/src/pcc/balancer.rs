@@ -6,7 +6,7 @@ use super::connections::{Connection, Connections};
 
 /// Placement of a new connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placed {
+pub struct PlacedConnection {
     pub server: u16,
     /// Core of the server, if the method distinguishes cores.
     pub core: u16,
@@ -17,7 +17,7 @@ pub struct Placed {
 /// Load balancers of a cluster. All of them receive a change of the servers at the same time.
 pub trait Balancer {
     /// Returns the placement of a new connection.
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed;
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
 
     /// Counts a connection on its server.
     fn connection_opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
@@ -40,5 +40,5 @@ pub trait Balancer {
 
     /// Returns the first time at which packets of the connection went to another server than its own; `None`: never.
     /// Without [`super::Config::by_second`] no history is stored, and the returned time is the current one.
-    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
+    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

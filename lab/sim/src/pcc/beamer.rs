@@ -13,7 +13,7 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::Config;
-use super::balancer::{Balancer, Placed};
+use super::balancer::{Balancer, PlacedConnection};
 use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
 use super::cluster::Cluster;
@@ -191,8 +191,8 @@ impl Beamer {
 }
 
 impl Balancer for Beamer {
-    fn place(&mut self, identity: u64, _cluster: &Cluster) -> Placed {
-        Placed { server: self.table.server(self.table.bucket(identity)), core: 0, mark: self.table.mark() }
+    fn place(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
+        PlacedConnection { server: self.table.server(self.table.bucket(identity)), core: 0, mark: self.table.mark() }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -235,7 +235,7 @@ impl Balancer for Beamer {
         }
     }
 
-    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        self.table.broken(connection, cluster.now)
+    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+        self.table.broken_at(connection, cluster.now)
     }
 }

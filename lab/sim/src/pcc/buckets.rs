@@ -6,7 +6,7 @@ use super::connections::Connection;
 
 /// Server that a bucket's packets reach.
 #[derive(Debug, Clone, Copy)]
-struct Resident {
+struct BucketServer {
     server: u16,
     /// Number of the change that made it reachable: older connections used another server in between.
     since: u32,
@@ -14,9 +14,9 @@ struct Resident {
 
 #[derive(Debug, Clone, Copy)]
 struct Bucket {
-    current: Resident,
+    current: BucketServer,
     /// Previous server, to which `current` forwards unknown packets with daisy chaining.
-    previous: Resident,
+    previous: BucketServer,
 }
 
 /// Server that a bucket's packets no longer reach.
@@ -28,7 +28,7 @@ struct Eviction {
     at: Nanoseconds,
 }
 
-const NO_RESIDENT: Resident = Resident { server: u16::MAX, since: u32::MAX };
+const NO_RESIDENT: BucketServer = BucketServer { server: u16::MAX, since: u32::MAX };
 
 /// Returns the bucket of a hash (its lower 32 bits).
 pub fn bucket_of(hash: u64, buckets: usize) -> usize {
@@ -97,7 +97,7 @@ impl BucketTable {
             (true, false) => std::mem::replace(&mut entry.previous, entry.current),
             (false, _) => entry.current,
         };
-        entry.current = Resident { server, since: self.changes };
+        entry.current = BucketServer { server, since: self.changes };
         if let Some(history) = &mut self.history
             && evicted.server != NO_RESIDENT.server
         {
@@ -108,10 +108,10 @@ impl BucketTable {
 
     /// Implements [`super::balancer::Balancer::broken`]; the connection's mark is [`BucketTable::mark`] at its first
     /// packet.
-    pub fn broken(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
+    pub fn broken_at(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket(connection.identity);
         let mark = connection.mark as u32;
-        let reaches = |resident: &Resident| resident.server == connection.server && resident.since <= mark;
+        let reaches = |resident: &BucketServer| resident.server == connection.server && resident.since <= mark;
         let Bucket { current, previous } = &self.buckets[bucket];
         if reaches(current) || reaches(previous) {
             return None;

@@ -9,7 +9,7 @@ use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rul
 use coreward_model::policy::{self, LeastByMetric, Policy, Pool, PoolServer};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
-use super::balancer::{Balancer, Placed};
+use super::balancer::{Balancer, PlacedConnection};
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, LOAD_BALANCERS_MAX, id_of};
 use super::connections::Connection;
@@ -20,7 +20,7 @@ const RNG_STREAM_RSS_KEY: u64 = 202;
 const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 
 /// Entries of each server's indirection table.
-const INDIRECTION_ENTRIES: usize = 128;
+const INDIRECTION_ENTRY_COUNT: usize = 128;
 
 /// Mean load of all cores for policies, which only use ratios.
 const MEAN_LOAD: f64 = 0.5;
@@ -57,7 +57,7 @@ impl Cheetah {
         let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
         let rss = |server: usize| Rss {
             key: rss_key.clone(),
-            indirection_table: IndirectionTable::balanced(server as u64, INDIRECTION_ENTRIES, config.cores)
+            indirection_table: IndirectionTable::balanced(server as u64, INDIRECTION_ENTRY_COUNT, config.cores)
                 .expect("a power of two"),
         };
         let mut rng = seeded_rng(seed, RNG_STREAM_COOKIE_KEYS);
@@ -186,14 +186,14 @@ fn tuple(identity: u64) -> FourTuple {
 }
 
 impl Balancer for Cheetah {
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let tuple = tuple(identity);
         // With current counts all load balancers have the same information.
         let state = if self.has_current_counts() { 0 } else { cluster.load_balancer(identity).into() };
         let server = self.table.choose(&mut self.states[state], &tuple).expect("the pool is never empty");
         let cookie =
             stamp(&self.keys, &self.time_key, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
-        Placed { server: server.get(), core: self.core(server.get(), &tuple), mark: cookie.into() }
+        PlacedConnection { server: server.get(), core: self.core(server.get(), &tuple), mark: cookie.into() }
     }
 
     fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
@@ -222,7 +222,7 @@ impl Balancer for Cheetah {
     }
 
     /// Reads the cookie once, because every load balancer decodes the same server.
-    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.cookie_of(connection) != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
     }
 }

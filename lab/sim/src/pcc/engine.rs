@@ -111,7 +111,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     fn close(&mut self) {
         let connection = self.connections.close_next().expect("one ends now");
-        let broken = self.balancer.broken(&connection, &self.cluster);
+        let broken = self.balancer.broken_at(&connection, &self.cluster);
         self.source.connection_ended(connection.kind);
         self.cluster.connection_closed(connection.server);
         self.balancer.connection_closed(&connection, &self.cluster);
@@ -173,7 +173,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         if !self.run.seconds.is_empty() {
             // Open connections may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
-                if let Some(at) = self.balancer.broken(&connection, &self.cluster) {
+                if let Some(at) = self.balancer.broken_at(&connection, &self.cluster) {
                     let noticed = self.notice_time(&connection, at);
                     self.second_of(noticed, |second| second.broken += 1);
                 }

@@ -4,7 +4,7 @@ use coreward_model::ServerId;
 use coreward_model::policy::{MAGLEV_PUBLISHED_SIZE, maglev_table, modulo_table, ring_table};
 
 use super::Config;
-use super::balancer::{Balancer, Placed};
+use super::balancer::{Balancer, PlacedConnection};
 use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, id_of};
@@ -62,8 +62,8 @@ impl Hashed {
 }
 
 impl Balancer for Hashed {
-    fn place(&mut self, identity: u64, _cluster: &Cluster) -> Placed {
-        Placed { server: self.server_of(identity), core: 0, mark: self.table.mark() }
+    fn place(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
+        PlacedConnection { server: self.server_of(identity), core: 0, mark: self.table.mark() }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -74,8 +74,8 @@ impl Balancer for Hashed {
         }
     }
 
-    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        self.table.broken(connection, cluster.now)
+    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+        self.table.broken_at(connection, cluster.now)
     }
 }
 
@@ -105,8 +105,8 @@ fn bits_of(load_balancers: &[u8]) -> u64 {
 }
 
 impl Balancer for Stateful {
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
-        Placed { mark: 1 << cluster.load_balancer(identity), ..self.hashed.place(identity, cluster) }
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
+        PlacedConnection { mark: 1 << cluster.load_balancer(identity), ..self.hashed.place(identity, cluster) }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -132,7 +132,7 @@ impl Balancer for Stateful {
         }
     }
 
-    fn broken(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
+    fn broken_at(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
         connection.rerouted
     }
 }

@@ -149,7 +149,7 @@ pub enum Error {
     Clients(u32),
     /// Invalid rate of updates.
     #[error("{0} updates per minute: expected a number from 0 to {UPDATES_MAX}")]
-    Updates(f64),
+    UpdateRate(f64),
     /// Time of a change outside the run.
     #[error("a change at second {0}: expected a number from 0 on, none before the one that it follows")]
     ChangeAt(f64),
@@ -240,7 +240,7 @@ fn check(config: &Config) -> Result<(), Error> {
         Updates::PerMinute { servers, load_balancers } => {
             for rate in [*servers, *load_balancers] {
                 if !within(rate, 0.0, UPDATES_MAX.into()) {
-                    return Err(Error::Updates(rate));
+                    return Err(Error::UpdateRate(rate));
                 }
             }
         }

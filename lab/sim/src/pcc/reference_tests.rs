@@ -6,7 +6,7 @@ use coreward_model::ServerId;
 use coreward_model::cookie::Cookie;
 use proptest::prelude::*;
 
-use super::balancer::{Balancer, Placed};
+use super::balancer::{Balancer, PlacedConnection};
 use super::beamer::{Beamer, Control};
 use super::cheetah::Cheetah;
 use super::clock::Nanoseconds;
@@ -54,7 +54,7 @@ impl<B: Balancer, N: Network<B>> FollowedConnections<B, N> {
 }
 
 impl<B: Balancer, N: Network<B>> Balancer for FollowedConnections<B, N> {
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let placed = self.balancer.place(identity, cluster);
         assert!(cluster.is_member(placed.server), "a new connection went to a server that is not in the pool");
         placed
@@ -92,8 +92,8 @@ impl<B: Balancer, N: Network<B>> Balancer for FollowedConnections<B, N> {
         self.send_to_all(cluster);
     }
 
-    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        let reported = self.balancer.broken(connection, cluster);
+    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+        let reported = self.balancer.broken_at(connection, cluster);
         assert_eq!(reported, self.open[&connection.identity].1, "{connection:?}");
         reported
     }
@@ -286,7 +286,7 @@ fn least_and_pow2_use_present_counts() {
     struct Checked(Cheetah, &'static str);
 
     impl Balancer for Checked {
-        fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+        fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
             let placed = self.0.place(identity, cluster);
             let (chosen, least) =
                 (cluster.open(placed.server), cluster.members().iter().map(|m| cluster.open(*m)).min());
@@ -313,8 +313,8 @@ fn least_and_pow2_use_present_counts() {
             assert!(!self.0.takes_reports());
         }
 
-        fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-            self.0.broken(connection, cluster)
+        fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+            self.0.broken_at(connection, cluster)
         }
     }
 

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use coreward_model::ServerId;
 use coreward_model::placement::mix;
 
-use super::balancer::{Balancer, Placed};
+use super::balancer::{Balancer, PlacedConnection};
 use super::buckets::bucket_of;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, id_of};
@@ -115,12 +115,12 @@ impl SmallCookies {
 }
 
 impl Balancer for SmallCookies {
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let present = self.present();
         let choices = (0..1u32 << self.fields.index_bits).map(|index| (index, self.server(present, identity, index)));
         let least = choices.min_by_key(|(_, server)| self.connections(*server, cluster));
         let (index, server) = least.expect("there is at least one hash function");
-        Placed { server, core: 0, mark: u64::from(index) << 32 | u64::from(present) }
+        PlacedConnection { server, core: 0, mark: u64::from(index) << 32 | u64::from(present) }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -146,7 +146,7 @@ impl Balancer for SmallCookies {
         }
     }
 
-    fn broken(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
+    fn broken_at(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
         let mut tagged = connection.mark as u32;
         for number in tagged + 1..=self.present() {
             match self.surviving_tag(connection, tagged, number) {

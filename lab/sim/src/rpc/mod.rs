@@ -47,7 +47,7 @@ pub struct Outcome {
 
 /// Runs the simulation. An error names the value that is out of range, and the range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
-    config.check_stable(BUCKETS)?;
+    config.check_stable(BUCKET_COUNT)?;
     let times = config.service.class_times();
     let mut recorder = Recorder::new(times.len(), config.window);
     let dropped = simulate(config, config.load, &mut recorder);
@@ -62,11 +62,11 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
 }
 
 /// Entries of the indirection table (Turbo, HPCA'23, Sect. VII-E).
-const BUCKETS: u32 = 512;
+const BUCKET_COUNT: u32 = 512;
 
 /// Simulates the configuration at `load`, in place of its own. Returns the number of dropped requests.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
-    let table = IndirectionTable::balanced(config.seed, BUCKETS as usize, config.cores).expect("512 is a power of two");
+    let table = IndirectionTable::balanced(config.seed, BUCKET_COUNT as usize, config.cores).expect("512 is a power of two");
     let spec = ServerSpec {
         policy: &config.policy,
         cores: config.cores,

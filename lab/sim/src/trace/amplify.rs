@@ -11,24 +11,24 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use super::{Batch, Event, Opening, Packet, Service, Skipped, Trace, TraceError};
+use super::{Batch, Event, FirstPacket, Packet, Service, SkipCounts, Trace, TraceError};
 
 /// Packets of a merged batch.
 const BATCH: usize = 16_384;
 
 /// Part of a trace between two times, as a trace that starts at 0.
-pub struct Cut {
+pub struct TraceSlice {
     trace: Box<dyn Trace>,
     from_ns: u64,
     until_ns: u64,
     /// Flows that began before the part and have not sent in it yet.
-    waiting: HashMap<u32, Opening>,
+    waiting: HashMap<u32, FirstPacket>,
     /// Flows that have sent in the part and have not ended.
     open: HashMap<u32, ()>,
     ended: bool,
 }
 
-impl Cut {
+impl TraceSlice {
     /// Creates the part. Panics when the trace has a history, which would have to be cut too.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
@@ -52,7 +52,7 @@ impl Cut {
         }
     }
 
-    fn process_before_part(&mut self, packet: &Packet, opening: Option<Opening>) {
+    fn process_before_part(&mut self, packet: &Packet, opening: Option<FirstPacket>) {
         if let Some(opening) = opening {
             self.waiting.insert(packet.flow, opening);
         }
@@ -61,7 +61,7 @@ impl Cut {
         }
     }
 
-    fn process_in_part(&mut self, packet: &Packet, opening: Option<Opening>, part: &mut Batch) {
+    fn process_in_part(&mut self, packet: &Packet, opening: Option<FirstPacket>, part: &mut Batch) {
         let began_before = self.waiting.remove(&packet.flow);
         if began_before.is_some() && !packet.event.is_packet() {
             return;
@@ -80,7 +80,7 @@ impl Cut {
     }
 }
 
-impl Trace for Cut {
+impl Trace for TraceSlice {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
         let mut whole = Batch::default();
@@ -104,7 +104,7 @@ impl Trace for Cut {
         Ok(())
     }
 
-    fn skipped(&self) -> Skipped {
+    fn skipped(&self) -> SkipCounts {
         self.trace.skipped()
     }
 
@@ -184,7 +184,7 @@ impl Trace for Overlay {
             if packet.event.opens() {
                 let opening = part.batch.openings[part.next_opening];
                 part.next_opening += 1;
-                batch.openings.push(Opening { tuple: fresh(&opening.tuple, part.copy), ..opening });
+                batch.openings.push(FirstPacket { tuple: fresh(&opening.tuple, part.copy), ..opening });
             }
             batch.packets.push(Packet { time_ns, flow: packet.flow * count + position as u32, ..packet });
             self.schedule(position)?;
@@ -192,8 +192,8 @@ impl Trace for Overlay {
         Ok(())
     }
 
-    fn skipped(&self) -> Skipped {
-        let mut all = Skipped::new();
+    fn skipped(&self) -> SkipCounts {
+        let mut all = SkipCounts::new();
         for (reason, packets) in self.parts.iter().flat_map(|part| part.trace.skipped()) {
             *all.entry(reason).or_default() += packets;
         }
@@ -256,7 +256,7 @@ mod tests {
 
     fn small() -> Box<dyn Trace> {
         let tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
-        let opening = |port| Opening { tuple: tuple(port), rate: None };
+        let opening = |port| FirstPacket { tuple: tuple(port), rate: None };
         let packet = |time_ns, flow, event| Packet { time_ns, flow, bytes: 60, event };
         let mut packets: Vec<Packet> = (0..10u64).map(|n| packet(n * 10, 5, Event::NONE)).collect();
         packets[0].event = Event::OPENS;
@@ -278,7 +278,7 @@ mod tests {
         }
     }
 
-    fn all(mut trace: impl Trace) -> (Vec<(u64, u32, Event)>, Vec<Opening>) {
+    fn all(mut trace: impl Trace) -> (Vec<(u64, u32, Event)>, Vec<FirstPacket>) {
         let (mut batch, mut packets, mut openings) = (Batch::default(), Vec::new(), Vec::new());
         loop {
             trace.read(&mut batch).unwrap();
@@ -292,14 +292,14 @@ mod tests {
 
     #[test]
     fn trace_part_opens_and_closes_its_flows() {
-        let (packets, openings) = all(Cut::new(small(), 55, 75));
+        let (packets, openings) = all(TraceSlice::new(small(), 55, 75));
         assert_eq!(
             packets,
             [(5, 5, Event::OPENS), (10, 6, Event::ONLY), (15, 5, Event::NONE), (20, 5, Event::EXPIRES)]
         );
         assert_eq!(openings.iter().map(|opening| opening.tuple.client().port()).collect::<Vec<_>>(), [1, 2]);
         // From its beginning the part equals the trace, plus the ends of flows.
-        let (packets, _) = all(Cut::new(small(), 0, 100));
+        let (packets, _) = all(TraceSlice::new(small(), 0, 100));
         assert_eq!((packets.len(), packets[12]), (13, (100, 5, Event::EXPIRES)));
     }
 

@@ -2,7 +2,7 @@
 
 use coreward_model::arrivals::ArrivalLog;
 
-use super::{Batch, Event, Opening, Packet, Service, Trace, TraceError};
+use super::{Batch, Event, FirstPacket, Packet, Service, Trace, TraceError};
 
 /// Packets of a batch.
 const BATCH: usize = 16_384;
@@ -47,7 +47,7 @@ impl Trace for ArrivalTrace {
             };
             if event.opens() {
                 let rate = Some(1e6 / f64::from(arrival.interval_us.max(1)));
-                batch.openings.push(Opening { tuple: arrival.four_tuple(), rate });
+                batch.openings.push(FirstPacket { tuple: arrival.four_tuple(), rate });
             }
             batch.packets.push(Packet { time_ns: due_us * 1_000, flow: *connection, bytes: 0, event });
         }

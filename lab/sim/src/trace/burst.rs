@@ -6,7 +6,7 @@
 
 use std::str::FromStr;
 
-use super::campus::{Active, Draw, Sorted, emit, sort};
+use super::campus::{ActiveFlow, FlowGenerator, Sorted, emit, sort};
 use super::settings::{SettingError, settings};
 use super::{Batch, Trace, TraceError};
 
@@ -55,7 +55,7 @@ impl FromStr for Burst {
 
 /// Burst traffic of one seed.
 pub struct BurstTrace {
-    active: Vec<Active>,
+    active: Vec<ActiveFlow>,
     slice_start_ns: u64,
     end_ns: u64,
 }
@@ -63,14 +63,14 @@ pub struct BurstTrace {
 impl BurstTrace {
     /// Returns the traffic of `burst`, with `seed` if the settings have none.
     pub fn new(burst: &Burst, seed: u64) -> Self {
-        let mut draw = Draw::new(burst.seed.unwrap_or(seed));
+        let mut draw = FlowGenerator::new(burst.seed.unwrap_or(seed));
         let end_ns = burst.seconds * 1_000_000_000;
         let active = (0..burst.connections).map(|number| {
             let start_ns = START_NS as f64 + draw.uniform() * WIDTH_NS as f64;
             let rate = draw.rate();
             // More packets than the connection can send until the end.
             let packets = rate * end_ns as f64 / 1e9 + 1.0;
-            Active::new(number, start_ns, rate, packets as u32, draw.tuple())
+            ActiveFlow::new(number, start_ns, rate, packets as u32, draw.tuple())
         });
         Self { active: active.collect(), slice_start_ns: 0, end_ns }
     }

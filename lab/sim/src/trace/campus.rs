@@ -26,7 +26,7 @@ use rand_distr::{Distribution as _, Exp1, LogNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::settings::{SettingError, settings};
-use super::{Batch, Event, Opening, Packet, Trace, TraceError};
+use super::{Batch, Event, FirstPacket, Packet, Trace, TraceError};
 
 /// Component of the mixture of packets per flow: its weight and distribution (SciPy's parameters with `loc` 0).
 struct Part {
@@ -120,7 +120,7 @@ impl FromStr for Campus {
 }
 
 /// Flow with remaining packets. Times are in ns after the start of the history.
-pub(super) struct Active {
+pub(super) struct ActiveFlow {
     /// Time of the flow's next packet.
     next_ns: f64,
     interval_ns: f64,
@@ -130,13 +130,13 @@ pub(super) struct Active {
     tuple: FourTuple,
 }
 
-impl Active {
+impl ActiveFlow {
     pub fn new(number: u32, first_ns: f64, rate: f64, packets: u32, tuple: FourTuple) -> Self {
         Self { next_ns: first_ns, interval_ns: 1e9 / rate, remaining_packets: packets, number, is_new: true, tuple }
     }
 
-    fn opening(&self) -> Opening {
-        Opening { tuple: self.tuple, rate: Some(1e9 / self.interval_ns) }
+    fn opening(&self) -> FirstPacket {
+        FirstPacket { tuple: self.tuple, rate: Some(1e9 / self.interval_ns) }
     }
 
     /// Returns the end of the flow: one interval after its last packet.
@@ -147,27 +147,27 @@ impl Active {
 
 /// Campus traffic of one seed.
 pub struct CampusTrace {
-    draw: Draw,
+    draw: FlowGenerator,
     /// Arrival of the next flow (s after the end of the history).
     next_arrival_s: f64,
     mean_gap_s: f64,
     history_ns: u64,
     slice_start_ns: u64,
     end_ns: u64,
-    active: Vec<Active>,
+    active: Vec<ActiveFlow>,
     /// Reusable numbers of ended flows, and the first unused number.
     free: Vec<u32>,
     unused: u32,
 }
 
-pub(super) type Sorted = ((u64, u32), Opening);
+pub(super) type Sorted = ((u64, u32), FirstPacket);
 
 impl CampusTrace {
     /// Returns the traffic of `campus`, with `seed` if the settings have none.
     pub fn new(campus: &Campus, seed: u64) -> Self {
         let history_ns = campus.history_s * 1_000_000_000;
         let mut trace = Self {
-            draw: Draw::new(campus.seed.unwrap_or(seed)),
+            draw: FlowGenerator::new(campus.seed.unwrap_or(seed)),
             next_arrival_s: -MAX_FLOW_SECONDS,
             mean_gap_s: 1.0 / campus.flows_per_s,
             history_ns,
@@ -202,7 +202,7 @@ impl CampusTrace {
                 self.unused - 1
             });
             let first_ns = (arrival_s + history_s + sent / rate) * 1e9;
-            self.active.push(Active::new(number, first_ns, rate, (length - sent) as u32, tuple));
+            self.active.push(ActiveFlow::new(number, first_ns, rate, (length - sent) as u32, tuple));
         }
     }
 
@@ -270,7 +270,7 @@ pub(super) fn sort(batch: &mut Batch, mut openings: Vec<Sorted>) {
 }
 
 /// Appends the events of the flow up to a time of the history.
-fn begin_or_expire(flow: &mut Active, until_ns: f64, events: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
+fn begin_or_expire(flow: &mut ActiveFlow, until_ns: f64, events: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
     let event = |time_ns, event| Packet { time_ns, flow: flow.number, bytes: 0, event };
     if flow.is_new {
         let time_ns = flow.next_ns as u64;
@@ -285,14 +285,14 @@ fn begin_or_expire(flow: &mut Active, until_ns: f64, events: &mut Vec<Packet>, o
 }
 
 /// Skips the packets that the flow sent in the history, which has ended at `now_ns`.
-fn skip_packets_before(flow: &mut Active, now_ns: f64) {
+fn skip_packets_before(flow: &mut ActiveFlow, now_ns: f64) {
     let sent = ((now_ns - flow.next_ns) / flow.interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
     flow.next_ns += sent * flow.interval_ns;
     flow.remaining_packets -= sent as u32;
 }
 
 /// Appends the flow's packets up to `until_ns`.
-pub(super) fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
+pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
     while flow.remaining_packets > 0 && flow.next_ns < until_ns {
         let time_ns = flow.next_ns as u64;
         let event = match (flow.is_new, flow.remaining_packets == 1) {
@@ -312,7 +312,7 @@ pub(super) fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, 
 }
 
 /// Random generator of flows.
-pub(super) struct Draw {
+pub(super) struct FlowGenerator {
     rng: Xoshiro256PlusPlus,
     rate: LogNormal<f64>,
     /// Components of the mixture: cumulative weight and distribution.
@@ -324,7 +324,7 @@ enum Sampler {
     Lognormal(f64, LogNormal<f64>),
 }
 
-impl Draw {
+impl FlowGenerator {
     pub fn new(seed: u64) -> Self {
         let mut below = 0.0;
         let parts = MIXTURE.iter().map(|part| {
@@ -382,7 +382,7 @@ mod tests {
 
     #[test]
     fn lengths_are_those_of_the_data() {
-        let mut draw = Draw::new(1);
+        let mut draw = FlowGenerator::new(1);
         let lengths: Vec<f64> = (0..4_000_000).map(|_| draw.length()).collect();
         let whole: f64 = lengths.iter().sum();
         let mean = whole / lengths.len() as f64;

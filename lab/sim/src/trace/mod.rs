@@ -44,7 +44,7 @@ pub struct Event(u8);
 impl Event {
     /// Packet without an effect on the flow's state.
     pub const NONE: Event = Event(0);
-    /// First packet of the flow: the batch's next [`Opening`] belongs to it.
+    /// First packet of the flow: the batch's next [`FirstPacket`] belongs to it.
     pub const OPENS: Event = Event(1);
     /// Last packet of the flow: its number may be reused.
     pub const CLOSES: Event = Event(2);
@@ -72,7 +72,7 @@ impl Event {
 
 /// First packet of a flow.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Opening {
+pub struct FirstPacket {
     /// Addresses and ports in the sender's packets.
     pub tuple: FourTuple,
     /// Packets per second, from the flow's first packet to its last; `None`: unknown in advance.
@@ -85,7 +85,7 @@ pub struct Batch {
     /// In the order of their times.
     pub packets: Vec<Packet>,
     /// Openings of the packets that open a flow, in the packets' order.
-    pub openings: Vec<Opening>,
+    pub openings: Vec<FirstPacket>,
 }
 
 impl Batch {
@@ -97,7 +97,7 @@ impl Batch {
 }
 
 /// Number of skipped packets, by reason.
-pub type Skipped = BTreeMap<&'static str, u64>;
+pub type SkipCounts = BTreeMap<&'static str, u64>;
 
 /// Service rate of a trace's servers.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -113,8 +113,8 @@ pub trait Trace: Send {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError>;
 
     /// Returns the packets skipped so far.
-    fn skipped(&self) -> Skipped {
-        Skipped::new()
+    fn skipped(&self) -> SkipCounts {
+        SkipCounts::new()
     }
 
     /// Returns the number of packets with slightly earlier time stamps than their predecessor's, counted as

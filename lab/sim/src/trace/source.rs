@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::amplify::{Cut, Overlay};
+use super::amplify::{TraceSlice, Overlay};
 use super::arrivals::ArrivalTrace;
 use super::burst::{Burst, BurstTrace};
 use super::campus::{Campus, CampusTrace};
@@ -90,9 +90,9 @@ impl Source {
         let duration_ns = self.duration_ns(seed, options)?;
         for copy in 0..copies {
             let start_ns = duration_ns * u64::from(copy) / u64::from(copies);
-            parts.push((Box::new(Cut::new(self.open(seed, options)?, start_ns, duration_ns)), 0, copy));
+            parts.push((Box::new(TraceSlice::new(self.open(seed, options)?, start_ns, duration_ns)), 0, copy));
             if start_ns > 0 {
-                parts.push((Box::new(Cut::new(self.open(seed, options)?, 0, start_ns)), duration_ns - start_ns, copy));
+                parts.push((Box::new(TraceSlice::new(self.open(seed, options)?, 0, start_ns)), duration_ns - start_ns, copy));
             }
         }
         Ok(Box::new(Overlay::new(parts)))

@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 
 use coreward_sim::trace::capture::{ReadOptions, writer};
-use coreward_sim::trace::{Batch, Event, Opening, Packet, Skipped, Source};
+use coreward_sim::trace::{Batch, Event, FirstPacket, Packet, SkipCounts, Source};
 
 const SECOND: u64 = 1_000_000_000;
 
@@ -25,14 +25,14 @@ impl Files {
 
 /// Contents of a trace.
 #[derive(Debug, Default)]
-struct All {
+struct TraceContents {
     packets: Vec<Packet>,
-    openings: Vec<Opening>,
-    skipped: Skipped,
+    openings: Vec<FirstPacket>,
+    skipped: SkipCounts,
     reordered: u64,
 }
 
-impl All {
+impl TraceContents {
     fn clients(&self) -> Vec<String> {
         self.openings.iter().map(|opening| opening.tuple.client().to_string()).collect()
     }
@@ -42,9 +42,9 @@ impl All {
     }
 }
 
-fn read_with(path: PathBuf, options: ReadOptions) -> Result<All, String> {
+fn read_with(path: PathBuf, options: ReadOptions) -> Result<TraceContents, String> {
     let mut trace = Source::File(path).open(1, options).map_err(|error| error.to_string())?;
-    let (mut all, mut batch) = (All::default(), Batch::default());
+    let (mut all, mut batch) = (TraceContents::default(), Batch::default());
     loop {
         trace.read(&mut batch).map_err(|error| error.to_string())?;
         if batch.packets.is_empty() {
@@ -56,7 +56,7 @@ fn read_with(path: PathBuf, options: ReadOptions) -> Result<All, String> {
     }
 }
 
-fn read(path: PathBuf) -> Result<All, String> {
+fn read(path: PathBuf) -> Result<TraceContents, String> {
     read_with(path, ReadOptions::default())
 }
 
@@ -160,7 +160,7 @@ fn three(link: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
     ]
 }
 
-fn check_three(all: &All) {
+fn check_three(all: &TraceContents) {
     assert_eq!(all.clients(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
     assert_eq!(all.openings[0].tuple.vip().to_string(), "10.200.0.1:80");
     let packets: Vec<_> = all.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)).collect();
@@ -205,7 +205,7 @@ fn every_link_layer_is_read() {
     for (number, link) in links {
         check_three(&read(files.write("a.pcap", &pcap(false, true, number, &three(link)))).unwrap());
     }
-    let error = All::error_of(files.write("a.pcap", &pcap(false, true, 105, &[])));
+    let error = TraceContents::error_of(files.write("a.pcap", &pcap(false, true, 105, &[])));
     assert!(error.contains("link type 105: expected Ethernet (1)"), "{error}");
 }
 
@@ -225,7 +225,7 @@ fn ipv6_with_extension_headers_is_read() {
     let all = read(files.write("a.pcap", &pcap(false, true, 229, &frames))).unwrap();
     assert_eq!(all.clients(), ["[2001:db8::7]:1000", "[2001:db8::7]:2000"]);
     assert_eq!(all.packets.iter().map(|packet| packet.flow).collect::<Vec<_>>(), [0, 1, 1]);
-    assert_eq!(all.skipped, Skipped::from([("fragment after the first", 1), ("neither TCP nor UDP", 1)]));
+    assert_eq!(all.skipped, SkipCounts::from([("fragment after the first", 1), ("neither TCP nor UDP", 1)]));
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn skipped_packets_are_counted_by_reason() {
         ("neither TCP nor UDP", 1),
         ("not IP", 1),
     ];
-    assert_eq!(all.skipped, Skipped::from(expected));
+    assert_eq!(all.skipped, SkipCounts::from(expected));
 }
 
 #[test]
@@ -270,15 +270,15 @@ fn pcapng_with_several_interfaces_and_resolutions_is_read() {
 
     let simple = block(3, &[&40u32.to_le_bytes()[..], &ipv4(1, 0, 0)].concat());
     let all = read(files.write("b.pcapng", &[file.clone(), simple].concat())).unwrap();
-    assert_eq!(all.skipped, Skipped::from([("without a time stamp", 1)]));
+    assert_eq!(all.skipped, SkipCounts::from([("without a time stamp", 1)]));
 
-    let error = All::error_of(files.write("c.pcapng", &file[..file.len() - 10]));
+    let error = TraceContents::error_of(files.write("c.pcapng", &file[..file.len() - 10]));
     assert!(error.contains("cut off in packet 3: 2 packets were read before"), "{error}");
     let mut damaged = file.clone();
     damaged[file.len() - 4..].copy_from_slice(&7u32.to_le_bytes());
-    let error = All::error_of(files.write("d.pcapng", &damaged));
+    let error = TraceContents::error_of(files.write("d.pcapng", &damaged));
     assert!(error.contains("after packet 2 comes what is no pcapng block"), "{error}");
-    let error = All::error_of(files.write("e.pcapng", &pcapng(&[], &packets)));
+    let error = TraceContents::error_of(files.write("e.pcapng", &pcapng(&[], &packets)));
     assert!(error.contains("interface 0, which is not described"), "{error}");
 }
 
@@ -312,7 +312,7 @@ fn compressed_captures_are_read() {
     ];
     for (name, bytes) in compressed {
         check_three(&read(files.write(name, &bytes)).unwrap());
-        let error = All::error_of(files.write(name, &bytes[..bytes.len() - 20]));
+        let error = TraceContents::error_of(files.write(name, &bytes[..bytes.len() - 20]));
         assert!(error.contains("cut off in packet") || error.contains("after packet"), "{name}: {error}");
     }
 }
@@ -321,18 +321,18 @@ fn compressed_captures_are_read() {
 fn truncated_foreign_or_damaged_file_is_rejected() {
     let files = Files::new();
     let whole = pcap(false, false, 1, &three(plain_ethernet));
-    let error = All::error_of(files.write("a.pcap", &whole[..whole.len() - 1]));
+    let error = TraceContents::error_of(files.write("a.pcap", &whole[..whole.len() - 1]));
     let expected = "a.pcap: cut off in packet 3: 2 packets were read before, up to 0.000005 s after the first";
     assert!(error.ends_with(expected), "{error}");
-    assert!(All::error_of(files.write("a.pcap", &whole[..20])).contains("cut off in packet 1: 0 packets"));
-    let error = All::error_of(files.write("b.txt", b"hello, world"));
+    assert!(TraceContents::error_of(files.write("a.pcap", &whole[..20])).contains("cut off in packet 1: 0 packets"));
+    let error = TraceContents::error_of(files.write("b.txt", b"hello, world"));
     assert!(error.contains("begins with [68, 65, 6c, 6c, 6f, 2c]: expected a capture"), "{error}");
-    assert!(All::error_of(files.write("c", b"")).contains("begins with []"));
+    assert!(TraceContents::error_of(files.write("c", b"")).contains("begins with []"));
     let mut damaged = whole.clone();
     damaged[24 + 8..24 + 12].copy_from_slice(&300_000_000u32.to_le_bytes());
-    let error = All::error_of(files.write("d.pcap", &damaged));
+    let error = TraceContents::error_of(files.write("d.pcap", &damaged));
     assert!(error.contains("packet 1 claims to have 300000000 bytes: expected at most 262144"), "{error}");
-    assert!(All::error_of(files.0.path().join("none")).contains("none: No such file"));
+    assert!(TraceContents::error_of(files.0.path().join("none")).contains("none: No such file"));
 }
 
 #[test]
@@ -345,7 +345,7 @@ fn small_steps_back_in_time_are_counted_and_large_ones_rejected() {
     let all = read(files.write("a.pcap", &at(&[100, 120, 111, 130]))).unwrap();
     let times: Vec<u64> = all.packets.iter().map(|packet| packet.time_ns / 1_000_000).collect();
     assert_eq!((times, all.reordered), (vec![0, 20, 20, 30], 1));
-    let error = All::error_of(files.write("b.pcap", &at(&[100, 120, 109])));
+    let error = TraceContents::error_of(files.write("b.pcap", &at(&[100, 120, 109])));
     let expected = "packet 3 is of 0.109000000 s, 11.000 ms before packet 2 of 0.120000000 s";
     assert!(error.contains(expected), "{error}");
 }
@@ -354,7 +354,7 @@ fn small_steps_back_in_time_are_counted_and_large_ones_rejected() {
 fn snap_length_without_ports_is_rejected() {
     let files = Files::new();
     let frames = three(|packet| plain_ethernet(packet)[..34].to_vec());
-    let error = All::error_of(files.write("a.pcap", &pcap(false, true, 1, &frames)));
+    let error = TraceContents::error_of(files.write("a.pcap", &pcap(false, true, 1, &frames)));
     let expected =
         "packet 1 was captured up to byte 34 of 34: its ports are behind; expected a snap length of at least 38";
     assert!(error.contains(expected), "{error}");

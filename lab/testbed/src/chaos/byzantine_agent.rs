@@ -31,7 +31,7 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(1);
 /// Limit without a message of the controller, after which the impostor leaves the stream.
 const STREAM_LIMIT: Duration = Duration::from_secs(2);
 /// Number of simultaneous silent or malformed connections.
-const FLOOD_CONNECTIONS: usize = 64;
+const FLOOD_CONNECTION_COUNT: usize = 64;
 
 /// Counts of false reports.
 #[derive(Debug, Default)]
@@ -109,8 +109,8 @@ impl ByzantineAgent {
 
 /// Opens connections, sends random bytes on some, and closes all once the last one is open.
 fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReports) {
-    let mut open = Vec::with_capacity(FLOOD_CONNECTIONS);
-    for _ in 0..FLOOD_CONNECTIONS {
+    let mut open = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
+    for _ in 0..FLOOD_CONNECTION_COUNT {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_LIMIT) else { return };
         let nonsense: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
         // The controller may close the connection immediately.

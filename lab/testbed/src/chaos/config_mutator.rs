@@ -34,7 +34,7 @@ const LIMIT_S: &str = "8";
 
 /// Attempted writes and their outcomes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Writes {
+pub struct WriteCounts {
     /// Changes acknowledged by the controller.
     pub acknowledged: u64,
     /// Changes that failed or have no answer.
@@ -70,7 +70,7 @@ pub struct Model {
 pub struct Writer<'a> {
     operator: Operator<'a>,
     file: PathBuf,
-    writes: Mutex<Writes>,
+    writes: Mutex<WriteCounts>,
 }
 
 impl<'a> Writer<'a> {
@@ -81,7 +81,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Returns the writes so far.
-    pub fn writes(&self) -> Writes {
+    pub fn writes(&self) -> WriteCounts {
         self.writes.lock().expect("no writer panics").clone()
     }
 
@@ -271,7 +271,7 @@ impl<'a> Writer<'a> {
         Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
     }
 
-    fn count(&self, count: impl FnOnce(&mut Writes)) {
+    fn count(&self, count: impl FnOnce(&mut WriteCounts)) {
         count(&mut self.writes.lock().expect("no writer panics"));
     }
 

@@ -58,7 +58,12 @@ impl Disk {
 impl Drop for Disk {
     fn drop(&mut self) {
         if let Err(error) = umount2(&self.path, MntFlags::MNT_DETACH) {
-            tracing::warn!(event = "still-mounted", path = %self.path.display(), %error, "cannot unmount");
+            tracing::warn!(
+                event = "disk-not-unmounted",
+                path = %self.path.display(),
+                %error,
+                "the disk of the chaos test stays mounted: unmount it"
+            );
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::process::Process;
 use crate::topology::Testbed;
 
 /// Number of members, of which one may fail.
-pub const MEMBERS: u16 = 3;
+pub const MEMBER_COUNT: u16 = 3;
 /// First port in the controllers' namespace, where no other program listens.
 const FIRST_PORT: u16 = 2379;
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -34,10 +34,10 @@ impl<'a> Etcd<'a> {
     /// Starts all members and waits for a leader. Fails when etcd (Debian package etcd-server) cannot be started, or
     /// without a leader in time.
     pub fn start(testbed: &'a Testbed) -> anyhow::Result<Self> {
-        let members = Member::cluster(MEMBERS, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_PORT);
+        let members = Member::cluster(MEMBER_COUNT, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_PORT);
         let directory = testbed.directory();
         let mut etcd = Self { testbed, members, processes: Vec::new(), directory };
-        for number in 1..=MEMBERS {
+        for number in 1..=MEMBER_COUNT {
             let process = etcd.spawn(number)?;
             etcd.processes.push(process);
         }

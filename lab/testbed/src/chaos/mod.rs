@@ -39,7 +39,7 @@ use crate::conformance::{SetOnDrop, change_loads, write_busy};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, logs};
 use crate::interrupt;
 use crate::nginx::Nginx;
-use crate::preload::Preload;
+use crate::preload::PreloadedFaults;
 use crate::topology::{Testbed, TestbedOptions};
 use byzantine_agent::FalseReportKind;
 use byzantine_share::ByzantineShare;
@@ -50,7 +50,7 @@ use etcd::Etcd;
 use fault::FaultKind;
 use invariants::{InvariantChecker, ResourceUsage};
 use outcome::{Outcome, Recovery};
-use schedule::{Parts, PlannedFault, Schedule};
+use schedule::{PartCounts, PlannedFault, Schedule};
 use test_env::TestEnv;
 use traffic::{Traffic, stream_service};
 
@@ -86,13 +86,13 @@ pub struct Options {
     pub json: bool,
 }
 
-const LOAD_BALANCERS: u16 = 2;
-const SERVERS: u16 = 4;
-const CORES: u16 = 2;
+const LOAD_BALANCER_COUNT: u16 = 2;
+const SERVER_COUNT: u16 = 4;
+const CORE_COUNT: u16 = 2;
 /// Server for which an impostor reports idle cores after the last round.
 const IMPOSTOR: u16 = 1;
 /// Client addresses; the first one is for clients whose kernel chooses the port.
-const CLIENT_ADDRESSES: u16 = 4;
+const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// Limit for the convergence of the fleet.
 const CONVERGENCE_LIMIT: Duration = Duration::from_secs(30);
 /// Health checks of both services: frequent, with short timeouts, so that faults make servers down.
@@ -122,11 +122,11 @@ pub fn main(options: &Options) -> anyhow::Result<()> {
 pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
-        servers: SERVERS,
-        cores: CORES,
-        load_balancers: LOAD_BALANCERS,
+        servers: SERVER_COUNT,
+        cores: CORE_COUNT,
+        load_balancers: LOAD_BALANCER_COUNT,
         racks: options.racks,
-        client_addresses: CLIENT_ADDRESSES,
+        client_addresses: CLIENT_ADDRESS_COUNT,
         family: options.family,
         ..TestbedOptions::default()
     })?;
@@ -136,7 +136,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
     let _streams = testbed.start_stream_servers_at(stream_service(&testbed), busy_of_streams)?;
     for number in &numbers {
-        write_busy(&busy_file(&testbed, *number), &vec![0; usize::from(CORES)])?;
+        write_busy(&busy_file(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
     }
     let server_racks: BTreeMap<u16, Vec<u16>> = numbers
         .iter()
@@ -154,7 +154,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         server_racks.clone(),
     );
     let disk = Disk::mount(&testbed.directory().join("store"))?;
-    let preload = Preload::create(&testbed.directory())?;
+    let preload = PreloadedFaults::create(&testbed.directory())?;
     let etcd = (options.controllers > 1).then(|| Etcd::start(&testbed)).transpose()?;
     let fleet_options = FleetOptions {
         load: LoadSource::PacedServer,
@@ -268,7 +268,7 @@ impl<'a> Run<'a> {
         watch: &InvariantChecker<'_>,
     ) -> anyhow::Result<()> {
         let Options { controllers, racks, .. } = *self.options;
-        let parts = Parts { controllers, load_balancers: LOAD_BALANCERS, racks, servers: SERVERS };
+        let parts = PartCounts { controllers, load_balancers: LOAD_BALANCER_COUNT, racks, servers: SERVER_COUNT };
         let mut schedule = Schedule::new(self.options.seed, &self.kinds, parts);
         let end = self.start + Duration::from_secs(self.options.seconds.into());
         while Instant::now() < end {
@@ -320,7 +320,7 @@ impl<'a> Run<'a> {
         self.print_progress(&format!("an impostor reports idle cores of s{IMPOSTOR}"));
         self.env.start_false_reports(IMPOSTOR, FalseReportKind::Load)?;
         let service = self.testbed.service();
-        let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(service, IMPOSTOR, SERVERS))?;
+        let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(service, IMPOSTOR, SERVER_COUNT))?;
         self.env.stop_false_reports(IMPOSTOR)?;
         if byzantine_share.is_over_limit() {
             self.violations.push(format!(

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::IMPOSTOR;
 use super::byzantine_agent::FalseReports;
 use super::byzantine_share::ByzantineShare;
-use super::config_mutator::Writes;
+use super::config_mutator::WriteCounts;
 use super::invariants::{Observations, ResourceUsage};
 use super::traffic::TrafficCounts;
 
@@ -27,7 +27,7 @@ pub struct Outcome {
     /// Recovery times after each round.
     pub recoveries: Vec<Recovery>,
     /// Counts of configuration changes.
-    pub writes: Writes,
+    pub writes: WriteCounts,
     /// Observations of values that must grow or stay.
     pub observations: Observations,
     /// Counts of the clients.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::etcd::MEMBERS;
+use super::etcd::MEMBER_COUNT;
 use super::fault::{Fault, FaultKind};
 use crate::addresses::{load_balancer_name, rack_name};
 use crate::fleet::{CONTROLLER, agent_name, controller_name};
@@ -31,7 +31,7 @@ pub struct PlannedFault {
 
 /// Numbers of the parts that faults can affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parts {
+pub struct PartCounts {
     /// Number of controllers; several use etcd.
     pub controllers: u16,
     pub load_balancers: u16,
@@ -46,12 +46,12 @@ pub struct Schedule {
     rng: Xoshiro256PlusPlus,
     kinds: Vec<FaultKind>,
     turns: Vec<FaultKind>,
-    parts: Parts,
+    parts: PartCounts,
 }
 
 impl Schedule {
     /// `kinds`: at least one that `parts` allow.
-    pub fn new(seed: u64, kinds: &[FaultKind], parts: Parts) -> Self {
+    pub fn new(seed: u64, kinds: &[FaultKind], parts: PartCounts) -> Self {
         Self { rng: seeded_rng(seed, RNG_STREAM_FAULTS), kinds: kinds.to_vec(), turns: Vec::new(), parts }
     }
 
@@ -95,7 +95,7 @@ impl Schedule {
             FaultKind::Disk => Fault::Disk { fails_every_write: self.random_below(2) == 0 },
             FaultKind::Etcd => Fault::Etcd {
                 leader: self.random_below(2) == 0,
-                number: 1 + self.random_below(MEMBERS.into()) as u16,
+                number: 1 + self.random_below(MEMBER_COUNT.into()) as u16,
                 stop: self.random_below(2) == 0,
             },
             FaultKind::Clock => Fault::Clock { daemon: self.daemon(), seconds: self.clock_jump() },
@@ -167,7 +167,7 @@ mod tests {
 
     use super::*;
 
-    const PARTS: Parts = Parts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
+    const PARTS: PartCounts = PartCounts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
 
     #[test]
     fn seed_determines_the_schedule_and_every_kind_occurs() {

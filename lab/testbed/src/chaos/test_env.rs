@@ -21,7 +21,7 @@ use crate::fleet::{
     CONTROLLER, Fleet, agent_name, certificate_files, controller_address_of, coreward_command, logs,
     rack_listen_address,
 };
-use crate::preload::Preload;
+use crate::preload::PreloadedFaults;
 use crate::topology::Testbed;
 
 const SECOND_NS: i64 = 1_000_000_000;
@@ -35,7 +35,7 @@ pub struct TestEnv<'a> {
     fleet: Fleet,
     network: Network<'a>,
     disk: Disk,
-    preload: Preload,
+    preload: PreloadedFaults,
     etcd: Option<Etcd<'a>>,
     stopped_etcd: Option<u16>,
     /// Executable that upgrades alternate with; `None`: upgrades restart the same executable.
@@ -62,7 +62,7 @@ impl<'a> TestEnv<'a> {
         testbed: &'a Testbed,
         fleet: Fleet,
         disk: Disk,
-        preload: Preload,
+        preload: PreloadedFaults,
         etcd: Option<Etcd<'a>>,
         other_command: Option<PathBuf>,
     ) -> anyhow::Result<Self> {

@@ -14,7 +14,7 @@ use anyhow::ensure;
 use serde::Serialize;
 
 use crate::conformance::{download_once, parse_wrk};
-use crate::connection_errors::Broken;
+use crate::connection_errors::BrokenConnections;
 use crate::http::{Answerer, Connection};
 use crate::nginx::WORKER_PATH;
 use crate::stream::client::{StreamClient, Streams};
@@ -25,11 +25,11 @@ pub fn stream_service(testbed: &Testbed) -> SocketAddr {
     SocketAddr::new(testbed.service().ip(), 9000)
 }
 /// Number of simultaneous downloads, each at [`DOWNLOAD_RATE`].
-const DOWNLOADERS: u32 = 3;
+const DOWNLOADER_COUNT: u32 = 3;
 /// Download rate (bytes/s): a megabyte takes long enough to overlap with a fault.
 const DOWNLOAD_RATE: &str = "300k";
 /// Number of persistent connections, each with one request per [`KEPT_INTERVAL`].
-const KEPT_CONNECTIONS: usize = 16;
+const KEPT_CONNECTION_COUNT: usize = 16;
 const KEPT_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval of short connections.
 const SHORT_INTERVAL: Duration = Duration::from_millis(30);
@@ -47,24 +47,24 @@ const STREAMS_LIMIT: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct TrafficCounts {
     /// Downloads of a megabyte by curl, each on a new connection.
-    pub downloads: Count,
+    pub downloads: ClientCounts,
     /// Requests of wrk on keep-alive connections.
-    pub requests: Count,
+    pub requests: ClientCounts,
     /// Connections with one request.
-    pub short: Count,
+    pub short: ClientCounts,
     /// Responses on connections that stay open for the whole run, always by the same worker.
-    pub kept: Count,
+    pub kept: ClientCounts,
     /// Streams: connections of up to minutes whose bytes are checked.
-    pub streams: Count,
+    pub streams: ClientCounts,
     /// Broken streams by kind of error.
-    pub streams_broken: Broken,
+    pub streams_broken: BrokenConnections,
     /// The first failures, in words, with the second of the run.
     pub failures: Vec<String>,
 }
 
 /// Counts of one kind of client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Count {
+pub struct ClientCounts {
     pub good: u64,
     pub broken: u64,
 }
@@ -93,7 +93,7 @@ pub struct Traffic<'a> {
     delay_script: PathBuf,
 }
 
-type CountOf = fn(&mut TrafficCounts) -> &mut Count;
+type CountOf = fn(&mut TrafficCounts) -> &mut ClientCounts;
 
 impl<'a> Traffic<'a> {
     /// Starts the streams, which open connections for `seconds`. Fails when a process cannot be started.
@@ -112,10 +112,10 @@ impl<'a> Traffic<'a> {
         self.counts.lock().expect("no client panics").clone()
     }
 
-    /// Starts all clients except the streams; they end soon after `done`.
+    /// Starts all clients except those of streams. The started clients end soon after `done` is set.
     pub fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, done: &'scope AtomicBool) {
         let going = move || !done.load(Ordering::Relaxed);
-        for _ in 0..DOWNLOADERS {
+        for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(move || {
                 while going() {
                     let outcome = download_once(self.testbed, &["--limit-rate", DOWNLOAD_RATE]);
@@ -145,7 +145,7 @@ impl<'a> Traffic<'a> {
         if let Some(streams) = self.streams.take() {
             let report = streams.finish(STREAMS_LIMIT)?;
             let total = report.total();
-            seen.streams = Count { good: total.completed + report.open_at_end, broken: total.broken.total() };
+            seen.streams = ClientCounts { good: total.completed + report.open_at_end, broken: total.broken.total() };
             seen.streams_broken = total.broken;
             for (second, broken) in (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total() > 0) {
                 self.report_failure(
@@ -200,7 +200,7 @@ impl<'a> Traffic<'a> {
 
     /// Sends requests on the persistent connections, one after the other.
     fn query_kept_connections(&self, going: impl Fn() -> bool) {
-        let mut kept: Vec<Option<(Connection, Answerer)>> = (0..KEPT_CONNECTIONS).map(|_| None).collect();
+        let mut kept: Vec<Option<(Connection, Answerer)>> = (0..KEPT_CONNECTION_COUNT).map(|_| None).collect();
         while going() {
             for place in &mut kept {
                 let asked = Instant::now();
@@ -209,7 +209,7 @@ impl<'a> Traffic<'a> {
                     *place = None;
                 }
                 self.count(|seen| &mut seen.kept, "kept connection", outcome);
-                std::thread::sleep((KEPT_INTERVAL / KEPT_CONNECTIONS as u32).saturating_sub(asked.elapsed()));
+                std::thread::sleep((KEPT_INTERVAL / KEPT_CONNECTION_COUNT as u32).saturating_sub(asked.elapsed()));
             }
         }
     }

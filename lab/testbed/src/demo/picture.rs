@@ -70,9 +70,9 @@ fn by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     (0..seconds).filter_map(of_second).collect()
 }
 
-type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
+type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
-fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
+fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> DrawResult {
     let scale = scale(results);
     let mut chart = ChartBuilder::on(area)
         .caption("per-core variance % of the work served, by second (colours as on the right)", FONT)
@@ -103,7 +103,7 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
 }
 
 /// Draws a bar per policy, with the range over the seeds as a line, and the simulator's range over its draws as a box.
-fn draw_medians(results: &DemoResults, area: &Area<'_>) -> Drawn {
+fn draw_medians(results: &DemoResults, area: &Area<'_>) -> DrawResult {
     let (count, scale) = (results.runs.len(), scale(results));
     let mut chart = ChartBuilder::on(area)
         .caption("per-core variance %: live by seed (bar, line), simulated by draw (box)", FONT)

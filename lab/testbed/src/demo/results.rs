@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::samples::SeedMeasures;
 use super::seed_summary::SeedSummary;
-use super::simulated::{SIMULATED_RUNS, Simulated};
+use super::simulated::{SIMULATED_RUN_COUNT, Simulated};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
 /// Limit of the machine's busy share (%) above which its figures are unreliable.
@@ -58,7 +58,7 @@ impl PolicyRuns {
 
     /// Returns the kinds of broken connections that occurred, in words; empty without any.
     fn broken_kinds(&self) -> String {
-        let kinds = |kind: fn(&crate::connection_errors::Broken) -> u64| {
+        let kinds = |kind: fn(&crate::connection_errors::BrokenConnections) -> u64| {
             self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum()
         };
         let all: [(u64, &str); 6] = [
@@ -198,10 +198,10 @@ impl DemoResults {
         lines.push(format!(
             "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, \
              in\n\
-             brackets their range over {SIMULATED_RUNS} draws of server ids, RSS key, the moments of agents' reports \
+             brackets their range over {SIMULATED_RUN_COUNT} draws of server ids, RSS key, the moments of agents' reports \
              and whose turn is\n\
              first. A live run is one such draw: if both are the same, one of {} live medians lies outside.",
-            SIMULATED_RUNS.div_ceil(2)
+            SIMULATED_RUN_COUNT.div_ceil(2)
         ));
         lines.extend(self.warning());
         lines
@@ -288,7 +288,7 @@ pub fn simulated_table(policies: &[&str], simulated: &[Simulated]) -> Table {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::connection_errors::Broken;
+    use crate::connection_errors::BrokenConnections;
     use crate::demo::samples::Window;
     use crate::load::{Latency, LoadReport};
 
@@ -304,7 +304,7 @@ pub(super) mod tests {
             load: LoadReport {
                 opened: 100,
                 completed: 99,
-                broken: Broken { reset: u64::from(seed == 2), ..Broken::default() },
+                broken: BrokenConnections { reset: u64::from(seed == 2), ..BrokenConnections::default() },
                 latency_us: Latency { p50: 5_100, p99: 20_000, max: 30_000, mean: 6_000.0 },
                 ..LoadReport::default()
             },

@@ -19,7 +19,7 @@ use super::timeline::{Event, Timeline};
 
 /// Number of draws. If the simulator is right, a live median is outside their range once in 10 times: each of the 20
 /// values is the lowest or the highest with equal probability.
-pub const SIMULATED_RUNS: usize = 19;
+pub const SIMULATED_RUN_COUNT: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Simulated {
@@ -36,7 +36,7 @@ pub fn simulate(
     timeline: &Timeline,
 ) -> Vec<Simulated> {
     let jobs: Vec<(&str, usize)> =
-        policies.iter().flat_map(|policy| (0..SIMULATED_RUNS).map(move |draw| (*policy, draw))).collect();
+        policies.iter().flat_map(|policy| (0..SIMULATED_RUN_COUNT).map(move |draw| (*policy, draw))).collect();
     let medians = par_map(&jobs, |(policy, draw)| simulate_draw(options, policy, *draw as u64 + 1, logs, timeline));
     let spread = |draws: &[Variances], value: fn(&Variances) -> f64| {
         SeedSummary::of(&draws.iter().map(value).collect::<Vec<_>>())
@@ -45,7 +45,7 @@ pub fn simulate(
         core_variance_pct: spread(draws, |draw| draw.core_pct),
         server_variance_pct: spread(draws, |draw| draw.server_pct),
     };
-    medians.chunks(SIMULATED_RUNS).map(of_policy).collect()
+    medians.chunks(SIMULATED_RUN_COUNT).map(of_policy).collect()
 }
 
 /// Returns the median over the logs, all replayed on the same fleet, as in the live run.

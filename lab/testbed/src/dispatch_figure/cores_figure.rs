@@ -30,7 +30,7 @@ const BURST_SECONDS: f64 = 0.1;
 /// Interval of bursts (ns).
 const BURST_INTERVAL_NS: u64 = 1_000_000_000;
 /// Number of source ports of bursts, which differ from those of the measured requests.
-const BURST_FLOWS: u16 = 64;
+const BURST_FLOW_COUNT: u16 = 64;
 const BURST_FIRST_PORT: u16 = 40_000;
 const BATCH_SERVICE: usize = 1;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -130,7 +130,7 @@ fn send_bursts(testbed: &Testbed, burst: &Requests, stop: &AtomicBool) -> anyhow
         command.args(["load", &SERVICE.to_string(), "--service", &burst.service.to_string()]);
         command.args(["--multiplier", &burst.unit_us.to_string(), "--rate", &burst.rate.to_string()]);
         command.args(["--seconds", &burst.seconds.to_string(), "--warm-up", "0"]);
-        command.args(["--flows", &BURST_FLOWS.to_string(), "--first-port", &BURST_FIRST_PORT.to_string()]);
+        command.args(["--flows", &BURST_FLOW_COUNT.to_string(), "--first-port", &BURST_FIRST_PORT.to_string()]);
         command.args(["--seed", &(burst.seed * 1000 + number).to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let status = testbed.spawn(testbed.client(), command)?.wait(*TIMEOUT)?;

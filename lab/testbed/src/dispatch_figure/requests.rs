@@ -19,7 +19,7 @@ use crate::topology::Testbed;
 
 /// Number of source ports: hashes then give 4 workers equal shares within a few percent, as if every request were
 /// hashed.
-const FLOWS: u16 = 8192;
+const FLOW_COUNT: u16 = 8192;
 /// First source port, the same in every run.
 const FIRST_PORT: u16 = 20_000;
 const WARM_UP_S: f64 = 0.3;
@@ -31,7 +31,7 @@ const MAX_LATENESS_US: f64 = 500.0;
 const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
 /// Limit of attempts, with growing pauses, in total four minutes. A figure that takes many minutes should survive a
 /// busy one.
-const ATTEMPTS: u32 = 12;
+const MAX_ATTEMPTS: u32 = 12;
 const PAUSE: Duration = Duration::from_secs(1);
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 
@@ -59,7 +59,7 @@ pub struct Measurement {
 /// Raises the limit of sockets, because every source port is a socket. Fails when the limit may be too low.
 pub fn allow_sockets() -> anyhow::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let needed = u64::from(FLOWS) + 100;
+    let needed = u64::from(FLOW_COUNT) + 100;
     ensure!(hard >= needed, "at most {hard} open files (ulimit -Hn): expected {needed}, for as many source ports");
     Ok(setrlimit(Resource::RLIMIT_NOFILE, soft.max(needed), hard)?)
 }
@@ -89,14 +89,14 @@ pub fn measure_undisturbed(
         ("--seconds", seconds.to_string()),
         ("--warm-up", WARM_UP_S.to_string()),
         ("--timeout", TIMEOUT_S.to_string()),
-        ("--flows", FLOWS.to_string()),
+        ("--flows", FLOW_COUNT.to_string()),
         ("--first-port", FIRST_PORT.to_string()),
         ("--seed", seed.to_string()),
     ];
     let options: Vec<&str> = common.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
     let limit = Duration::from_secs_f64(WARM_UP_S + seconds + TIMEOUT_S) + *TIMEOUT;
     let max_lateness_us = max_lateness_us()?;
-    for attempt in 0..ATTEMPTS {
+    for attempt in 0..MAX_ATTEMPTS {
         if attempt > 0 {
             let pause = (PAUSE * attempt * attempt).min(MAX_PAUSE);
             crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
@@ -110,7 +110,7 @@ pub fn measure_undisturbed(
         eprintln!("disturbed: requests were sent {lateness_us:.0} us late (p99); once more");
     }
     anyhow::bail!(
-        "the machine is too busy: {ATTEMPTS} times requests were sent more than {max_lateness_us} us late (p99)"
+        "the machine is too busy: {MAX_ATTEMPTS} times requests were sent more than {max_lateness_us} us late (p99)"
     )
 }
 

@@ -9,12 +9,12 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::fault_injector::FaultCounts;
-use super::test_env::{TestEnv, WORKERS, eligible};
+use super::test_env::{TestEnv, WORKER_COUNT, eligible};
 use crate::counters::{self, Counters};
 
 /// All counters at one time.
 #[derive(Debug)]
-pub struct Reading {
+pub struct CounterReading {
     ledger: Value,
     client: Counters,
     server: Counters,
@@ -23,7 +23,7 @@ pub struct Reading {
     refused: u64,
 }
 
-impl Reading {
+impl CounterReading {
     /// Reads all counters. Fails when one cannot be read.
     pub fn take(env: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
@@ -43,7 +43,7 @@ impl Reading {
             found.push(format!("{outstanding} outstanding, {queued} queued: {}", self.ledger));
         }
         let eligible = eligible(&self.ledger);
-        if eligible != Some(WORKERS) {
+        if eligible != Some(WORKER_COUNT) {
             found.push(format!("{eligible:?} workers are eligible: {}", self.ledger));
         }
         for worker in self.ledger["workers"].as_array().into_iter().flatten() {
@@ -124,9 +124,9 @@ impl Segment {
     /// after the last request, but earlier than `after`.
     pub fn new(
         number: u32,
-        before: &Reading,
-        at_once: &Reading,
-        after: &Reading,
+        before: &CounterReading,
+        at_once: &CounterReading,
+        after: &CounterReading,
         made: &FaultCounts,
         load: &Report,
     ) -> Self {
@@ -180,7 +180,7 @@ impl Segment {
         let known = self.read + self.dropped + self.without_listener + self.purged;
         let (sent, made) = (self.sent, self.faults.clone());
         let (dropped, without_listener, purged) = (self.dropped, self.without_listener, self.purged);
-        let killed = made.kills + made.restarts * WORKERS;
+        let killed = made.kills + made.restarts * WORKER_COUNT;
         // A datagram may arrive while the socket is being closed.
         let accounted = (known..=known + killed).contains(&sent);
         self.require(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
@@ -197,7 +197,7 @@ impl Segment {
         self.require(lost <= reasons, || format!("{lost} requests of the load are lost, {reasons} with a reason"));
     }
 
-    fn check_ledger(&mut self, before: &Reading, after: &Reading) {
+    fn check_ledger(&mut self, before: &CounterReading, after: &CounterReading) {
         let Some(ledger) = &self.ledger else { return };
         let (dispatched, answers) = (ledger.dispatched, ledger.completed + ledger.unmatched);
         let (arrived, made) = (self.read + self.dropped + self.purged, self.faults.clone());
@@ -214,7 +214,7 @@ impl Segment {
 }
 
 impl RequestLedger {
-    fn new(before: &Reading, after: &Reading, made: &FaultCounts) -> Self {
+    fn new(before: &CounterReading, after: &CounterReading, made: &FaultCounts) -> Self {
         let sum = |name: &str| after.sum(name) - before.sum(name);
         let unmatched = after.counter("unmatched") - before.counter("unmatched");
         Self {

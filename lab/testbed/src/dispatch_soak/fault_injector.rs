@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::net::SocketAddrV4;
 
 use super::spoof::{FIRST_ID, Spoofer, UnansweredClient};
-use super::test_env::{FIRST_PORT, FLOWS, TestEnv, WORKERS};
+use super::test_env::{FIRST_PORT, FLOW_COUNT, TestEnv, WORKER_COUNT};
 use crate::interrupt;
 
 /// Pause between two events (ms).
@@ -18,7 +18,7 @@ const PAUSE_MS: std::ops::Range<u32> = 100..600;
 /// Time for which a worker is stopped (ms).
 const STOP_DURATION_MS: std::ops::Range<u32> = 1_000..3_000;
 /// Datagrams of a flood: several times the capacity of the workers' receive buffers.
-const FLOOD_DATAGRAMS: u32 = 3_000;
+const FLOOD_DATAGRAM_COUNT: u32 = 3_000;
 /// Datagrams of a flood that are sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
 const FLOOD_BURST: u32 = 100;
 /// Time after which a request has arrived at its worker.
@@ -130,13 +130,13 @@ impl<'a> FaultInjector<'a> {
             5 => {
                 self.env.kill_daemon()?;
                 std::thread::sleep(self.within(10..400));
-                self.env.attach(WORKERS - self.stopped.len() as u64)?;
+                self.env.attach(WORKER_COUNT - self.stopped.len() as u64)?;
                 self.counts.upgrades += 1;
             }
             6 => {
                 self.env.detach()?;
                 std::thread::sleep(self.within(10..400));
-                self.env.attach(WORKERS - self.stopped.len() as u64)?;
+                self.env.attach(WORKER_COUNT - self.stopped.len() as u64)?;
                 self.counts.detachments += 1;
             }
             _ => {
@@ -153,7 +153,7 @@ impl<'a> FaultInjector<'a> {
     }
 
     fn any_worker(&mut self) -> Option<u32> {
-        let number = uniform_below(self.rng, WORKERS as u32) as u8;
+        let number = uniform_below(self.rng, WORKER_COUNT as u32) as u8;
         // A killed worker may not have been replaced yet.
         self.env.server().worker_pid(number).ok()
     }
@@ -197,7 +197,7 @@ impl<'a> FaultInjector<'a> {
     fn spoof(&mut self) -> anyhow::Result<()> {
         let client = self.env.testbed().client_ipv4_address(0);
         for _ in 0..1 + uniform_below(self.rng, 50) {
-            let port = FIRST_PORT + uniform_below(self.rng, FLOWS.into()) as u16;
+            let port = FIRST_PORT + uniform_below(self.rng, FLOW_COUNT.into()) as u16;
             let id = FIRST_ID | uniform_below(self.rng, FIRST_ID);
             self.spoofer.respond(SocketAddrV4::new(client, port), id)?;
             self.counts.spoofed += 1;
@@ -206,7 +206,7 @@ impl<'a> FaultInjector<'a> {
     }
 
     fn flood(&mut self) {
-        for _ in 0..FLOOD_DATAGRAMS / FLOOD_BURST {
+        for _ in 0..FLOOD_DATAGRAM_COUNT / FLOOD_BURST {
             let sent = (0..FLOOD_BURST).filter(|_| self.unanswered_client.send().is_some()).count();
             self.counts.without_response += sent as u64;
             std::thread::sleep(Duration::from_micros(100));

@@ -19,7 +19,7 @@ use serde::Serialize;
 
 use crate::process::TIMEOUT;
 use crate::{instance, interrupt};
-use counter_audit::{Reading, Segment};
+use counter_audit::{CounterReading, Segment};
 use fault_injector::{FaultCounts, FaultInjector};
 use test_env::TestEnv;
 
@@ -83,20 +83,20 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let mut faults = FaultCounts::default();
     for number in 0..count {
         let mut injector = FaultInjector::new(&mut env, &mut rng, number % 2 == 1)?;
-        let before = Reading::take(injector.env())?;
+        let before = CounterReading::take(injector.env())?;
         let load = injector.env().start_load(length, options.seed.wrapping_add(number.into()))?;
         let end = Instant::now() + length;
         injector.inject_until(end).with_context(|| format!("segment {number}"))?;
         let made = injector.finish()?;
         let end = Instant::now() + Duration::from_millis(options.settle_ms.into());
         std::thread::sleep(MIN_SETTLE);
-        let mut at_once = Reading::take(&env)?;
+        let mut at_once = CounterReading::take(&env)?;
         while !at_once.describe_unfinished().is_empty() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(100));
-            at_once = Reading::take(&env)?;
+            at_once = CounterReading::take(&env)?;
         }
         let report = load.read_json(*TIMEOUT)?;
-        let segment = Segment::new(number, &before, &at_once, &Reading::take(&env)?, &made, &report);
+        let segment = Segment::new(number, &before, &at_once, &CounterReading::take(&env)?, &made, &report);
         tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
         faults.add(&made);
         segments.push(segment);

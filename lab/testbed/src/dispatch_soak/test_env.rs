@@ -26,10 +26,10 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/drop_counter.skel.rs"));
 }
 
-pub const WORKERS: u64 = 4;
+pub const WORKER_COUNT: u64 = 4;
 /// First port of the load, to which spoofed responses are sent.
 pub const FIRST_PORT: u16 = 20_000;
-pub const FLOWS: u16 = 64;
+pub const FLOW_COUNT: u16 = 64;
 /// Requests per second: a third of the capacity of all workers with [`SERVICE_TIME`] each. Without one worker queues
 /// stay short.
 const RATE: &str = "1200";
@@ -53,7 +53,7 @@ impl TestEnv {
     /// Starts all processes. Fails when one cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let testbed = Testbed::create_direct(instance)?;
-        let workers = WORKERS.to_string();
+        let workers = WORKER_COUNT.to_string();
         let server = ["--paced", "--restart", "--service-us", SERVICE_TIME, "--workers", &workers];
         let server =
             testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", RECEIVE_BUFFER]].concat())?;
@@ -67,7 +67,7 @@ impl TestEnv {
         fs::write(&config, text).with_context(|| config.display().to_string())?;
         let (purged, link) = count_purged(&testbed)?;
         let mut env = Self { purged, _purge_link: link, daemon: None, server, config, testbed };
-        env.attach(WORKERS)?;
+        env.attach(WORKER_COUNT)?;
         Ok(env)
     }
 
@@ -141,7 +141,7 @@ impl TestEnv {
     pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_command()?);
         command.args(["load", &SERVICE.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE]);
-        command.args(["--timeout", LOAD_TIMEOUT, "--flows", &FLOWS.to_string(), "--seed", &seed.to_string()]);
+        command.args(["--timeout", LOAD_TIMEOUT, "--flows", &FLOW_COUNT.to_string(), "--seed", &seed.to_string()]);
         command.args(["--first-port", &FIRST_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
         command.stdout(Stdio::piped());
         self.testbed.spawn(self.testbed.client(), command)

@@ -155,19 +155,19 @@ pub(super) fn fleet_name() -> anyhow::Result<Name> {
 }
 
 /// Returns the directory of the testbed's certificate authority.
-pub fn certificates(testbed: &Testbed) -> PathBuf {
+pub fn certificate_directory(testbed: &Testbed) -> PathBuf {
     testbed.directory().join("certs")
 }
 
 /// Returns the directory of a daemon's certificate and key.
 pub fn bundle(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
-    certificates(testbed).join(format!("{role}-{name}"))
+    certificate_directory(testbed).join(format!("{role}-{name}"))
 }
 
 /// Writes a daemon's ca.crt, own.crt and own.key, signed by the testbed's authority. Returns the directory. Fails when
 /// there is no authority, or files cannot be written.
 pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
-    let authority = Authority::open(&certificates(testbed))?;
+    let authority = Authority::open(&certificate_directory(testbed))?;
     let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
     let directory = bundle(testbed, role, name);
     authority.issue(&identity, &[], validity)?.write(&directory, &authority)?;

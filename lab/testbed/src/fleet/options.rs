@@ -8,7 +8,7 @@ use coreward_model::forwarding::Forwarding;
 
 use super::names::{controller_address_in, rack_listen_address};
 use crate::addresses::Family;
-use crate::preload::Preload;
+use crate::preload::PreloadedFaults;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FleetOptions {
@@ -60,7 +60,7 @@ pub struct FleetOptions {
     /// Lease of the leading controller in etcd (s). A stall of the machine for this time loses the lease.
     pub lease_s: u32,
     /// Faults of each daemon's wall clock and disk; `None`: daemons use those of the machine.
-    pub preload: Option<Preload>,
+    pub preload: Option<PreloadedFaults>,
     /// Racks that the agent of each server uses, in order, before the controllers. Every rack of the testbed has a
     /// daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,

@@ -15,8 +15,8 @@ use nix::unistd::Pid;
 use serde::Serialize;
 use socket2::{Domain, Socket, Type};
 
-use super::store::{MORE_PAIRS, Store};
-use super::worker::{Counters, Pace, Worker, set_receive_buffer};
+use super::store::{MORE_PAIR_COUNT, Store};
+use super::worker::{Counters, ServiceTime, Worker, set_receive_buffer};
 use crate::core_load_file::BusyFile;
 use crate::emulated_server::fork_worker;
 use crate::interrupt;
@@ -102,7 +102,7 @@ pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
 struct Server<'a> {
     args: &'a KeyValueServerArgs,
     store: Arc<Store>,
-    pace: Pace,
+    pace: ServiceTime,
     counter_file: BusyFile,
     /// Busy times for an agent.
     busy_file: Option<BusyFile>,
@@ -112,12 +112,12 @@ struct Server<'a> {
 
 impl<'a> Server<'a> {
     fn new(args: &'a KeyValueServerArgs) -> anyhow::Result<Self> {
-        let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
+        let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIR_COUNT);
         let pace = if args.paced {
             let more = args.service_us.clone().unwrap_or_default();
-            Pace::Clock(ServiceTimes::turbo(args.multiplier)?.overridden_by(&more))
+            ServiceTime::Clock(ServiceTimes::turbo(args.multiplier)?.overridden_by(&more))
         } else {
-            Pace::Work
+            ServiceTime::Work
         };
         let anonymous = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
         let path = args.counter_file.as_ref().unwrap_or(&anonymous);

@@ -8,7 +8,7 @@ use coreward_load::request_type::RequestType;
 use parking_lot::RwLock;
 
 /// Number of keys that clients may add to the initial ones.
-pub(crate) const MORE_PAIRS: usize = 1_000_000;
+pub(crate) const MORE_PAIR_COUNT: usize = 1_000_000;
 
 type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 

@@ -50,7 +50,7 @@ impl Counters {
 
 /// Service time of requests.
 #[derive(Debug, Clone)]
-pub(crate) enum Pace {
+pub(crate) enum ServiceTime {
     /// Real time of the work.
     Work,
     /// Emulated time: of the request, or without one of its type in this table.
@@ -72,7 +72,7 @@ pub(crate) struct Worker<'a> {
     pub number: u16,
     pub socket: &'a UdpSocket,
     pub store: &'a Store,
-    pub pace: &'a Pace,
+    pub pace: &'a ServiceTime,
     pub counters: Counters,
     /// Busy time (ns), published for an agent.
     pub busy_ns: Option<&'a AtomicU64>,
@@ -131,9 +131,9 @@ impl Worker<'_> {
     ) -> Result<(), Rejection> {
         let begun_ns = now_ns();
         let service_ns = match self.pace {
-            Pace::Work => None,
-            Pace::Clock(_) if request.service_ns > 0 => Some(request.service_ns),
-            Pace::Clock(times) => {
+            ServiceTime::Work => None,
+            ServiceTime::Clock(_) if request.service_ns > 0 => Some(request.service_ns),
+            ServiceTime::Clock(times) => {
                 let no_time = Rejection::NoServiceTime(request.request_type);
                 Some(times.get_ns(request.request_type).ok_or(no_time)?)
             }

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::method::Method;
 use super::timeline::{self, Change};
-use crate::connection_errors::Broken;
+use crate::connection_errors::BrokenConnections;
 use crate::demo::host_cpu::HostCpu;
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource};
 use crate::load::Latency;
@@ -22,7 +22,7 @@ use coreward_load::event_loop::now_ns;
 /// Interval of tables (ms); the paper's servers report at least ten times a second, but changes occur once a second.
 const REPORT_INTERVAL_MS: u32 = 200;
 /// Number of client addresses, each with ports for 50,000 connections, which are not reused.
-const CLIENT_ADDRESSES: u16 = 4;
+const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// Time until routers detect a load balancer's failure: three missed BFD packets at 50 ms (RFC 5880).
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 /// Time from the start of the client to its warm-up.
@@ -112,7 +112,7 @@ impl Run {
 
     pub fn line(&self) -> String {
         let total = self.total();
-        let Broken { refused, reset, timed_out, closed_early, wrong_answer, other } = total.broken;
+        let BrokenConnections { refused, reset, timed_out, closed_early, wrong_answer, other } = total.broken;
         format!(
             "{} (seed {}): {} completed, {} broken ({:.3} %, at most {:.2} % in a second): {reset} reset, {refused} \
              refused, \
@@ -149,8 +149,8 @@ impl TestEnv {
             servers: timeline::SERVERS + timeline::count(Change::AddServer),
             cores: 1,
             has_rings: true,
-            load_balancers: timeline::LOAD_BALANCERS,
-            client_addresses: CLIENT_ADDRESSES,
+            load_balancers: timeline::LOAD_BALANCER_COUNT,
+            client_addresses: CLIENT_ADDRESS_COUNT,
             seed,
             ..TestbedOptions::default()
         })?;

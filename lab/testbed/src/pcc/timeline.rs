@@ -6,8 +6,8 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 const RNG_STREAM_REMOVED_SERVERS: u64 = 6;
 
 /// Servers in the pool at the start.
-pub const SERVERS: u16 = 24;
-pub const LOAD_BALANCERS: u16 = 2;
+pub const SERVER_COUNT: u16 = 24;
+pub const LOAD_BALANCER_COUNT: u16 = 2;
 
 /// Change of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub fn count(change: Change) -> u16 {
 /// Returns the number of servers in the pool at the end of second `second`, from 0.
 pub fn servers_after(second: u64) -> u16 {
     let before = CHANGES.iter().filter(|(half, _)| *half <= 2 * second + 1).flat_map(|(_, changes)| *changes);
-    before.fold(SERVERS, |servers, change| match change {
+    before.fold(SERVER_COUNT, |servers, change| match change {
         Change::AddServer => servers + 1,
         Change::DrainServer | Change::RemoveServer => servers - 1,
         Change::AddLoadBalancer | Change::KillLoadBalancer => servers,

@@ -17,7 +17,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::pcc::{Arrivals, ConnectionSource, Mix, RateStep};
+use coreward_sim::pcc::{Arrivals, ConnectionSource, RequestMix, RateStep};
 use hdrhistogram::Histogram;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use super::{REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::connection_errors::{Broken, Failure, LOSS_TIMEOUT_NS};
+use crate::connection_errors::{BrokenConnections, Failure, LOSS_TIMEOUT_NS};
 use crate::fleet::lab_command;
 use crate::interrupt;
 use crate::load::{Latency, new_histogram, nth_address};
@@ -40,7 +40,7 @@ const FINAL_WAIT_NS: u64 = SECOND_NS / 2;
 const SWEEP_INTERVAL_NS: u64 = SECOND_NS / 4;
 /// First source port of each address, above the well-known ports.
 const FIRST_PORT: u16 = 10_000;
-const PORTS: u64 = 50_000;
+const PORT_COUNT: u64 = 50_000;
 /// Step between the ports of consecutive connections, coprime to the number of ports.
 const PORT_STEP: u64 = 7_919;
 /// Duration of an endless run (s): two addresses have enough ports for it at 150 connections per second.
@@ -137,7 +137,7 @@ pub struct StreamSecond {
     /// Connections that received all bytes.
     pub completed: u64,
     /// Broken connections.
-    pub broken: Broken,
+    pub broken: BrokenConnections,
 }
 
 impl StreamSecond {
@@ -193,7 +193,7 @@ impl Connection {
 struct Client<'a> {
     args: &'a StreamClientArgs,
     source: ConnectionSource,
-    mix: Mix,
+    mix: RequestMix,
     start_ns: u64,
     epoll: Epoll,
     connections: HashMap<u64, Connection>,
@@ -206,7 +206,7 @@ struct Client<'a> {
 impl<'a> Client<'a> {
     fn new(args: &'a StreamClientArgs) -> anyhow::Result<Self> {
         let streams = &args.streams;
-        let (mix, warm_up_ns) = (Mix::web_server(), u64::from(streams.warm_up_seconds) * SECOND_NS);
+        let (mix, warm_up_ns) = (RequestMix::web_server(), u64::from(streams.warm_up_seconds) * SECOND_NS);
         let per_second = RateStep { low: streams.low, high: streams.high, length: streams.wave_seconds.into() };
         let arrivals = Arrivals::Recycled { clients: streams.clients, per_second };
         let seconds = streams.warm_up_seconds + streams.seconds;
@@ -275,13 +275,13 @@ impl<'a> Client<'a> {
 
     /// Returns the unique source address and port of connection `number`.
     fn address(&self, number: u64) -> anyhow::Result<SocketAddr> {
-        let address = number / PORTS;
+        let address = number / PORT_COUNT;
         ensure!(
             address < u64::from(self.args.addresses),
             "{number} connections: {} addresses are all in use",
             self.args.addresses
         );
-        let port = FIRST_PORT + (number * PORT_STEP % PORTS) as u16;
+        let port = FIRST_PORT + (number * PORT_STEP % PORT_COUNT) as u16;
         Ok(SocketAddr::new(nth_address(self.args.first_address, address as u16), port))
     }
 

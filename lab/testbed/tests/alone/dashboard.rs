@@ -23,8 +23,8 @@ use serde_json::{Value, json};
 const DRIVER_PORT: u16 = 9515;
 const DASHBOARD: &str = "http://127.0.0.1:7401/";
 const TIMEOUT: Duration = Duration::from_secs(30);
-const SERVERS: u16 = 6;
-const CORES: u16 = 4;
+const SERVER_COUNT: u16 = 6;
+const CORE_COUNT: u16 = 4;
 /// Maximum duration of the watched traffic in seconds.
 const MAX_TRAFFIC_SECONDS: u64 = 90;
 /// Delay before the picture, until the lines and the heat map contain data.
@@ -124,10 +124,10 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
 
     log_in(&client, &token).await?;
     wait_until(&client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
-    let cores = usize::from(SERVERS * CORES);
+    let cores = usize::from(SERVER_COUNT * CORE_COUNT);
     let under = format!(
-        "document.getElementById('under').textContent.startsWith('{SERVERS} servers, {cores} cores; loads of \
-         {SERVERS}')"
+        "document.getElementById('under').textContent.startsWith('{SERVER_COUNT} servers, {cores} cores; loads of \
+         {SERVER_COUNT}')"
     );
     wait_until(&client, "the loads of every core", &under).await?;
     for expected in ["web0", "10.200.0.1:80", "crossrss-plus", "lb1", "connected"] {
@@ -136,7 +136,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     let names = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
     let names = client.execute(&format!("return {names};"), Vec::new()).await?;
     ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
-    let reporting = format!("document.querySelector('#tiles .tile b').textContent === '{SERVERS} of {SERVERS}'");
+    let reporting = format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
     wait_until(&client, "reports of every server", &reporting).await?;
     // Loads are drawn: the newest column has a colour per core, and not all colours are equal.
     let colours = "(() => { const map = document.getElementById('heat'); \
@@ -189,9 +189,9 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
 fn browser_shows_every_core_and_changes() {
     skip_if!(missing_testbed_rights());
     let options =
-        TestbedOptions { instance: "tdash".to_owned(), servers: SERVERS, cores: CORES, ..TestbedOptions::default() };
+        TestbedOptions { instance: "tdash".to_owned(), servers: SERVER_COUNT, cores: CORE_COUNT, ..TestbedOptions::default() };
     let testbed = Testbed::create(options).unwrap();
-    let _servers: Vec<_> = (1..=SERVERS).map(|number| testbed.start_paced_server(number).unwrap()).collect();
+    let _servers: Vec<_> = (1..=SERVER_COUNT).map(|number| testbed.start_paced_server(number).unwrap()).collect();
     let options = FleetOptions {
         policy: "crossrss-plus".to_owned(),
         load: LoadSource::PacedServer,
@@ -201,7 +201,7 @@ fn browser_shows_every_core_and_changes() {
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let workload = Workload {
         duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
-        cores: (SERVERS * CORES).into(),
+        cores: (SERVER_COUNT * CORE_COUNT).into(),
         ..Workload::default()
     };
     let log: PathBuf = testbed.directory().join("arrivals.txt");

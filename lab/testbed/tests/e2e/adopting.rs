@@ -14,7 +14,7 @@ use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights,
 
 use crate::support::{count_broken, eventually, eventually_in_force, pause};
 
-const SERVERS: u16 = 3;
+const SERVER_COUNT: u16 = 3;
 const LIMIT: Duration = Duration::from_secs(10);
 
 struct TestEnv {
@@ -26,7 +26,7 @@ impl TestEnv {
     /// Starts servers with nginx behind another load balancer, without agents.
     fn start_behind(kind: Kind, instance: &str, family: Family) -> (baseline_lb::BaselineBalancer, Self) {
         let instance = instance.to_owned();
-        let options = TestbedOptions { instance, family, servers: SERVERS, cores: 1, ..TestbedOptions::default() };
+        let options = TestbedOptions { instance, family, servers: SERVER_COUNT, cores: 1, ..TestbedOptions::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
         let other = testbed.start_baseline_balancer(kind).unwrap();
@@ -148,7 +148,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     let (director, env) = TestEnv::start_behind(Kind::Director, instance, family);
     let wrk = env.wrk(9);
     let mut oldest = env.connect(40);
-    assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize]);
+    assert_eq!(env.tcp_timestamps(), ["1"; SERVER_COUNT as usize]);
 
     // Agents start first, then the load balancer, which gets no packets yet.
     let mut fleet = env.fleet(&migrate_from(family));
@@ -158,7 +158,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     env.testbed.announce(&[1]).unwrap();
     assert_eq!((oldest.count_broken(), older.count_broken()), (0, 0), "when the VIP moved");
     let mut ours = env.connect(40);
-    assert_eq!(ours.servers().len(), usize::from(SERVERS));
+    assert_eq!(ours.servers().len(), usize::from(SERVER_COUNT));
     eventually(LIMIT, "connections of before pass the director", || {
         env.counter(&fleet, "to_other_balancer") > 0 && env.counter(&fleet, "established") > 0
     });
@@ -178,7 +178,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     let wrk = env.wrk(9);
     let _director = env.testbed.start_baseline_balancer(Kind::Director).unwrap();
     env.set(&mut fleet, &migrate_to(family));
-    assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize], "new connections are not stamped");
+    assert_eq!(env.tcp_timestamps(), ["1"; SERVER_COUNT as usize], "new connections are not stamped");
     let mut newer = env.connect(40);
     pause(500);
     assert_eq!(
@@ -198,7 +198,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
         env.detach(env.testbed.server(number).unwrap(), "agent", &format!("agent-s{number}"));
     }
     assert_eq!((newer.count_broken(), newest.count_broken()), (0, 0), "when nothing of coreward was left");
-    assert_eq!(env.tcp_timestamps(), ["1"; SERVERS as usize]);
+    assert_eq!(env.tcp_timestamps(), ["1"; SERVER_COUNT as usize]);
 }
 
 #[test]
@@ -222,7 +222,7 @@ fn vip_migrates_from_haproxy_and_back() {
     env.testbed.announce(&[1]).unwrap();
     assert_eq!((theirs.count_broken(), direct.count_broken()), (0, 0), "when the VIP moved");
     let mut ours = env.connect(40);
-    assert_eq!(ours.servers().len(), usize::from(SERVERS));
+    assert_eq!(ours.servers().len(), usize::from(SERVER_COUNT));
     env.set(&mut fleet, &migrate_to(Family::Ipv4));
     let mut theirs_again = env.connect(40);
     pause(500);

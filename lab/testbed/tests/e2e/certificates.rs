@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use coreward_metrics::table::Component;
-use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificates, issue};
+use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificate_directory, issue};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::certificate::unix_now;
@@ -43,16 +43,16 @@ fn peers_authenticate_each_other() {
     }
 
     // Each case differs from the agent's valid certificate in role, name, fleet, signer or validity.
-    let foreign = certificates(&testbed).join("foreign");
+    let foreign = certificate_directory(&testbed).join("foreign");
     let foreign = Authority::init(&foreign, &name("testbed"), 30 * DAY).unwrap();
     let now = unix_now();
     let (good, expired) = (Validity::from_now(DAY), Validity { not_before: now - 2 * DAY, not_after: now - DAY });
     let ours = |role, who: &str, fleet: &str, validity| issue(&testbed, role, who, &name(fleet), validity).unwrap();
     let signed_elsewhere = || {
-        let directory = certificates(&testbed).join("elsewhere");
+        let directory = certificate_directory(&testbed).join("elsewhere");
         let identity = Identity { fleet: name("testbed"), role: Role::Agent, name: name("s1") };
         foreign.issue(&identity, &[], good).unwrap().write(&directory, &foreign).unwrap();
-        std::fs::copy(certificates(&testbed).join("ca.crt"), directory.join("ca.crt")).unwrap();
+        std::fs::copy(certificate_directory(&testbed).join("ca.crt"), directory.join("ca.crt")).unwrap();
         directory
     };
     let cases = [

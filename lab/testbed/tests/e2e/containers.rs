@@ -12,7 +12,7 @@ use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if}
 use crate::support::{TestEnv, eventually};
 
 /// Number of connections, which all miss the buckets of a third server once in 10^10 runs: (2/3)^60.
-const CONNECTIONS: usize = 60;
+const CONNECTION_COUNT: usize = 60;
 
 struct Containers {
     _containers: Vec<Container>,
@@ -51,9 +51,9 @@ impl Containers {
         })
     }
 
-    /// Returns the errors of [`CONNECTIONS`] new connections.
+    /// Returns the errors of [`CONNECTION_COUNT`] new connections.
     fn broken(&self) -> Vec<anyhow::Error> {
-        (0..CONNECTIONS).filter_map(|_| self.query_worker().err()).collect()
+        (0..CONNECTION_COUNT).filter_map(|_| self.query_worker().err()).collect()
     }
 
     /// Moves a third of the buckets to server 3.
@@ -76,7 +76,7 @@ fn container_connections_survive_a_bucket_change() {
         containers.set_client_timestamps(timestamps);
         containers.move_buckets();
         let broken = containers.broken();
-        assert!(broken.is_empty(), "tcp_timestamps {timestamps}: {} of {CONNECTIONS}: {}", broken.len(), broken[0]);
+        assert!(broken.is_empty(), "tcp_timestamps {timestamps}: {} of {CONNECTION_COUNT}: {}", broken.len(), broken[0]);
     }
     assert!(!containers.has_warning("another network namespace"), "all works");
 }
@@ -94,7 +94,7 @@ fn modes_that_need_sockets_are_reported_for_containers() {
             Containers::start(instance, FleetOptions { consistency, timestamps, ..FleetOptions::default() });
         containers.move_buckets();
         let broken = containers.broken();
-        assert!(broken.is_empty(), "{instance}: {} of {CONNECTIONS}: {}", broken.len(), broken[0]);
+        assert!(broken.is_empty(), "{instance}: {} of {CONNECTION_COUNT}: {}", broken.len(), broken[0]);
         eventually(*TIMEOUT, warning, || containers.has_warning(warning));
         if consistency == Consistency::Stateful {
             eventually(*TIMEOUT, "cookies hold ids", || containers.env.counters("established") > 0);

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use coreward_etcd::local::{ClientTls, Member};
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
-use coreward_testbed::fleet::{certificates, controller_address_of, coreward_command};
+use coreward_testbed::fleet::{certificate_directory, controller_address_of, coreward_command};
 use coreward_testbed::process::Process;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
@@ -58,7 +58,7 @@ impl TestEnv {
     fn start(instance: &str) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
-        let directory = certificates(&testbed);
+        let directory = certificate_directory(&testbed);
         let authority = authority(&directory);
         let address = CONTROLLER_ADDRESS.to_string();
         let of_etcd = issue(&authority, &directory, Role::Controller, "etcd1", Some(&address));
@@ -76,7 +76,7 @@ impl TestEnv {
     }
 
     fn files(&self, role: Role, name: &str) -> CredentialFiles {
-        let file = |file: &str| certificates(&self.testbed).join(format!("{role}-{name}")).join(file);
+        let file = |file: &str| certificate_directory(&self.testbed).join(format!("{role}-{name}")).join(file);
         CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
     }
 
@@ -259,7 +259,7 @@ fn commands_find_the_leader_and_drains_survive_it() {
 fn controller_rejected_by_etcd_reports_the_reason() {
     skip_if!(missing_testbed_rights());
     let env = TestEnv::start("ctldenied");
-    let elsewhere = certificates(&env.testbed).join("elsewhere");
+    let elsewhere = certificate_directory(&env.testbed).join("elsewhere");
     let foreign = issue(&authority(&elsewhere), &elsewhere, Role::Controller, "c1", None);
     let own = env.files(Role::Controller, "c1");
     let not_ours = CredentialFiles { ca: own.ca.clone(), ..foreign.clone() };

@@ -9,7 +9,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
 use coreward_testbed::addresses::{VIP, load_balancer_address, server_address};
-use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_files, certificates, issue};
+use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_files, certificate_directory, issue};
 use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Role};
@@ -27,7 +27,7 @@ const PROBES: [(u16, &str, bool); 5] = [
 ];
 /// Offset of ports that are checked at the server's own address.
 const SERVER_PORT_OFFSET: u16 = 100;
-const CHECKS: usize = 4;
+const CHECK_COUNT: usize = 4;
 
 /// A TCP segment that the server got from the load balancer.
 struct Segment {
@@ -105,7 +105,7 @@ fn start_nginx(testbed: &Testbed) -> Process {
     let directory = testbed.directory().join("probed");
     fs::create_dir_all(&directory).unwrap();
     let fleet = "probed".parse().unwrap();
-    Authority::init(&certificates(testbed), &fleet, 30 * DAY).unwrap();
+    Authority::init(&certificate_directory(testbed), &fleet, 30 * DAY).unwrap();
     issue(testbed, Role::Agent, "s1", &fleet, Validity::from_now(DAY)).unwrap();
     let CredentialFiles { certificate, key, .. } = certificate_files(testbed, Role::Agent, "s1");
     let listen = |port: u16, more: &str| format!("listen {port}{more}; listen {}{more}; ", port + SERVER_PORT_OFFSET);
@@ -170,14 +170,14 @@ fn checked_sockets() -> impl Iterator<Item = (u16, Ipv4Addr)> {
     PROBES.into_iter().flat_map(|(port, _, _)| [(port, VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
 }
 
-/// Waits for `CHECKS` more connections at every port, successful or not.
+/// Waits for `CHECK_COUNT` more connections at every port, successful or not.
 fn wait_for_checks(sniffer: &mut Sniffer) {
     sniffer.read();
     let before: BTreeMap<u16, usize> =
         checked_sockets().map(|(port, _)| (port, sniffer.connections(port).len())).collect();
     eventually(*TIMEOUT, "every port is checked", || {
         sniffer.read();
-        checked_sockets().all(|(port, _)| sniffer.connections(port).len() >= before[&port] + CHECKS)
+        checked_sockets().all(|(port, _)| sniffer.connections(port).len() >= before[&port] + CHECK_COUNT)
     });
 }
 

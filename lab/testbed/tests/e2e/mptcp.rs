@@ -17,9 +17,9 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{eventually, pause, run};
 
-const SERVERS: u16 = 3;
+const SERVER_COUNT: u16 = 3;
 /// Number of connections: with random placement, one of the servers gets none once in 10^6 runs.
-const CONNECTIONS: u64 = 36;
+const CONNECTION_COUNT: u64 = 36;
 const TRANSFER_BYTES: usize = 100_000;
 /// Base of the servers' ports for joins, to which the server's number is added.
 const JOIN_PORT: u16 = 8000;
@@ -42,7 +42,7 @@ fn socket() -> Socket {
 }
 
 fn join_services() -> String {
-    (1..=SERVERS).fold(String::new(), |mut text, number| {
+    (1..=SERVER_COUNT).fold(String::new(), |mut text, number| {
         let port = JOIN_PORT + number;
         write!(
             text,
@@ -112,13 +112,13 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
     skip_if!(missing_mptcp());
     let options = TestbedOptions {
         instance: "mptcp".to_owned(),
-        servers: SERVERS,
+        servers: SERVER_COUNT,
         cores: 1,
         load_balancers: 2,
         ..TestbedOptions::default()
     };
     let mut testbed = Testbed::create(options).unwrap();
-    for number in 1..=SERVERS {
+    for number in 1..=SERVER_COUNT {
         let server = testbed.server(number).unwrap();
         server.within(|| Ok(std::fs::write("/proc/sys/net/mptcp/allow_join_initial_addr_port", "0")?)).unwrap();
         run(&testbed, server, "ip mptcp limits set subflows 4 add_addr_accepted 0");
@@ -139,11 +139,11 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
                 let server = query_server(&mut stream, 100);
                 (stream, server)
             };
-            Ok((0..CONNECTIONS).map(open).collect())
+            Ok((0..CONNECTION_COUNT).map(open).collect())
         })
         .unwrap();
-    assert!((1..=SERVERS).all(|number| streams.iter().any(|(_, server)| *server == number)));
-    eventually(*TIMEOUT, "every connection has a second subflow", || counter("MPTcpExtMPJoinSynAckRx") >= CONNECTIONS);
+    assert!((1..=SERVER_COUNT).all(|number| streams.iter().any(|(_, server)| *server == number)));
+    eventually(*TIMEOUT, "every connection has a second subflow", || counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT);
     assert_eq!(counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
     assert_eq!(counter("MPTcpExtMPCapableFallbackSYNACK") + counter("MPTcpExtMPCapableFallbackACK"), 0);
 

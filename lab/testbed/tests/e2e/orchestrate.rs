@@ -23,9 +23,9 @@ use crate::support::{effective_capabilities, eventually, retained_capabilities};
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Process that is killed when dropped.
-pub struct Running(Child);
+pub struct RunningProcess(Child);
 
-impl Running {
+impl RunningProcess {
     pub fn start(command: &Path, arguments: &[&str]) -> anyhow::Result<Self> {
         Self::spawn(Command::new(command).args(arguments))
     }
@@ -50,7 +50,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -84,21 +84,21 @@ impl Setup {
     }
 
     /// Starts the orchestrator. Its port is open when the memory exists.
-    fn orchestrator(&self) -> anyhow::Result<Running> {
+    fn orchestrator(&self) -> anyhow::Result<RunningProcess> {
         let _ = std::fs::remove_file(self.memory());
         let arguments = ["orchestrate", "--config", &self.config.display().to_string()];
-        let running = Running::start(&coreward_command()?, &arguments)?;
+        let running = RunningProcess::start(&coreward_command()?, &arguments)?;
         eventually(*TIMEOUT, "the memory exists", || Path::new(&self.memory()).exists());
         Ok(running)
     }
 
-    fn server(&self, cores: &str) -> anyhow::Result<Running> {
+    fn server(&self, cores: &str) -> anyhow::Result<RunningProcess> {
         self.server_with(cores, &[])
     }
 
-    fn server_with(&self, cores: &str, more: &[&str]) -> anyhow::Result<Running> {
+    fn server_with(&self, cores: &str, more: &[&str]) -> anyhow::Result<RunningProcess> {
         let arguments = ["testbed", "orchestrated-server", "--memory", &self.memory(), "--cores", cores];
-        Running::start(&lab_command()?, &[&arguments, more].concat())
+        RunningProcess::start(&lab_command()?, &[&arguments, more].concat())
     }
 }
 
@@ -299,7 +299,7 @@ fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
 /// Kills, ends, stops and continues the processes of three groups of cores.
 struct FaultInjector<'s> {
     setup: &'s Setup,
-    servers: Vec<Option<Running>>,
+    servers: Vec<Option<RunningProcess>>,
     generator: Xoshiro256PlusPlus,
 }
 

@@ -12,10 +12,10 @@ use coreward_testbed::fleet::{coreward_command, lab_command};
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::orchestrate::{Client, Running, check_accounts, sum};
+use crate::orchestrate::{Client, RunningProcess, check_accounts, sum};
 use crate::support::{eventually, metrics_page, run, series};
 
-const REQUESTS: u64 = 400;
+const REQUEST_COUNT: u64 = 400;
 const MODES: [&str; 4] = ["socket", "socket-fallback", "af-xdp", "af-xdp-zero-copy"];
 
 struct TestEnv {
@@ -46,10 +46,10 @@ impl TestEnv {
         std::fs::write(&config, text)?;
         let mut command = Command::new(coreward_command()?);
         command.args(["orchestrate", "--config", &config.display().to_string()]).stderr(File::create(&log)?);
-        let orchestrator = self.host().within(|| Running::spawn(&mut command))?;
+        let orchestrator = self.host().within(|| RunningProcess::spawn(&mut command))?;
         eventually(*TIMEOUT, "the memory exists", || memory.exists());
         let server = ["testbed", "orchestrated-server", "--memory", &memory.display().to_string(), "--cores", "0,1"];
-        let server = Running::start(&lab_command()?, &server)?;
+        let server = RunningProcess::start(&lab_command()?, &server)?;
         let client = self.testbed.client().within(|| Client::connect(listen))?;
         Ok(Service { orchestrator, server, client, metrics, log })
     }
@@ -67,8 +67,8 @@ impl TestEnv {
 }
 
 struct Service {
-    orchestrator: Running,
-    server: Running,
+    orchestrator: RunningProcess,
+    server: RunningProcess,
     client: Client,
     metrics: String,
     log: PathBuf,
@@ -81,7 +81,7 @@ impl Service {
             self.client.send("GET", 0).is_ok() && self.client.receive().is_some()
         });
         self.client.discard_responses();
-        for number in 0..REQUESTS {
+        for number in 0..REQUEST_COUNT {
             let (request_type, pairs) = if number % 2 == 0 { ("GET", 1) } else { ("SCAN18", 18) };
             let id = self.client.send(request_type, 0).unwrap();
             assert_eq!(self.client.receive().map(|(answered, _, found)| (answered, found)), Some((id, pairs)));

@@ -8,12 +8,12 @@ use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx};
 use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 
-const CLIENT_ADDRESSES: u16 = 12;
-const ROUNDS: usize = 5;
+const CLIENT_ADDRESS_COUNT: u16 = 12;
+const ROUND_COUNT: usize = 5;
 
 /// Downloads once from each of the client's addresses: a server remembers the MTU towards an address.
 fn download(testbed: &Testbed) {
-    for index in 0..CLIENT_ADDRESSES {
+    for index in 0..CLIENT_ADDRESS_COUNT {
         let mut curl = Command::new("curl");
         curl.args(["-sS", "--max-time", "10", "--interface", &testbed.client_address(index).to_string()]);
         curl.arg(format!("http://{SERVICE}{LARGE_FILE}"));
@@ -32,7 +32,7 @@ fn downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
         instance: instance.to_owned(),
         servers: 3,
         load_balancers: 2,
-        client_addresses: CLIENT_ADDRESSES,
+        client_addresses: CLIENT_ADDRESS_COUNT,
         router_mtu: Some(1000),
         ..TestbedOptions::default()
     })
@@ -46,7 +46,7 @@ fn downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let _fleet = Fleet::start(&testbed, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
     // The hash chooses the server: 12 connections all miss one of three servers once in 43 runs.
-    for _ in 0..ROUNDS {
+    for _ in 0..ROUND_COUNT {
         download(&testbed);
         if unreachables_received(&testbed).iter().all(|errors| *errors > 0) {
             return;

@@ -23,7 +23,7 @@ use serde_json::Value;
 
 use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, open, pause};
 
-const CORES: u16 = 2;
+const CORE_COUNT: u16 = 2;
 /// Number that no server has.
 const NO_SERVER: u16 = 0;
 /// Value that ends the thread of [`Loads`].
@@ -49,7 +49,7 @@ impl Loads {
                     let busy = busy_ns.entry(*number).or_insert(0u64);
                     *busy +=
                         if reported.load(Ordering::Relaxed) == *number { 0 } else { passed.as_nanos() as u64 / 10 * 9 };
-                    write_busy(file, &[*busy; CORES as usize]).unwrap();
+                    write_busy(file, &[*busy; CORE_COUNT as usize]).unwrap();
                 }
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -81,7 +81,7 @@ struct TestEnv {
 impl TestEnv {
     /// `server_racks`: the racks that a server's agent uses, and the racks that the document names for the server.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
-        let testbed = TestbedOptions { instance: instance.to_owned(), cores: CORES, racks: 2, ..Default::default() };
+        let testbed = TestbedOptions { instance: instance.to_owned(), cores: CORE_COUNT, racks: 2, ..Default::default() };
         let servers = server_racks.len() as u16;
         let testbed = Testbed::create(TestbedOptions { servers, ..testbed }).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
@@ -215,7 +215,7 @@ fn racks_and_controller_restart_without_broken_connections() {
         let status = env.fleet.status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
         let loads: Vec<f64> = s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
-        loads.len() == usize::from(CORES) && loads.iter().all(|load| (0.7..1.1).contains(load))
+        loads.len() == usize::from(CORE_COUNT) && loads.iter().all(|load| (0.7..1.1).contains(load))
     });
 
     drain(&env);

@@ -54,9 +54,9 @@ exec prlimit --nofile="$open_files" chroot "$root" setpriv --reuid "$user" --reg
 	--no-new-privs --inh-caps=-all --bounding-set "$bounding_set" "$@"
 "#;
 
-struct Unit(String);
+struct SystemdUnit(String);
 
-impl Unit {
+impl SystemdUnit {
     fn read(name: &str) -> Self {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd");
         Self(fs::read_to_string(folder.join(format!("coreward-{name}.service"))).unwrap())
@@ -76,7 +76,7 @@ struct StartedProcess {
 impl StartedProcess {
     /// Starts the unit with `files` in /etc/coreward (name and content).
     fn start(unit: &str, files: &[(&str, &str)]) -> Self {
-        let unit = Unit::read(unit);
+        let unit = SystemdUnit::read(unit);
         assert_eq!(unit.setting("ProtectSystem"), Some("strict"));
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);

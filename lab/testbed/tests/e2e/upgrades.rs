@@ -16,16 +16,16 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::support::{TestEnv, assert_unbroken, eventually, eventually_in_force, pause};
 
-const SERVERS: u16 = 3;
+const SERVER_COUNT: u16 = 3;
 
 fn start_env(instance: &str, load_balancers: u16, consistency: Consistency) -> TestEnv {
     let testbed =
-        TestbedOptions { instance: instance.to_owned(), servers: SERVERS, load_balancers, ..TestbedOptions::default() };
+        TestbedOptions { instance: instance.to_owned(), servers: SERVER_COUNT, load_balancers, ..TestbedOptions::default() };
     TestEnv::start(testbed, FleetOptions { consistency, ..FleetOptions::default() })
 }
 
 fn agents() -> impl Iterator<Item = String> {
-    (1..=SERVERS).map(|number| format!("agent-s{number}"))
+    (1..=SERVER_COUNT).map(|number| format!("agent-s{number}"))
 }
 
 /// Stores another layout version in the pins. `T`: the map's value.

@@ -19,7 +19,7 @@ use crate::support::{
 /// Time to detect a fault with the document: interval x fall + timeout, and the daemon's tick. The timeout allows for a
 /// busy machine.
 const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
-const SERVERS: u16 = 3;
+const SERVER_COUNT: u16 = 3;
 const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \
                         \"rr\"\n\
                         [service.health]\ncheck = \"tcp\"\ninterval = \"200ms\"\ntimeout = \"5s\"\nrise = 2\nfall = \
@@ -43,7 +43,7 @@ impl TestEnv {
     fn start() -> Self {
         let options = TestbedOptions {
             instance: "noetcd".to_owned(),
-            servers: SERVERS,
+            servers: SERVER_COUNT,
             load_balancers: 2,
             cores: 1,
             ..TestbedOptions::default()
@@ -53,7 +53,7 @@ impl TestEnv {
         let member = Member::cluster(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
         let etcd = Some(start_etcd(&testbed, &member));
         let mut document = DOCUMENT.to_owned();
-        for number in 1..=SERVERS {
+        for number in 1..=SERVER_COUNT {
             document += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
         }
         let options = FleetOptions {
@@ -73,7 +73,7 @@ impl TestEnv {
                 let checks = member["checks"].as_array().unwrap().clone();
                 checks.len() == 2 && checks.iter().all(|check| check["up"] == true)
             };
-            members.len() == usize::from(SERVERS) && members.iter().all(up)
+            members.len() == usize::from(SERVER_COUNT) && members.iter().all(up)
         });
         env
     }

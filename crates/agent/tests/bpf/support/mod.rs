@@ -19,21 +19,21 @@ use coreward_testbed::topology::{Testbed, TestbedOptions};
 use coreward_wire::{AgentConfiguration, StampedService};
 use socket2::{Domain, Socket, Type};
 
-pub const CORES: u16 = 4;
+pub const CORE_COUNT: u16 = 4;
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn testbed(instance: &str) -> anyhow::Result<Testbed> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         servers: 1,
-        cores: CORES,
+        cores: CORE_COUNT,
         ..TestbedOptions::default()
     })?;
     // There is no load balancer at work.
     let mut route = Command::new("ip");
     route.args(["route", "replace", &SERVICE.ip().to_string(), "via", &server_address(1).to_string(), "dev", DEVICE]);
     testbed.run(testbed.client(), route)?;
-    std::fs::write(busy_file(&testbed), [0; CORES as usize * 8])?;
+    std::fs::write(busy_file(&testbed), [0; CORE_COUNT as usize * 8])?;
     Ok(testbed)
 }
 

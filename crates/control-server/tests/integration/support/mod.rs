@@ -40,11 +40,11 @@ pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) ->
 }
 
 /// A directory with configurations and a store.
-pub struct Home {
+pub struct TestDirectory {
     pub directory: tempfile::TempDir,
 }
 
-impl Home {
+impl TestDirectory {
     pub fn new(servers: &[&str], more: &str) -> Self {
         let home = Self { directory: tempfile::tempdir().unwrap() };
         home.write_controllers_file("fleet = \"fleet.toml\"\n");
@@ -71,7 +71,7 @@ impl Home {
         std::fs::write(self.directory.path().join("fleet.toml"), format!("{text}{more}")).unwrap();
     }
 
-    pub async fn start(&self) -> Running {
+    pub async fn start(&self) -> RunningController {
         // A controller that was killed may still be writing: other than a process, a task is not gone at once.
         let server = with_timeout("the store", async {
             loop {
@@ -86,12 +86,12 @@ impl Home {
         let metrics = Box::new(move || state.metrics().text());
         let token = token_file(self.directory.path(), Role::Operator);
         let client = Client::new(api.into(), &token).unwrap();
-        Running { address, api, client, metrics, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
+        RunningController { address, api, client, metrics, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
     }
 }
 
 /// A controller in a task of its own.
-pub struct Running {
+pub struct RunningController {
     pub address: SocketAddr,
     pub api: SocketAddr,
     /// An operator.
@@ -101,7 +101,7 @@ pub struct Running {
     task: JoinHandle<()>,
 }
 
-impl Running {
+impl RunningController {
     pub fn endpoint(&self) -> Endpoint {
         Endpoint::from_shared(format!("http://{}", self.address)).unwrap()
     }

@@ -49,7 +49,7 @@ fn model_of(lb: &LoadBalancer, options: &Options, own_mac: MacAddress) -> model:
     let unspecified = OuterSources { ipv4: Ipv4Addr::UNSPECIFIED, ipv6: Ipv6Addr::UNSPECIFIED };
     let constants = model::Constants {
         broadcast: [rates; model::REASONS],
-        flow_sets: options.flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES),
+        flow_set_count: options.flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES),
         connection_table: lb.connection_table_size(),
         count_traffic: false,
         outer: outer(unspecified, 0),

@@ -85,7 +85,7 @@ pub struct TestEnv {
 
 /// A datagram that a worker has read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Read {
+pub struct ReceivedDatagram {
     pub slot: u32,
     pub client: SocketAddr,
     pub payload: Vec<u8>,
@@ -118,7 +118,7 @@ impl TestEnv {
     }
 
     /// Reads and returns all datagrams in the workers' queues, which must be `count`.
-    pub fn read(&self, count: usize) -> Vec<Read> {
+    pub fn read(&self, count: usize) -> Vec<ReceivedDatagram> {
         let mut read = Vec::new();
         wait_for("datagrams at the workers", || {
             self.read_now(&mut read);
@@ -129,22 +129,22 @@ impl TestEnv {
         read
     }
 
-    fn read_now(&self, read: &mut Vec<Read>) {
+    fn read_now(&self, read: &mut Vec<ReceivedDatagram>) {
         for (slot, socket) in &self.workers {
             let mut buffer = [0; 2048];
             while let Ok((length, client)) = socket.recv_from(&mut buffer) {
-                read.push(Read { slot: *slot, client, payload: buffer[..length].to_vec() });
+                read.push(ReceivedDatagram { slot: *slot, client, payload: buffer[..length].to_vec() });
             }
         }
     }
 
     /// Reads and returns the only datagram in the workers' queues.
-    pub fn read_one(&self) -> Read {
+    pub fn read_one(&self) -> ReceivedDatagram {
         self.read(1).remove(0)
     }
 
     /// Sends a response with the payload of the request `read`, from the worker that has read it.
-    pub fn answer(&self, read: &Read) {
+    pub fn answer(&self, read: &ReceivedDatagram) {
         self.workers[&read.slot].send_to(&read.payload, read.client).unwrap();
     }
 

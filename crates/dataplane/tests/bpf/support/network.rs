@@ -91,12 +91,12 @@ impl Host {
 
 /// A client and a server that also holds the VIP, connected by a veth pair; both devices are called eth0.
 #[derive(Debug)]
-pub struct Pair {
+pub struct VethPair {
     pub client: Host,
     pub server: Host,
 }
 
-impl Pair {
+impl VethPair {
     pub fn new() -> Self {
         let (client, server) = (Host::new(), Host::new());
         let server_namespace = format!("/proc/{}/fd/{}", std::process::id(), server.namespace.as_raw_fd());

@@ -1,6 +1,6 @@
 //! A client, and a server with `bpf/server/server.bpf.c` at its device, both with the kernel's TCP.
 
-use std::io::{Read as _, Write as _};
+use std::io::{ReceivedDatagram as _, Write as _};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use socket2::{Domain, Socket, Type};
 
-use super::network::{CLIENT, Pair, PinDirectory, SERVER, VIP, on_one_cpu};
+use super::network::{CLIENT, VethPair, PinDirectory, SERVER, VIP, on_one_cpu};
 use super::{ACK, FIN, Family, RST, SYN, now_ms, timestamp_offset, word};
 
 pub const PORT: u16 = 80;
@@ -50,7 +50,7 @@ pub fn client(family: Family, port: u16) -> SocketAddr {
 }
 
 /// Adds IPv6 addresses to the client, the server and, as the VIP, to the server.
-fn add_ipv6(pair: &Pair) {
+fn add_ipv6(pair: &VethPair) {
     for (host, address) in [(&pair.client, CLIENT_IPV6), (&pair.server, SERVER_IPV6)] {
         host.ip(&format!("address add {address}/64 dev eth0 nodad"));
     }
@@ -70,7 +70,7 @@ pub struct TestEnv {
     // The programs are dropped before the network.
     pub programs: ServerPrograms,
     pub pins: PinDirectory,
-    pub pair: Pair,
+    pub pair: VethPair,
 }
 
 impl TestEnv {
@@ -86,7 +86,7 @@ impl TestEnv {
     /// Starts a server with services of this mode. Connections use `family`.
     pub fn of(family: Family, mode: ServiceMode) -> Self {
         on_one_cpu();
-        let (pair, pins) = (Pair::new(), PinDirectory::new());
+        let (pair, pins) = (VethPair::new(), PinDirectory::new());
         add_ipv6(&pair);
         let mut programs = attach(&pair, &pins);
         programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
@@ -130,7 +130,7 @@ impl TestEnv {
     }
 }
 
-pub fn attach(pair: &Pair, pins: &PinDirectory) -> ServerPrograms {
+pub fn attach(pair: &VethPair, pins: &PinDirectory) -> ServerPrograms {
     let options =
         ServerOptions { interface_index: pair.server_interface(), pin_directory: pins.path(), sample_every_syn: false };
     pair.server.run_inside(|| ServerPrograms::attach(options)).unwrap()

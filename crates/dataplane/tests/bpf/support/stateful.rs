@@ -93,7 +93,7 @@ pub fn number_of(frame: &[u8]) -> Option<u16> {
 
 /// An opened connection with an entry.
 #[derive(Debug, Clone, Copy)]
-pub struct Opened {
+pub struct OpenConnection {
     pub client: Client,
     pub server: ServerId,
     pub number: u16,
@@ -113,9 +113,9 @@ impl Balancer {
     }
 
     /// Sends a SYN for which the connection must get an entry.
-    pub fn opened(&self, client: Client) -> Opened {
+    pub fn opened(&self, client: Client) -> OpenConnection {
         let (server, number) = self.open(client);
-        Opened { client, server, number: number.expect("an entry") }
+        OpenConnection { client, server, number: number.expect("an entry") }
     }
 
     /// Returns the entry of a client's connection.
@@ -132,7 +132,7 @@ impl Balancer {
     }
 
     /// Asserts that a packet of the connection reaches its server by the connection table.
-    pub fn expect_by_index(&self, opened: &Opened) {
+    pub fn expect_by_index(&self, opened: &OpenConnection) {
         let frame = established(self, opened.client, opened.number);
         self.expect_sent_to(0, &frame, opened.server, "connection_table");
     }

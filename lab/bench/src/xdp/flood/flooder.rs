@@ -17,8 +17,8 @@ use crate::xdp::workload::{XDP_TX, syn};
 /// Number of SYNs between checks of the stop flag, about 1 ms.
 const BATCH_SIZE: u32 = 1 << 13;
 
-/// Task of the other CPU.
-pub enum Order {
+/// Command to the thread that floods, on a CPU of its own.
+pub enum Command {
     /// Send SYNs through the empty program: the same work without the load balancer.
     Idle,
     /// Send SYNs through this program.
@@ -27,7 +27,7 @@ pub enum Order {
 
 /// Results of a flood.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Sent {
+pub struct FloodCounts {
     pub syns: u64,
     /// CPU time in seconds.
     pub time: f64,
@@ -41,8 +41,8 @@ struct Shared {
 
 /// Handle of the thread on the second CPU, which ends when this is dropped.
 pub struct Flooder {
-    orders: Option<Sender<Order>>,
-    outcomes: Receiver<anyhow::Result<Sent>>,
+    commands: Option<Sender<Command>>,
+    outcomes: Receiver<anyhow::Result<FloodCounts>>,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -51,7 +51,7 @@ impl Flooder {
     /// Starts the thread. Fails without the capabilities to load BPF programs or to create a network namespace, or
     /// without the CPU.
     pub fn start(cpu: usize) -> anyhow::Result<Self> {
-        let (orders, received) = channel();
+        let (commands, received) = channel();
         let (outcome, outcomes) = channel();
         let shared = Arc::new(Shared::default());
         let flooder = {
@@ -59,28 +59,28 @@ impl Flooder {
             move || match prepare(cpu) {
                 Err(error) => drop(outcome.send(Err(error))),
                 Ok(runner) => {
-                    let _ = outcome.send(Ok(Sent::default()));
-                    for order in received {
-                        let _ = outcome.send(execute(&runner, &order, &shared));
+                    let _ = outcome.send(Ok(FloodCounts::default()));
+                    for command in received {
+                        let _ = outcome.send(execute(&runner, &command, &shared));
                     }
                 }
             }
         };
         let thread = std::thread::Builder::new().name("flood".to_owned()).spawn(flooder)?;
-        let flooder = Self { orders: Some(orders), outcomes, shared, thread: Some(thread) };
+        let flooder = Self { commands: Some(commands), outcomes, shared, thread: Some(thread) };
         flooder.outcome().context("the CPU that floods")?;
         Ok(flooder)
     }
 
-    fn outcome(&self) -> anyhow::Result<Sent> {
+    fn outcome(&self) -> anyhow::Result<FloodCounts> {
         self.outcomes.recv().context("the flooding thread has ended")?
     }
 
-    /// Runs `work` while the other CPU executes the order, and returns the results of both.
-    pub fn run_during<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
+    /// Runs `work` while the other CPU executes the command, and returns the results of both.
+    pub fn run_during<T>(&self, command: Command, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, FloodCounts)> {
         self.shared.stop.store(false, Ordering::SeqCst);
         self.shared.syns.store(0, Ordering::SeqCst);
-        self.orders.as_ref().expect("until it is dropped").send(order).context("the flooding thread has ended")?;
+        self.commands.as_ref().expect("until it is dropped").send(command).context("the flooding thread has ended")?;
         while self.shared.syns.load(Ordering::SeqCst) == 0 {
             if let Ok(early) = self.outcomes.try_recv() {
                 early.context("the CPU that floods")?;
@@ -97,7 +97,7 @@ impl Flooder {
 impl Drop for Flooder {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        self.orders = None;
+        self.commands = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -114,13 +114,13 @@ fn prepare(cpu: usize) -> anyhow::Result<Runner> {
     Ok(Runner::new(&syn(), &[Packet::default()], 0)?.on_queue(ReceiveQueue { interface, queue: 1 }))
 }
 
-fn execute(runner: &Runner, order: &Order, shared: &Shared) -> anyhow::Result<Sent> {
-    let program: BorrowedFd<'_> = match order {
-        Order::Idle => runner.empty.as_fd(),
-        Order::Flood(program) => program.as_fd(),
+fn execute(runner: &Runner, command: &Command, shared: &Shared) -> anyhow::Result<FloodCounts> {
+    let program: BorrowedFd<'_> = match command {
+        Command::Idle => runner.empty.as_fd(),
+        Command::Flood(program) => program.as_fd(),
     };
     runner.choose(program)?;
-    let mut sent = Sent::default();
+    let mut sent = FloodCounts::default();
     while !shared.stop.load(Ordering::Relaxed) {
         let (time, verdict) = runner.run_chosen(Feed::GeneratedSource, BATCH_SIZE)?;
         ensure!(verdict == XDP_TX, "a SYN's verdict was {verdict}, expected {XDP_TX}");

@@ -20,7 +20,7 @@ mod skeleton {
 use skeleton::LiveFramesSkelBuilder;
 
 /// Packets in the memory that generate() reads.
-pub const LIVE_PACKETS: usize = 1 << 17;
+pub const LIVE_PACKET_COUNT: usize = 1 << 17;
 const FRAME_BYTES: usize = 80;
 
 /// `struct live_packet` of live_frames.bpf.c.
@@ -31,7 +31,7 @@ struct LivePacket {
     ports: u32,
     tsecr: u32,
     /// 0: packet of an open connection; 1: SYN of a new client.
-    form: u32,
+    kind: u32,
 }
 
 /// Programs of live_frames.bpf.c at one pair of devices.
@@ -53,7 +53,7 @@ pub enum Floor {
 pub struct Traffic<'a> {
     /// Frames: a packet of an open connection, and a SYN.
     pub frames: [&'a Frame; 2],
-    /// Packets of open connections ([`LIVE_PACKETS`]).
+    /// Packets of open connections ([`LIVE_PACKET_COUNT`]).
     pub packets: &'a [Packet],
     /// Whether the packet with an index is a SYN instead.
     pub is_new: &'a dyn Fn(usize) -> bool,
@@ -63,7 +63,7 @@ impl Generator {
     /// Creates a generator that sends `traffic` into the wire and receives the returned frames. `floor`: program at the
     /// tested end. Fails without the capabilities to load BPF programs.
     pub fn new(wire: &VethPair, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
-        ensure!(traffic.packets.len() == LIVE_PACKETS, "{} packets", traffic.packets.len());
+        ensure!(traffic.packets.len() == LIVE_PACKET_COUNT, "{} packets", traffic.packets.len());
         let mut storage = MaybeUninit::uninit();
         let mut open = LiveFramesSkelBuilder::default().open(&mut storage).context("opening live_frames.bpf.o")?;
         let constants = open.maps.rodata_data.as_deref_mut().context("live_frames.bpf.o has no constants")?;
@@ -72,12 +72,12 @@ impl Generator {
             to.words = words(frame)?;
         }
         let loaded = open.load().context("loading live_frames.bpf.c")?;
-        let memory: MmapArray<[LivePacket; LIVE_PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
+        let memory: MmapArray<[LivePacket; LIVE_PACKET_COUNT]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         let live = |(number, packet): (usize, &Packet)| LivePacket {
             client_address: packet.client_address,
             ports: packet.ports,
             tsecr: packet.tsecr,
-            form: (traffic.is_new)(number).into(),
+            kind: (traffic.is_new)(number).into(),
         };
         let packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(live).collect();
         memory.write(0, packets.as_slice());

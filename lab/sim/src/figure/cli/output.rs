@@ -39,7 +39,7 @@ impl Directory {
         let name = &result.name;
         let json = serde_json::to_string_pretty(result).expect("results have string keys only") + "\n";
         write_whole(&self.path, &format!("{name}.csv"), &result.table.csv())?;
-        write_whole(&self.path, &format!("{name}.svg"), &draw::svg(scenario, &result.table))?;
+        write_whole(&self.path, &format!("{name}.svg"), &draw::render_svg(scenario, &result.table))?;
         write_whole(&self.path, &format!("{name}.json"), &json)?;
         write_whole(&self.path, "index.html", &page::page(&self.with_earlier_figures(all)))
     }

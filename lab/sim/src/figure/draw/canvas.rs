@@ -9,7 +9,7 @@ use super::style::Shape;
 /// Drawing area.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// Result of drawing. Drawing into a string fails only for an impossible shape, which would be a bug.
-pub type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
+pub type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 /// Half of a marker's width (pixels).
 const MARKER_RADIUS: i32 = 4;
@@ -30,7 +30,7 @@ pub enum Anchor {
 }
 
 /// Writes `text` of `size` pixels.
-pub fn text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBColor, hold: Anchor) -> Drawn {
+pub fn draw_text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBColor, hold: Anchor) -> DrawResult {
     let pos = match hold {
         Anchor::Left => Pos::new(HPos::Left, VPos::Center),
         Anchor::Top => Pos::new(HPos::Center, VPos::Top),
@@ -44,16 +44,16 @@ pub fn text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBC
     area.draw(&Text::new(text.to_owned(), at, style))
 }
 
-pub fn line(area: &Area<'_>, points: Vec<(i32, i32)>, style: ShapeStyle) -> Drawn {
+pub fn draw_line(area: &Area<'_>, points: Vec<(i32, i32)>, style: ShapeStyle) -> DrawResult {
     area.draw(&PathElement::new(points, style))
 }
 
-pub fn dashed(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyle) -> Drawn {
+pub fn draw_dashed_line(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyle) -> DrawResult {
     area.draw(&plotters::element::DashedPathElement::new(points.to_vec(), 6, 4, style))
 }
 
 /// Draws a marker: filled, or open (white inside).
-pub fn marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, open: bool) -> Drawn {
+pub fn draw_marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, open: bool) -> DrawResult {
     let inside = if open { WHITE } else { colour };
     let corners: Vec<(i32, i32)> =
         shape.corners(MARKER_RADIUS).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
@@ -63,18 +63,18 @@ pub fn marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, o
     }
     area.draw(&Polygon::new(corners.clone(), inside.filled()))?;
     let closed = corners.iter().chain(corners.first()).copied().collect();
-    line(area, closed, colour.stroke_width(2))
+    draw_line(area, closed, colour.stroke_width(2))
 }
 
 /// Draws a line from the lowest to the highest seed, with caps.
-pub fn whisker(area: &Area<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> Drawn {
+pub fn draw_whisker(area: &Area<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> DrawResult {
     if low == high {
         return Ok(());
     }
     let style = colour.stroke_width(1);
-    line(area, vec![(x, low), (x, high)], style)?;
+    draw_line(area, vec![(x, low), (x, high)], style)?;
     for y in [low, high] {
-        line(area, vec![(x - 3, y), (x + 3, y)], style)?;
+        draw_line(area, vec![(x - 3, y), (x + 3, y)], style)?;
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use plotters::style::Color;
 
-use super::canvas::{Anchor, Area, Drawn, dashed, line, marker, text};
+use super::canvas::{Anchor, Area, DrawResult, draw_dashed_line, draw_line, draw_marker, draw_text};
 use super::style::{self, SMALL, TEXT};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::Table;
@@ -46,22 +46,22 @@ impl Legend {
     }
 
     /// Draws the legend with its top left corner at `origin`.
-    pub fn draw(&self, area: &Area<'_>, origin: (i32, i32)) -> Drawn {
+    pub fn draw(&self, area: &Area<'_>, origin: (i32, i32)) -> DrawResult {
         for (index, label, place) in &self.entries {
             let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW / 2);
             let (like, open) = self.looks[*index];
             let colour = style::colour(like);
             if open {
-                dashed(area, &[(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(1))?;
+                draw_dashed_line(area, &[(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(1))?;
             } else {
-                line(area, vec![(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(2))?;
+                draw_line(area, vec![(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(2))?;
             }
-            marker(area, (x + (SAMPLE - 8) / 2, y), style::shape(like), colour, open)?;
-            text(area, label, (x + SAMPLE, y), TEXT, style::INK, Anchor::Left)?;
+            draw_marker(area, (x + (SAMPLE - 8) / 2, y), style::shape(like), colour, open)?;
+            draw_text(area, label, (x + SAMPLE, y), TEXT, style::INK, Anchor::Left)?;
         }
         for (index, remark) in self.remark.iter().enumerate() {
             let y = origin.1 + (self.rows + index as i32) * ROW + ROW / 2;
-            text(area, remark, (origin.0, y), SMALL, style::MARK, Anchor::Left)?;
+            draw_text(area, remark, (origin.0, y), SMALL, style::MARK, Anchor::Left)?;
         }
         Ok(())
     }

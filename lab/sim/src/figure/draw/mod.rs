@@ -11,7 +11,7 @@ use plotters::prelude::*;
 
 use super::scenario::Scenario;
 use super::table::Table;
-use canvas::{Anchor, Area, Drawn, text};
+use canvas::{Anchor, Area, DrawResult, draw_text};
 
 const PANEL: (i32, i32) = (520, 390);
 const ONLY_PANEL: (i32, i32) = (900, 460);
@@ -19,7 +19,7 @@ const ONLY_PANEL: (i32, i32) = (900, 460);
 const COLUMNS: usize = 2;
 const MARGIN: i32 = 14;
 
-pub fn svg(scenario: &Scenario, table: &Table) -> String {
+pub fn render_svg(scenario: &Scenario, table: &Table) -> String {
     let (width, title) = head(scenario);
     let panel = if scenario.panel.len() == 1 { ONLY_PANEL } else { PANEL };
     let rows = scenario.panel.len().div_ceil(COLUMNS) as i32;
@@ -52,12 +52,12 @@ fn draw(
     title_height: i32,
     size: (i32, i32),
     legend: &legend::Legend,
-) -> Drawn {
+) -> DrawResult {
     area.fill(&WHITE)?;
     let middle = area.dim_in_pixel().0 as i32 / 2;
     for (index, line) in title.iter().enumerate() {
         let y = MARGIN + index as i32 * (style::TITLE as i32 + 5);
-        text(area, line, (middle, y), style::TITLE, style::INK, Anchor::Top)?;
+        draw_text(area, line, (middle, y), style::TITLE, style::INK, Anchor::Top)?;
     }
     for (index, (panel, numbers)) in scenario.panel.iter().zip(&table.panels).enumerate() {
         let (column, row) = ((index % COLUMNS) as i32, (index / COLUMNS) as i32);

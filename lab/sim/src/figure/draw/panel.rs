@@ -2,7 +2,7 @@
 
 use plotters::prelude::*;
 
-use super::canvas::{Anchor, Area, Drawn, dashed, line, marker, text, whisker};
+use super::canvas::{Anchor, Area, DrawResult, draw_dashed_line, draw_line, draw_marker, draw_text, draw_whisker};
 use super::scale::Scale;
 use super::style::{self, GRID, INK, MARK, SMALL, TEXT, colour, shape};
 use crate::figure::scenario::{Draw, Panel, Scenario};
@@ -66,7 +66,7 @@ impl<'a> Frame<'a> {
         Self { panel, numbers, styles: styles.collect(), x, y, data: (left, top, right, bottom), origin }
     }
 
-    pub fn draw(&self, area: &Area<'_>) -> Drawn {
+    pub fn draw(&self, area: &Area<'_>) -> DrawResult {
         self.draw_axes(area)?;
         match self.panel.draw {
             Draw::Lines => {
@@ -80,35 +80,35 @@ impl<'a> Frame<'a> {
         }
     }
 
-    fn draw_axes(&self, area: &Area<'_>) -> Drawn {
+    fn draw_axes(&self, area: &Area<'_>) -> DrawResult {
         let (left, top, right, bottom) = self.data;
         let middle = (left + right) / 2;
-        text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT, INK, Anchor::Top)?;
+        draw_text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT, INK, Anchor::Top)?;
         for (value, label) in self.y.ticks() {
             let y = self.y.pixel(value);
-            line(area, vec![(left, y), (right, y)], GRID.stroke_width(1))?;
-            text(area, &label, (left - 8, y), SMALL, INK, Anchor::Right)?;
+            draw_line(area, vec![(left, y), (right, y)], GRID.stroke_width(1))?;
+            draw_text(area, &label, (left - 8, y), SMALL, INK, Anchor::Right)?;
         }
-        text(area, &self.panel.y.label, (self.origin.0 + NAME, (top + bottom) / 2), TEXT, INK, Anchor::Upwards)?;
+        draw_text(area, &self.panel.y.label, (self.origin.0 + NAME, (top + bottom) / 2), TEXT, INK, Anchor::Upwards)?;
         for (x, label) in self.x_ticks() {
             if self.panel.draw == Draw::Lines {
-                line(area, vec![(x, bottom), (x, bottom + 5)], INK.stroke_width(1))?;
+                draw_line(area, vec![(x, bottom), (x, bottom + 5)], INK.stroke_width(1))?;
             }
-            text(area, &label, (x, bottom + 9), SMALL, INK, Anchor::Top)?;
+            draw_text(area, &label, (x, bottom + 9), SMALL, INK, Anchor::Top)?;
         }
         if let Some(sweep) = &self.panel.x {
-            text(area, &sweep.label, (middle, bottom + 32), TEXT, INK, Anchor::Top)?;
+            draw_text(area, &sweep.label, (middle, bottom + 32), TEXT, INK, Anchor::Top)?;
         }
-        line(area, vec![(left, top), (left, bottom), (right, bottom)], INK.stroke_width(1))?;
+        draw_line(area, vec![(left, top), (left, bottom), (right, bottom)], INK.stroke_width(1))?;
         self.draw_marks(area)
     }
 
-    fn draw_marks(&self, area: &Area<'_>) -> Drawn {
+    fn draw_marks(&self, area: &Area<'_>) -> DrawResult {
         let (left, _, right, _) = self.data;
         for mark in self.panel.mark.iter().filter(|mark| self.y.is_visible(mark.y)) {
             let y = self.y.pixel(mark.y);
-            dashed(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
-            text(area, &mark.label, (right + 6, y), SMALL, MARK, Anchor::Left)?;
+            draw_dashed_line(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
+            draw_text(area, &mark.label, (right + 6, y), SMALL, MARK, Anchor::Left)?;
         }
         Ok(())
     }
@@ -128,7 +128,7 @@ impl<'a> Frame<'a> {
         points.iter().map(|(x, y)| (self.x.pixel(*x), self.y.pixel(*y))).collect()
     }
 
-    fn draw_curve(&self, area: &Area<'_>, cells: &[Cell], index: usize, open: bool) -> Drawn {
+    fn draw_curve(&self, area: &Area<'_>, cells: &[Cell], index: usize, open: bool) -> DrawResult {
         let colour = colour(index);
         let medians: Vec<(f64, f64)> = cells.iter().map(|cell| (cell.x, cell.spread.median)).collect();
         if cells.len() > MANY_POINTS {
@@ -139,9 +139,9 @@ impl<'a> Frame<'a> {
         }
         for piece in self.y.clip(&medians) {
             if open {
-                dashed(area, &self.pixels(&piece), colour.stroke_width(1))?;
+                draw_dashed_line(area, &self.pixels(&piece), colour.stroke_width(1))?;
             } else {
-                line(area, self.pixels(&piece), colour.stroke_width(2))?;
+                draw_line(area, self.pixels(&piece), colour.stroke_width(2))?;
             }
         }
         if cells.len() > MANY_POINTS {
@@ -150,35 +150,35 @@ impl<'a> Frame<'a> {
         for cell in cells {
             let x = self.x.pixel(cell.x);
             if self.y.is_visible(cell.spread.low) {
-                whisker(area, x, self.y.pixel(cell.spread.low), self.y.pixel(cell.spread.high), colour)?;
+                draw_whisker(area, x, self.y.pixel(cell.spread.low), self.y.pixel(cell.spread.high), colour)?;
             }
             if self.y.is_visible(cell.spread.median) {
-                marker(area, (x, self.y.pixel(cell.spread.median)), shape(index), colour, open)?;
+                draw_marker(area, (x, self.y.pixel(cell.spread.median)), shape(index), colour, open)?;
             }
         }
         Ok(())
     }
 
-    fn draw_published(&self, area: &Area<'_>, published: &[PublishedCell], index: usize) -> Drawn {
+    fn draw_published(&self, area: &Area<'_>, published: &[PublishedCell], index: usize) -> DrawResult {
         let colour = colour(index);
         let points: Vec<(f64, f64)> = published.iter().map(|cell| (cell.x, cell.y)).collect();
         for piece in self.y.clip(&points) {
-            dashed(area, &self.pixels(&piece), colour.stroke_width(1))?;
+            draw_dashed_line(area, &self.pixels(&piece), colour.stroke_width(1))?;
         }
         if published.len() > MANY_POINTS {
             return Ok(());
         }
         for cell in published.iter().filter(|cell| self.y.is_visible(cell.y)) {
             if let Some((low, high)) = cell.spread {
-                whisker(area, self.x.pixel(cell.x), self.y.pixel(low), self.y.pixel(high), colour)?;
+                draw_whisker(area, self.x.pixel(cell.x), self.y.pixel(low), self.y.pixel(high), colour)?;
             }
-            marker(area, (self.x.pixel(cell.x), self.y.pixel(cell.y)), shape(index), colour, true)?;
+            draw_marker(area, (self.x.pixel(cell.x), self.y.pixel(cell.y)), shape(index), colour, true)?;
         }
         Ok(())
     }
 
     /// Draws in each group a bar per series, and an open bar next to it for the paper's value, if any.
-    fn draw_bars(&self, area: &Area<'_>) -> Drawn {
+    fn draw_bars(&self, area: &Area<'_>) -> DrawResult {
         let groups = groups(self.numbers);
         let published = self.numbers.curves.iter().any(|curve| !curve.published.is_empty());
         let slots = self.numbers.curves.len() * if published { 2 } else { 1 };
@@ -214,7 +214,7 @@ impl<'a> Frame<'a> {
         index: usize,
         open: bool,
         with_value: bool,
-    ) -> Drawn {
+    ) -> DrawResult {
         let (from, to) = (self.x.pixel(left) + 1, self.x.pixel(right) - 1);
         let (base, top) = (self.y.pixel(self.y.low()), self.y.pixel(height));
         let corners = [(from, top), (to, base)];
@@ -227,10 +227,10 @@ impl<'a> Frame<'a> {
         let mut above = top;
         if let Some((low, high)) = spread {
             above = above.min(self.y.pixel(high));
-            whisker(area, middle, self.y.pixel(low), self.y.pixel(high), INK)?;
+            draw_whisker(area, middle, self.y.pixel(low), self.y.pixel(high), INK)?;
         }
         if with_value {
-            text(area, &format_short(height), (middle, above - 3), SMALL, INK, Anchor::Bottom)?;
+            draw_text(area, &format_short(height), (middle, above - 3), SMALL, INK, Anchor::Bottom)?;
         }
         Ok(())
     }

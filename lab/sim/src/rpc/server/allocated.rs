@@ -12,14 +12,14 @@ use super::queued::DisciplineCores;
 use super::{NicServer, Request, Server, Sink};
 use crate::rpc::ticks::{NEVER, Tick};
 
-type RankedServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCores<PriorityCores>>;
+type PriorityNicServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCores<PriorityCores>>;
 
 /// Server whose NIC monitors send load hints to the core allocator at the cores. The allocator's decision returns to
 /// the NIC; each way takes the latency of the interface. A core that changes its service first serves its queued
 /// requests.
 #[derive(Debug)]
 pub struct RingLeaderServer {
-    server: RankedServer,
+    server: PriorityNicServer,
     allocation: CoreAllocation,
     monitors: [LoadMonitor; 2],
     interval: Tick,
@@ -34,7 +34,7 @@ const CALM_EPOCHS: u32 = 4;
 impl RingLeaderServer {
     /// `interval`: interval of the load monitors' checks. `latency`: one-way latency of the interface.
     pub fn new(
-        mut server: RankedServer,
+        mut server: PriorityNicServer,
         cores: u16,
         allocation: CoreAllocation,
         interval: Tick,

@@ -11,9 +11,9 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use coreward_model::FourTuple;
 use foldhash::fast::FixedState;
 
-use super::headers::{FLAG_ENDS, FLAG_IPV6, FLAG_OPENS};
+use super::headers::{FLAG_ENDS_CONNECTION, FLAG_IPV6, FLAG_OPENS_CONNECTION};
 use super::records::{Record, Records};
-use crate::trace::{Batch, Event, Opening, Packet};
+use crate::trace::{Batch, Event, FirstPacket, Packet};
 
 /// Time in which a TCP flow may still send after its FIN or RST (ns).
 const LINGER_NS: u64 = 2_000_000_000;
@@ -121,7 +121,7 @@ impl FlowTable {
     fn push(&mut self, record: &Record, number: u32, mut is_new: bool, batch: &mut Batch) {
         let flow = &mut self.flows[number as usize];
         if record.flags != 0 && !is_new {
-            let replaced = flow.is_closing && record.flags & FLAG_OPENS != 0;
+            let replaced = flow.is_closing && record.flags & FLAG_OPENS_CONNECTION != 0;
             if replaced {
                 batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: 0, event: Event::EXPIRES });
                 flow.is_closing = false;
@@ -129,9 +129,9 @@ impl FlowTable {
             }
         }
         flow.last_ns = record.time_ns;
-        flow.is_closing |= record.flags & FLAG_ENDS != 0;
+        flow.is_closing |= record.flags & FLAG_ENDS_CONNECTION != 0;
         let event = if is_new {
-            batch.openings.push(Opening { tuple: tuple(&self.keys[number as usize]), rate: None });
+            batch.openings.push(FirstPacket { tuple: tuple(&self.keys[number as usize]), rate: None });
             Event::OPENS
         } else {
             Event::NONE

@@ -5,9 +5,9 @@ use super::error::CaptureError;
 /// The addresses are IPv6.
 pub const FLAG_IPV6: u8 = 1;
 /// A TCP segment that opens a connection: SYN without ACK.
-pub const FLAG_OPENS: u8 = 2;
+pub const FLAG_OPENS_CONNECTION: u8 = 2;
 /// A TCP segment with FIN or RST.
-pub const FLAG_ENDS: u8 = 4;
+pub const FLAG_ENDS_CONNECTION: u8 = 4;
 
 /// Link layer with IP: values of pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,14 +115,14 @@ pub enum Addresses {
 
 /// Fields of a packet that identify its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parsed {
+pub struct ParsedHeaders {
     /// Source and destination.
     pub addresses: Addresses,
     /// Ports, the source in the upper half.
     pub ports: u32,
     /// IP protocol: 6 or 17.
     pub protocol: u8,
-    /// Combination of [`FLAG_OPENS`] and [`FLAG_ENDS`].
+    /// Combination of [`FLAG_OPENS_CONNECTION`] and [`FLAG_ENDS_CONNECTION`].
     pub flags: u8,
 }
 
@@ -136,7 +136,7 @@ const UDP: u8 = 17;
 
 /// Returns the fields of a packet. Fails when the packet has no ports, or they were not captured.
 #[inline]
-pub fn parse(link: LinkType, data: &[u8]) -> Result<Parsed, SkipReason> {
+pub fn parse(link: LinkType, data: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match link {
         LinkType::Ethernet => by_ethertype(data, 12),
         LinkType::LinuxCooked => by_ethertype(data, 14),
@@ -157,7 +157,7 @@ fn u16_at(data: &[u8], at: usize) -> Option<u16> {
 
 /// Parses a packet from its EtherType on, with any number of VLAN tags.
 #[inline]
-fn by_ethertype(data: &[u8], mut at: usize) -> Result<Parsed, SkipReason> {
+fn by_ethertype(data: &[u8], mut at: usize) -> Result<ParsedHeaders, SkipReason> {
     loop {
         let ethertype = u16_at(data, at).ok_or(SkipReason::CutOff)?;
         if !ETHERTYPES_VLAN.contains(&ethertype) {
@@ -168,7 +168,7 @@ fn by_ethertype(data: &[u8], mut at: usize) -> Result<Parsed, SkipReason> {
 }
 
 #[inline]
-fn by_number(ethertype: u16, packet: &[u8]) -> Result<Parsed, SkipReason> {
+fn by_number(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match ethertype {
         ETHERTYPE_IPV4 => ipv4(packet),
         ETHERTYPE_IPV6 => ipv6(packet),
@@ -176,7 +176,7 @@ fn by_number(ethertype: u16, packet: &[u8]) -> Result<Parsed, SkipReason> {
     }
 }
 
-fn by_version(packet: &[u8]) -> Result<Parsed, SkipReason> {
+fn by_version(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match packet.first().ok_or(SkipReason::CutOff)? >> 4 {
         4 => ipv4(packet),
         6 => ipv6(packet),
@@ -185,7 +185,7 @@ fn by_version(packet: &[u8]) -> Result<Parsed, SkipReason> {
 }
 
 #[inline]
-fn ipv4(packet: &[u8]) -> Result<Parsed, SkipReason> {
+fn ipv4(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     let header: &[u8; 20] = packet.first_chunk().ok_or(SkipReason::CutOff)?;
     let header_bytes = usize::from(header[0] & 0x0f) * 4;
     if header[0] >> 4 != 4 || header_bytes < 20 {
@@ -199,7 +199,7 @@ fn ipv4(packet: &[u8]) -> Result<Parsed, SkipReason> {
     transport(header[9], packet.get(header_bytes..).ok_or(SkipReason::CutOff)?, Addresses::V4(u64::from_be_bytes(both)))
 }
 
-fn ipv6(packet: &[u8]) -> Result<Parsed, SkipReason> {
+fn ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     let header: &[u8; 40] = packet.first_chunk().ok_or(SkipReason::CutOff)?;
     if header[0] >> 4 != 6 {
         return Err(SkipReason::Malformed);
@@ -229,7 +229,7 @@ fn ipv6(packet: &[u8]) -> Result<Parsed, SkipReason> {
 }
 
 #[inline]
-fn transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<Parsed, SkipReason> {
+fn transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<ParsedHeaders, SkipReason> {
     if protocol != TCP && protocol != UDP {
         return Err(SkipReason::OtherProtocol);
     }
@@ -238,9 +238,9 @@ fn transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<Parse
     let flags = match segment.get(13) {
         Some(flags) if protocol == TCP => {
             let (fin, syn, rst, ack) = (flags & 1 != 0, flags & 2 != 0, flags & 4 != 0, flags & 16 != 0);
-            (u8::from(syn && !ack) * FLAG_OPENS) | (u8::from(fin || rst) * FLAG_ENDS)
+            (u8::from(syn && !ack) * FLAG_OPENS_CONNECTION) | (u8::from(fin || rst) * FLAG_ENDS_CONNECTION)
         }
         _ => 0,
     };
-    Ok(Parsed { addresses, ports, protocol, flags })
+    Ok(ParsedHeaders { addresses, ports, protocol, flags })
 }

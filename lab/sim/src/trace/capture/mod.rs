@@ -24,7 +24,7 @@ use std::thread::JoinHandle;
 
 use self::flows::FlowTable;
 use self::records::{Records, StopReason};
-use super::{Batch, Skipped, Trace, TraceError};
+use super::{Batch, SkipCounts, Trace, TraceError};
 
 use self::input::Input;
 
@@ -32,7 +32,7 @@ pub use error::CaptureError;
 pub use input::FileFormat;
 
 /// Number of batches between the two threads.
-const BATCHES: usize = 4;
+const BATCH_COUNT: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ReadOptions {
@@ -53,7 +53,7 @@ pub struct CaptureTrace {
     empty: SyncSender<Records>,
     reader: Option<JoinHandle<Result<(), TraceError>>>,
     flows: FlowTable,
-    skipped: Skipped,
+    skipped: SkipCounts,
     reordered: u64,
 }
 
@@ -61,9 +61,9 @@ impl CaptureTrace {
     /// Starts to read a capture; errors name `path`.
     pub fn start(input: Input, path: &Path, options: ReadOptions) -> Self {
         let shown = path.display().to_string();
-        let (fill, filled) = sync_channel(BATCHES);
-        let (empty, emptied) = sync_channel(BATCHES);
-        for _ in 0..BATCHES {
+        let (fill, filled) = sync_channel(BATCH_COUNT);
+        let (empty, emptied) = sync_channel(BATCH_COUNT);
+        for _ in 0..BATCH_COUNT {
             empty.send(Records::default()).expect("the receiver is here");
         }
         let read = move || {
@@ -78,7 +78,7 @@ impl CaptureTrace {
             }
         };
         let reader = Some(std::thread::spawn(read));
-        let (flows, skipped) = (FlowTable::new(options.idle_timeout_ns), Skipped::new());
+        let (flows, skipped) = (FlowTable::new(options.idle_timeout_ns), SkipCounts::new());
         Self { filled, empty, reader, flows, skipped, reordered: 0 }
     }
 }
@@ -103,7 +103,7 @@ impl Trace for CaptureTrace {
         Ok(())
     }
 
-    fn skipped(&self) -> Skipped {
+    fn skipped(&self) -> SkipCounts {
         self.skipped.clone()
     }
 

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, SyncSender};
 
 use super::error::{CaptureError, TOLERATED_NS};
-use super::headers::{self, Addresses, FLAG_IPV6, LinkType, Parsed, SkipReason};
+use super::headers::{self, Addresses, FLAG_IPV6, LinkType, ParsedHeaders, SkipReason};
 
 const BATCH: usize = 32_768;
 
@@ -155,7 +155,7 @@ impl Recorder {
     }
 
     #[inline]
-    fn push(&mut self, time_ns: u64, length: u32, parsed: &Parsed) {
+    fn push(&mut self, time_ns: u64, length: u32, parsed: &ParsedHeaders) {
         let (addresses, family) = match parsed.addresses {
             Addresses::V4(both) => (both, 0),
             Addresses::V6(both) => {
