@@ -21,6 +21,7 @@ use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, busy_file};
 use crate::http::Connection;
 use crate::instance;
 use crate::namespace::Namespace;
+use crate::network_options::NetworkOptions;
 use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WORKER_PATH};
 use crate::topology::{Testbed, TestbedOptions};
 
@@ -39,9 +40,8 @@ pub struct Options {
     /// net.ipv4.tcp_syncookies on the servers (2: SYN cookies for every connection)
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=2))]
     pub syncookies: u8,
-    /// Address family of the VIP, the client and the servers
-    #[arg(long, value_enum, default_value_t = Family::Ipv4)]
-    pub family: Family,
+    #[command(flatten)]
+    pub network: NetworkOptions,
 }
 
 /// Results of the test.
@@ -67,8 +67,9 @@ pub struct Outcome {
     pub load_balancer: BTreeMap<String, u64>,
     /// TCP counters with coreward.
     pub tcp: Tcp,
-    /// TCP counters under the same load when the load balancer's kernel only routes.
-    pub tcp_without: Tcp,
+    /// TCP counters under the same load when the load balancer's kernel only routes; `None`: servers behind a router,
+    /// to which the kernel cannot send packets for a VIP.
+    pub tcp_without: Option<Tcp>,
 }
 
 /// TCP counters of client and servers together.
@@ -132,8 +133,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         servers: SERVER_COUNT,
-        family: options.family,
-        ..Default::default()
+        ..options.network.testbed_options()
     })?;
     for number in testbed.server_numbers() {
         let value = options.syncookies.to_string();
@@ -141,14 +141,15 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     }
     let _nginx: Vec<Nginx> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number)).collect::<Result<_, _>>()?;
-    let without = without_coreward(&testbed, options)?;
+    let is_routed = options.network.forwarding.encapsulates();
+    let without = (!is_routed).then(|| without_coreward(&testbed, options)).transpose()?;
     with_coreward(&testbed, options, without)
 }
 
 /// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). Its
 /// counters show the losses and retransmissions of the machine itself.
 fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> {
-    let forwarding = |on: &str| match options.family {
+    let forwarding = |on: &str| match options.network.family {
         Family::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
             ("ipv4/ip_forward", on),
             ("ipv4/fib_multipath_hash_policy", "1"),
@@ -161,7 +162,7 @@ fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> 
     };
     forwarding("1")?;
     let hops = testbed.server_numbers().into_iter().flat_map(|number| {
-        let address = options.family.address(server_address(number)).to_string();
+        let address = options.network.family.address(server_address(number)).to_string();
         ["nexthop".to_owned(), "via".to_owned(), address, "dev".to_owned(), DEVICE.to_owned()]
     });
     route(testbed, "add", hops)?;
@@ -181,13 +182,18 @@ fn route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> a
     testbed.run(testbed.load_balancer(1)?, command).map(drop)
 }
 
-fn with_coreward(testbed: &Testbed, options: Options, without: Tcp) -> anyhow::Result<Outcome> {
+fn with_coreward(testbed: &Testbed, options: Options, without: Option<Tcp>) -> anyhow::Result<Outcome> {
     for number in testbed.server_numbers() {
         write_busy(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
     }
     let mut fleet = Fleet::start(
         testbed,
-        FleetOptions { load: LoadSource::PacedServer, servers_family: options.family, ..Default::default() },
+        FleetOptions {
+            load: LoadSource::PacedServer,
+            forwarding: options.network.forwarding,
+            servers_family: options.network.family,
+            ..Default::default()
+        },
     )?;
     let first_table = table_generation(&fleet, testbed)?;
     let before = all_counters(testbed)?;

@@ -20,7 +20,7 @@
 //! * [`dispatch_figure`]: figures of `coreward dispatch` with real servers
 //! * [`doc_runner`]: runs the commands of documents
 //! * [`process`], [`namespace`]: processes and network namespaces
-//! * [`demo`]: `coreward-lab demo`; [`cli`]: `coreward-lab testbed`
+//! * [`demo`]: `coreward-lab demo`; [`network_options`]; [`cli`]: `coreward-lab testbed`
 
 pub mod addresses;
 pub mod baseline_lb;
@@ -44,6 +44,7 @@ pub mod key_value;
 pub mod knot_benchmark;
 pub mod load;
 pub mod namespace;
+pub mod network_options;
 pub mod nginx;
 pub mod orchestrated_server;
 pub mod paced_server;

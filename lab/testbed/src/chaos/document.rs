@@ -7,7 +7,8 @@ use std::net::SocketAddr;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use crate::addresses::{Family, rack_name, server_address};
+use crate::addresses::{rack_name, server_address};
+use crate::network_options::NetworkOptions;
 
 /// [`seeded_rng`]'s stream for the changes.
 const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
@@ -33,8 +34,7 @@ pub struct Documents {
     rng: Xoshiro256PlusPlus,
     services: Vec<(String, SocketAddr, &'static str)>,
     policies: Vec<&'static str>,
-    /// Family of the servers' addresses.
-    family: Family,
+    network: NetworkOptions,
     servers: BTreeMap<u16, Option<Entry>>,
     /// Racks that the agent of a server may use.
     server_racks: BTreeMap<u16, Vec<u16>>,
@@ -47,7 +47,7 @@ impl Documents {
     /// that the agent of each server may use; empty without racks.
     pub fn new(
         seed: u64,
-        family: Family,
+        network: NetworkOptions,
         servers: &[u16],
         services: Vec<(String, SocketAddr, &'static str)>,
         server_racks: BTreeMap<u16, Vec<u16>>,
@@ -56,7 +56,7 @@ impl Documents {
             rng: seeded_rng(seed, RNG_STREAM_CHANGES),
             policies: vec![POLICIES[0]; services.len()],
             services,
-            family,
+            network,
             servers: servers.iter().map(|number| (*number, Some(ACTIVE))).collect(),
             server_racks,
             report_interval_ms: 100,
@@ -72,7 +72,7 @@ impl Documents {
         for (number, entry) in &self.servers {
             let Some(Entry { draining, weight, needs_controller }) = entry else { continue };
             let (address, state) =
-                (self.family.address(server_address(*number)), if *draining { "draining" } else { "active" });
+                (self.network.family.address(server_address(*number)), if *draining { "draining" } else { "active" });
             let _ = writeln!(
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
@@ -80,9 +80,13 @@ impl Documents {
             let racks = self.server_racks.get(number).into_iter().flatten().filter(|_| !needs_controller);
             let _ = writeln!(text, "racks = {:?}", names(racks));
         }
+        let forwarding = self.network.forwarding.name();
         for ((name, address, more), policy) in self.services.iter().zip(&self.policies) {
-            let _ =
-                write!(text, "\n[[service]]\nname = \"{name}\"\nvip = \"{address}\"\npolicy = \"{policy}\"\n{more}");
+            let _ = write!(
+                text,
+                "\n[[service]]\nname = \"{name}\"\nvip = \"{address}\"\npolicy = \"{policy}\"\n\
+                 forwarding = \"{forwarding}\"\n{more}"
+            );
         }
         text
     }
@@ -176,7 +180,7 @@ mod tests {
         let services = vec![("web".to_owned(), SocketAddr::new([10, 200, 0, 1].into(), 80), "")];
         Documents::new(
             seed,
-            Family::Ipv4,
+            NetworkOptions::default(),
             &[1, 2, 3, 4],
             services,
             (1..=4).map(|number| (number, vec![1, 2])).collect(),

@@ -34,10 +34,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use crate::addresses::Family;
 use crate::conformance::{SetOnDrop, change_loads, write_busy};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, logs};
 use crate::interrupt;
+use crate::network_options::NetworkOptions;
 use crate::nginx::Nginx;
 use crate::preload::PreloadedFaults;
 use crate::topology::{Testbed, TestbedOptions};
@@ -75,9 +75,8 @@ pub struct Options {
     /// Number of rack controllers between agents and controllers
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=4))]
     pub racks: u16,
-    /// Address family of the VIP, the client and the servers
-    #[arg(long, value_enum, default_value_t = Family::Ipv4)]
-    pub family: Family,
+    #[command(flatten)]
+    pub network: NetworkOptions,
     /// Another version of the `coreward` binary, with which upgrades alternate
     #[arg(long, value_name = "FILE")]
     pub upgrade_binary: Option<PathBuf>,
@@ -127,8 +126,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         load_balancers: LOAD_BALANCER_COUNT,
         racks: options.racks,
         client_addresses: CLIENT_ADDRESS_COUNT,
-        family: options.family,
-        ..TestbedOptions::default()
+        ..options.network.testbed_options()
     })?;
     let numbers = testbed.server_numbers();
     let _nginx: Vec<Nginx> =
@@ -145,7 +143,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         .collect();
     let documents = Documents::new(
         options.seed,
-        options.family,
+        options.network,
         &numbers,
         vec![
             ("web".to_owned(), testbed.service(), WEB_CHECK),
@@ -164,6 +162,8 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         controllers: options.controllers,
         server_racks,
         tls: true,
+        forwarding: options.network.forwarding,
+        servers_family: options.network.family,
         etcd: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
         load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS),
         ..FleetOptions::default()

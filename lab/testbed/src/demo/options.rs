@@ -3,12 +3,11 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use coreward_model::forwarding::Forwarding;
+use clap::builder::PossibleValuesParser;
 use coreward_model::policy;
 
 use super::timeline::SECONDS_MIN;
-use crate::addresses::Family;
+use crate::network_options::NetworkOptions;
 
 /// Policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20), and coreward's own policy.
 const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
@@ -36,12 +35,8 @@ pub struct DemoOptions {
     /// Trigger of new tables: once per report interval, as in the simulator, or when their inputs change
     #[arg(long, value_enum, default_value_t = Tables::Interval)]
     pub tables: Tables,
-    /// Forwarding to the servers; with ipip and gue the servers are behind a router
-    #[arg(long, value_name = "KIND", default_value = "l2", value_parser = kinds())]
-    pub forwarding: Forwarding,
-    /// Address family of the VIP, the client and the servers
-    #[arg(long, value_enum, default_value_t = Family::Ipv4)]
-    pub family: Family,
+    #[command(flatten)]
+    pub network: NetworkOptions,
     /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
@@ -51,10 +46,6 @@ pub struct DemoOptions {
     /// Directory for the picture, the JSON and the arrival logs
     #[arg(long, value_name = "DIR", default_value = "out")]
     pub out: PathBuf,
-}
-
-fn kinds() -> impl TypedValueParser<Value = Forwarding> {
-    PossibleValuesParser::new(Forwarding::ALL.map(Forwarding::name)).try_map(|name| name.parse::<Forwarding>())
 }
 
 /// Trigger of new tables.

@@ -43,9 +43,7 @@ impl PolicyTestbed {
             cores: options.cores,
             // Each log has its own client addresses, because ports stay in TIME-WAIT for a minute.
             client_addresses: addresses * options.seeds.len() as u16,
-            routed_servers: options.forwarding.encapsulates(),
-            family: options.family,
-            ..TestbedOptions::default()
+            ..options.network.testbed_options()
         })?;
         let mut servers = BTreeMap::new();
         for number in testbed.server_numbers() {
@@ -55,8 +53,8 @@ impl PolicyTestbed {
             policy: policy.to_owned(),
             load: LoadSource::PacedServer,
             tables_by_interval: options.tables == Tables::Interval,
-            forwarding: options.forwarding,
-            servers_family: options.family,
+            forwarding: options.network.forwarding,
+            servers_family: options.network.family,
             ..FleetOptions::default()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;

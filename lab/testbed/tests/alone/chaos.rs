@@ -1,7 +1,7 @@
 //! Short run of `coreward-lab testbed chaos`: the same faults and clients, for seconds instead of minutes.
 
-use coreward_testbed::addresses::Family;
 use coreward_testbed::chaos::{Options, run};
+use coreward_testbed::network_options::NetworkOptions;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
@@ -14,7 +14,7 @@ fn faults_break_no_connection_and_lose_no_change() {
         config_changes: 30,
         controllers: 1,
         racks: 2,
-        family: Family::Ipv4,
+        network: NetworkOptions::default(),
         upgrade_binary: None,
         json: false,
     };

@@ -1,0 +1,33 @@
+//! Options of the network between clients, load balancers and servers, which several commands have.
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use coreward_model::forwarding::Forwarding;
+
+use crate::addresses::Family;
+use crate::topology::TestbedOptions;
+
+/// Options of the network of a testbed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::Args)]
+pub struct NetworkOptions {
+    /// Forwarding to the servers; with ipip and gue the servers are behind a router
+    #[arg(long, value_name = "KIND", default_value = "l2", value_parser = forwarding_modes())]
+    pub forwarding: Forwarding,
+    /// Address family of the VIP, the client and the servers
+    #[arg(long, value_enum, default_value_t = Family::Ipv4)]
+    pub family: Family,
+}
+
+impl NetworkOptions {
+    /// Returns the options of a testbed with this network.
+    pub fn testbed_options(self) -> TestbedOptions {
+        TestbedOptions {
+            routed_servers: self.forwarding.encapsulates(),
+            family: self.family,
+            ..TestbedOptions::default()
+        }
+    }
+}
+
+fn forwarding_modes() -> impl TypedValueParser<Value = Forwarding> {
+    PossibleValuesParser::new(Forwarding::ALL.map(Forwarding::name)).try_map(|name| name.parse::<Forwarding>())
+}
