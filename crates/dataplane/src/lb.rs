@@ -169,7 +169,7 @@ pub enum LbStampingClock {
     Ticks,
 }
 
-/// Requested XDP mode of the program.
+/// XDP mode of the program, as it is configured.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum XdpMode {
     /// The program runs in the driver, or attaching fails.

@@ -1,7 +1,5 @@
 //! Facts about a machine, as plain data, so tests can construct them.
 
-use coreward_model::forwarding::Forwarding;
-use coreward_model::rss::InputTransform;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -13,8 +11,10 @@ use coreward_agent::rss::ethtool::FlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::Xdp;
 use coreward_dataplane::ethtool::Channels;
-use coreward_lb::config::XdpMode;
+use coreward_dataplane::lb::XdpMode;
 use coreward_model::ServiceAddress;
+use coreward_model::forwarding::Forwarding;
+use coreward_model::rss::InputTransform;
 
 use crate::nat_rules::Chain;
 

@@ -9,7 +9,7 @@ use coreward_config::{
     string_enum,
 };
 use coreward_daemon::Controllers;
-use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
+use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options, XdpMode};
 use coreward_model::connection_table::{TableSize, Timers};
 use coreward_model::vlan::Vlan;
 
@@ -39,7 +39,7 @@ config_struct! {
         /// Directory of the last configuration, for a start without controller.
         pub state_directory: PathBuf as AbsolutePath = AbsolutePath(PathBuf::from("/var/lib/coreward-lb")),
         /// XDP mode: "native" in the driver, "generic" after it, "auto" the first that works.
-        pub xdp_mode: XdpMode = XdpMode::Auto,
+        pub xdp_mode: XdpMode as XdpModeName = XdpModeName(XdpMode::default()),
         /// Address that other load balancers use; default: the interface's first IPv4 address, or else an IPv6 address.
         pub address: Option<IpAddr>,
         /// Number of entries for connections without a cookie.
@@ -102,24 +102,20 @@ impl From<ConnectionTimers> for Timers {
     }
 }
 
-/// XDP mode of the program.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum XdpMode {
-    /// The program runs in the driver, or the daemon fails.
-    Native,
-    /// The program runs after the driver: slower, but with any interface.
-    Generic,
-    /// Native; generic with a warning if the driver does not support native mode.
-    #[default]
-    Auto,
-}
+struct XdpModeName(XdpMode);
 
 string_enum!(
-    XdpMode,
+    XdpModeName,
     "XDP mode",
     [("native", XdpMode::Native), ("generic", XdpMode::Generic), ("auto", XdpMode::Auto)]
-        .map(|(name, mode)| (name.to_owned(), mode))
+        .map(|(name, mode)| (name.to_owned(), XdpModeName(mode)))
 );
+
+impl From<XdpModeName> for XdpMode {
+    fn from(name: XdpModeName) -> Self {
+        name.0
+    }
+}
 
 config_file!(Config);
 

@@ -27,7 +27,7 @@ use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::announce::{AnnounceState, Announcer};
-use crate::config::{Announce, Config, OnStop, XdpMode};
+use crate::config::{Announce, Config, OnStop};
 use crate::forwarder::{Forwarder, PROGRAM_LIMIT};
 use crate::health::Health;
 use crate::last_configuration::LastConfiguration;
@@ -50,7 +50,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     coreward_daemon::raise_file_limit();
     let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
-    let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
+    let attachment = balancer.attach(&config.interface, config.xdp_mode)?;
     let action = match (balancer.is_taken_over(), balancer.is_upgrade_pending()) {
         (true, _) => "taken over its XDP program",
         (_, true) => "loaded its XDP program, which will replace the program of another version",
@@ -85,7 +85,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
             "no XDP program of a load balancer is pinned: `--detach` has none to remove"
         );
     } else {
-        balancer.attach(&config.interface, config.xdp_mode.into())?;
+        balancer.attach(&config.interface, config.xdp_mode)?;
     }
     if let Some(announce) = &config.announce {
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(withdraw(announce))?;
@@ -102,16 +102,6 @@ fn options(config: &Config) -> lb::Options {
         packets_read_clock: true,
         vlan: config.vlan.unwrap_or_default(),
         ..Default::default()
-    }
-}
-
-impl From<XdpMode> for lb::XdpMode {
-    fn from(mode: XdpMode) -> Self {
-        match mode {
-            XdpMode::Native => Self::Native,
-            XdpMode::Generic => Self::Generic,
-            XdpMode::Auto => Self::Auto,
-        }
     }
 }
 

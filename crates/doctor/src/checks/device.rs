@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use coreward_lb::config::XdpMode;
+use coreward_dataplane::lb::XdpMode;
 
 use crate::facts::{Device, Facts, Role, Server};
 use crate::finding::Finding;

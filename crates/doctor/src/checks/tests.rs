@@ -9,7 +9,7 @@ use coreward_agent::rss::ethtool::FlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::Xdp;
 use coreward_dataplane::ethtool::Channels;
-use coreward_lb::config::XdpMode;
+use coreward_dataplane::lb::XdpMode;
 use coreward_model::ServiceAddress;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::rss::InputTransform;
