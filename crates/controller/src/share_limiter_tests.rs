@@ -53,7 +53,8 @@ impl Harness {
         let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
-        let sessions = (0..SERVER_COUNT).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        let sessions =
+            (0..SERVER_COUNT).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
         let balancer = controller.register_load_balancer("lb1", at(0)).unwrap();
         Self {
             controller,

@@ -187,7 +187,9 @@ fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -
     match view.order {
         SortOrder::Name => servers.sort_by(|a, b| a.name.cmp(&b.name)),
         SortOrder::Load => servers.sort_by(|a, b| load(b).unwrap_or(-1.0).total_cmp(&load(a).unwrap_or(-1.0))),
-        SortOrder::NewConnections => servers.sort_by(|a, b| rate(b).unwrap_or(-1.0).total_cmp(&rate(a).unwrap_or(-1.0))),
+        SortOrder::NewConnections => {
+            servers.sort_by(|a, b| rate(b).unwrap_or(-1.0).total_cmp(&rate(a).unwrap_or(-1.0)))
+        }
     }
     let room = usize::from(area.width.saturating_sub(COLUMNS_BEFORE_CORES));
     let row = |server: &'a Server| server_row(server, loads.get(server.name.as_str()).copied(), rate(server), room);

@@ -157,7 +157,8 @@ fn millions_per_second(operations: u64, started: Instant) -> f64 {
 /// Decides requests of alternating services while each core has two on average; each decision completes the oldest one.
 /// Returns ns per decision.
 fn decide(cores: u16, decisions: u64) -> f64 {
-    let ranked: Vec<_> = (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
+    let ranked: Vec<_> =
+        (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
     let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, DEPTH);
     let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &FeoConfig::strict(0..SERVICE_COUNT))
         .expect("a valid configuration");

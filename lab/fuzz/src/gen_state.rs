@@ -292,7 +292,8 @@ impl GenState {
             None => (Ipv4Addr::from(bytes(ETHERNET + 12)), ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4),
         };
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
-        let new = TableConnection { service_slot, client: (client, port), number: (reported & intf::COOKIE_ID_MASK) as u16 };
+        let new =
+            TableConnection { service_slot, client: (client, port), number: (reported & intf::COOKIE_ID_MASK) as u16 };
         // Makes room by removing an old connection.
         if self.indexed.len() == INDEXED {
             self.indexed.swap_remove(reported as usize % INDEXED);

@@ -12,7 +12,7 @@ use coreward_model::tuple::Protocol;
 
 use crate::frame::{self, Ip, Tcp, timestamp};
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::{GenState, TableConnection, GeneratedService};
+use crate::gen_state::{GenState, GeneratedService, TableConnection};
 use crate::harness::{OWN_MAC, SERVER_VLANS, TIME_KEY};
 use crate::{ipv6, mutate};
 
@@ -71,7 +71,10 @@ fn client(state: &GenState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
 }
 
 /// Returns a client and a destination: in one of four cases, the service that has the client in its connection table.
-fn pick_endpoints<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'a GeneratedService, (Ipv4Addr, u16)) {
+fn pick_endpoints<'a>(
+    state: &'a GenState,
+    rng: &mut FuzzRng,
+) -> ((Ipv4Addr, u16), &'a GeneratedService, (Ipv4Addr, u16)) {
     if !state.indexed.is_empty() && rng.chance(1, 4) {
         let entry = rng.pick(&state.indexed);
         if let Some(planned) = state.services.iter().find(|planned| planned.service_slot == entry.service_slot) {

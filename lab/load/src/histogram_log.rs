@@ -126,7 +126,8 @@ mod tests {
         let tags = vec!["GET".to_owned(), "SCAN46".to_owned()];
         let mut log = HistogramLog::begin(&mut output, tags, "test").unwrap();
         let answered = |class, count: u64, results: &mut Results| {
-            (1..=count).for_each(|number| results.record_answer(SentRequest { due_ns: 0, class }, number * 1_000_000, None));
+            (1..=count)
+                .for_each(|number| results.record_answer(SentRequest { due_ns: 0, class }, number * 1_000_000, None));
         };
         answered(0, 100, &mut results);
         log.advance(999_999_999, &mut results).unwrap();

@@ -176,8 +176,13 @@ impl Workload {
     pub fn service(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
         let unit_ns = service.unit_us * 1e3 * multiplier;
         let count = service.service.class_times().len().min(WORK_CLASS_COUNT.into());
-        let request_types = (0..count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASS_COUNT")).collect();
-        Self { draw: ClassDraw::Service(service.service.sampler(), unit_ns), request_types, rng: seeded_rng(seed, purpose) }
+        let request_types =
+            (0..count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASS_COUNT")).collect();
+        Self {
+            draw: ClassDraw::Service(service.service.sampler(), unit_ns),
+            request_types,
+            rng: seeded_rng(seed, purpose),
+        }
     }
 
     /// Restricts a measuring stream to the first type. For a distribution: to the times of its shortest class, or to

@@ -76,7 +76,8 @@ pub struct Watched {
 /// Starts `coreward agent rss` and waits until it samples. Fails when it does not start.
 pub fn start_watch(guest: &mut Guest) -> Result<()> {
     let limit = START_LIMIT.as_secs();
-    guest.run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOW_COUNT} --json"))?;
+    guest
+        .run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOW_COUNT} --json"))?;
     let watching =
         poll(guest, START_LIMIT, |guest| Ok(guest.run("cat /tmp/rss.out")?.contains("\"nic\"").then_some(())));
     watching.with_context(|| format!("`coreward agent rss`: {}", log(guest, "rss")))

@@ -12,7 +12,7 @@ use crate::initrd;
 use crate::packages::Packages;
 use crate::rss::{self, Measurement};
 use crate::tally::Tally;
-use crate::wire::{FLOW_COUNT, VIP, GuestLink};
+use crate::wire::{FLOW_COUNT, GuestLink, VIP};
 
 /// Files that all guests need.
 pub struct GuestFiles {

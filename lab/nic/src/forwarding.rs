@@ -17,7 +17,7 @@ use crate::guest::{Guest, Monitor, QUEUE_COUNT};
 use crate::rss;
 use crate::segment::{Segment, mac_of};
 use crate::tally::Tally;
-use crate::wire::{FORWARDED_DESTINATION, VIP, GuestLink, flows_of_round};
+use crate::wire::{FORWARDED_DESTINATION, GuestLink, VIP, flows_of_round};
 
 /// Last bytes of the servers' addresses.
 const HOSTS: [u8; 2] = [11, 12];
@@ -78,7 +78,8 @@ pub fn check(guest: &mut Guest, wire: &GuestLink, name: &str, tally: &mut Tally)
     let found = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", loads(guest)?);
     tally.check(&format!("{name}: idle cores get the connections"), idle.verdict(found));
 
-    let flow = FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
+    let flow =
+        FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
     let queue = rss::predicted(&shown, &flow);
     let on_queue = |flow: &FourTuple| rss::predicted(&shown, flow) == queue;
     let follows = |placed: &PlacedFlows| {
@@ -191,7 +192,13 @@ fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
 }
 
 /// Sends `rate` packets per second, in batches of one millisecond.
-fn send_paced(wire: &GuestLink, mut monitor: Monitor, flow: &FourTuple, rate: &AtomicU32, ended: &AtomicBool) -> Result<()> {
+fn send_paced(
+    wire: &GuestLink,
+    mut monitor: Monitor,
+    flow: &FourTuple,
+    rate: &AtomicU32,
+    ended: &AtomicBool,
+) -> Result<()> {
     let (mut due, mut flush) = (Instant::now(), Instant::now());
     while !ended.load(Ordering::Relaxed) {
         wire.send_acks(flow, rate.load(Ordering::Relaxed).div_ceil(1_000))?;
@@ -224,7 +231,12 @@ impl Measured {
 }
 
 /// Measures until the result is `good`, at most [`MEASUREMENT_COUNT`] times, because the daemons' own load varies.
-fn measure_until(wire: &GuestLink, segment: &Segment, first: u8, good: impl Fn(&PlacedFlows) -> bool) -> Result<Measured> {
+fn measure_until(
+    wire: &GuestLink,
+    segment: &Segment,
+    first: u8,
+    good: impl Fn(&PlacedFlows) -> bool,
+) -> Result<Measured> {
     let mut measured = Measured { placed: PlacedFlows::new(), is_expected: false, next_round: first };
     for _ in 0..MEASUREMENT_COUNT {
         measured.placed = measure(wire, segment, measured.next_round)?;

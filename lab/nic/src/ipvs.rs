@@ -192,7 +192,12 @@ const CHECKS: [(&str, Check); 4] = [
 
 /// Opens a group of connections.
 fn open(guest: &mut Guest, group: &str) -> Result<()> {
-    start_in(guest, &format!("test-{group}"), "client", &format!("bash /etc/test-hold {group} {OPEN_CONNECTION_COUNT}"))?;
+    start_in(
+        guest,
+        &format!("test-{group}"),
+        "client",
+        &format!("bash /etc/test-hold {group} {OPEN_CONNECTION_COUNT}"),
+    )?;
     let ready = format!("test -p /run/test-{group}.out");
     eventually(SETTLE_LIMIT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
 }

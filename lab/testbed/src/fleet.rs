@@ -25,7 +25,7 @@ use crate::topology::Testbed;
 
 pub(crate) use daemons::logs;
 pub use daemons::{coreward_command, lab_command, operator_command, operator_command_for, unit_capabilities};
-pub use files::{bundle, busy_file, certificate_files, certificate_directory, issue};
+pub use files::{bundle, busy_file, certificate_directory, certificate_files, issue};
 pub use names::{
     CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of,
     controller_name, rack_listen_address,

@@ -30,7 +30,8 @@ fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
         listener.1.cpu_affinity.contains(&cpu) && listener.1.cpu_affinity.len() <= MAX_PINNED_SET
     };
     let candidates: Vec<(usize, &Listener)> = listeners.iter().enumerate().collect();
-    let best = candidates.iter().filter(pinned).min_by_key(|(position, listener)| (listener.cpu_affinity.len(), *position));
+    let best =
+        candidates.iter().filter(pinned).min_by_key(|(position, listener)| (listener.cpu_affinity.len(), *position));
     best.map(|(position, _)| *position)
 }
 

@@ -60,7 +60,12 @@ impl ReportSource {
     }
 }
 
-pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messages: impl Messages, answers: AgentUpdates) {
+pub async fn serve(
+    shared: Arc<ControllerState>,
+    source: ReportSource,
+    mut messages: impl Messages,
+    answers: AgentUpdates,
+) {
     let session = match register(&shared, &source, &mut messages).await {
         Ok(session) => session,
         Err(status) => {

@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-use crate::support::{TestDirectory, RunningController, with_timeout};
+use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 /// Interval of reports in the fleet's document (support::TestDirectory).
@@ -18,7 +18,10 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(10);
 /// More than the windows of HTTP/2 hold (256 KiB, each report some 60 bytes).
 const REPORT_COUNT: u64 = 40_000;
 
-async fn agent(running: &RunningController, server: &str) -> (mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>) {
+async fn agent(
+    running: &RunningController,
+    server: &str,
+) -> (mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>) {
     let (sender, receiver) = mpsc::channel(4);
     let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
     sender.send(message(Message::Registration(registration))).await.unwrap();

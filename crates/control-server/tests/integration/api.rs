@@ -11,7 +11,7 @@ use coreward_http::{Problem, ProblemKind};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
 
-use crate::support::{TestDirectory, RunningController, with_timeout};
+use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 

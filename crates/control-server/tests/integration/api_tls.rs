@@ -10,7 +10,7 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::verify::Host;
 use coreward_tls::{CredentialFiles, Identity, Role};
 
-use crate::support::{TestDirectory, RunningController, with_timeout};
+use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 

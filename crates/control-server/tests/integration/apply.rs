@@ -9,7 +9,7 @@ use coreward_render::Format;
 use coreward_render::fleet::{self, ProposedFleet};
 use proptest::prelude::*;
 
-use crate::support::{TestDirectory, RunningController, with_timeout};
+use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// A home whose controller's file names no fleet.
 fn home() -> TestDirectory {

@@ -6,7 +6,7 @@ use coreward_wire::v1::{self, load_balancer_message::Message};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::support::{TestDirectory, RunningController, with_timeout};
+use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// Without a file: the fleet is applied.
 fn home() -> TestDirectory {

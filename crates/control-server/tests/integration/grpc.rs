@@ -14,7 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-use crate::support::{TestDirectory, RunningController, SIGHUP_REACHES_ALL, apply_update, with_timeout};
+use crate::support::{RunningController, SIGHUP_REACHES_ALL, TestDirectory, apply_update, with_timeout};
 
 impl RunningController {
     async fn agent(&self, server: &str) -> Agent {
@@ -420,7 +420,8 @@ async fn lost_owners_are_announced_to_load_balancers() {
 async fn rotation_waits_for_all_daemons_and_survives_the_controller() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     let home = TestDirectory::new(&["s1"], WEB);
-    let rotate = async |running: &RunningController, force: bool| running.client.rotate_keys(&RotateKeys { force }).await;
+    let rotate =
+        async |running: &RunningController, force: bool| running.client.rotate_keys(&RotateKeys { force }).await;
     let running = home.start().await;
     let refused = rotate(&running, false).await.unwrap_err();
     assert_eq!(refused.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);

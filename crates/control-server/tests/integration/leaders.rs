@@ -13,7 +13,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
 
-use crate::support::{TestDirectory, RunningController, with_timeout};
+use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// One member; it ends with this.
 struct Etcd {

@@ -6,7 +6,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::getpid;
 use reqwest::StatusCode;
 
-use crate::support::{TestDirectory, SIGHUP_REACHES_ALL, with_timeout};
+use crate::support::{SIGHUP_REACHES_ALL, TestDirectory, with_timeout};
 
 #[tokio::test]
 async fn new_token_ends_sessions_of_the_old_one() {

@@ -50,7 +50,8 @@ impl Queue {
         let frames = UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAME_COUNT, ..Default::default() };
         let mut umem = Umem::map(frames.build()?).context("memory for frames")?;
         let mut builder = XdpSocketBuilder::new()?;
-        let sizes = RingConfigBuilder { rx_count: FRAME_COUNT, fill_count: FRAME_COUNT, tx_count: 0, ..Default::default() };
+        let sizes =
+            RingConfigBuilder { rx_count: FRAME_COUNT, fill_count: FRAME_COUNT, tx_count: 0, ..Default::default() };
         let (rings, mut flags) = builder.build_wakable_rings(&umem, sizes.build()?)?;
         if !is_native {
             flags.force_copy();

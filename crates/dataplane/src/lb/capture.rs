@@ -17,7 +17,7 @@ use libbpf_rs::{MapHandle, PerfBuffer, PerfBufferBuilder, libbpf_sys};
 use zerocopy::FromBytes as _;
 
 use super::link::XdpLink;
-use super::program::{Maps, CapturedService};
+use super::program::{CapturedService, Maps};
 use super::servers::{mac_in, members, server_entry};
 use super::services::{service_names, services_of};
 use super::{COUNTER_NAMES, ServiceIndex, program};
@@ -135,7 +135,8 @@ impl Capture {
             if self.link.program()? != self.attached.program {
                 // The daemon may have replaced the connection table by one of another size.
                 self.maps = Maps::take_over(&program::active_pins(&self.options.pin_directory)?)?;
-                self.attached = AttachedCapture::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
+                self.attached =
+                    AttachedCapture::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
             }
         }
         match self.attached.buffer.poll(timeout) {

@@ -208,7 +208,11 @@ impl Maps {
 
     /// Loads a variant that captures one service ([`super::capture`]), with all other constants of the program `like`.
     /// Returns the program and the map of its perf buffer.
-    pub fn load_capturing(&self, like: BorrowedFd<'_>, watched: &CapturedService) -> anyhow::Result<(OwnedFd, MapHandle)> {
+    pub fn load_capturing(
+        &self,
+        like: BorrowedFd<'_>,
+        watched: &CapturedService,
+    ) -> anyhow::Result<(OwnedFd, MapHandle)> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
         let constants = constants_of(like)?;

@@ -129,7 +129,8 @@ fn read_list(
         let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
         match header.kind {
             SOCK_DIAG_BY_FAMILY => {
-                let (listed, _) = InetDiagReply::read_from_prefix(message).ok().context("sock_diag: a socket cut short")?;
+                let (listed, _) =
+                    InetDiagReply::read_from_prefix(message).ok().context("sock_diag: a socket cut short")?;
                 found(&listed);
             }
             kind if [libc::NLMSG_DONE, libc::NLMSG_ERROR].contains(&kind.into()) => {

@@ -14,7 +14,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServiceAddress};
 
 use crate::support::balancer::{CLIENT, VIP, id, random_table, service};
-use crate::support::network::{VethPair, PinDirectory, mac_address, on_one_cpu};
+use crate::support::network::{PinDirectory, VethPair, mac_address, on_one_cpu};
 use crate::support::packet_socket::PacketSocket;
 use crate::support::tunnel::{client, vip};
 use crate::support::{self, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};

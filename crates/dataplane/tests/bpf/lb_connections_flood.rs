@@ -53,8 +53,12 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
         let in_use = balancer.lb.connections_in_use();
         assert_eq!(balancer.lb.occupancy(), in_use as u64, "the gauge is of now");
         assert!(in_use < ENTRY_COUNT as usize * 3 / 10, "{in_use} entries in use after {tick} beats");
-        let due: Vec<Connection> =
-            balancer.lb.due_connections(&timers, ENTRY_COUNT / TICKS_PER_SWEEP).into_iter().map(|(due, _)| due).collect();
+        let due: Vec<Connection> = balancer
+            .lb
+            .due_connections(&timers, ENTRY_COUNT / TICKS_PER_SWEEP)
+            .into_iter()
+            .map(|(due, _)| due)
+            .collect();
         balancer.lb.free_connections(&due).unwrap();
         let clock = balancer.lb.clock();
         let oldest = balancer.lb.connections(balancer.services[0]).map(|held| clock.since(held.last_seen)).max();

@@ -20,7 +20,7 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use rand::Rng;
 
 use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_TX, id, service};
-use crate::support::network::{VethPair, PinDirectory};
+use crate::support::network::{PinDirectory, VethPair};
 use crate::support::stateful::{
     STATEFUL, VIP, balancer, client, established, ipv4_client, number_of, own_number, owner, syn,
 };

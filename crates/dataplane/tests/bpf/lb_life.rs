@@ -19,7 +19,7 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
 use crate::support::balancer::{CLIENT, VIP, id, random_table, service};
-use crate::support::network::{VethPair, PinDirectory, mac_address};
+use crate::support::network::{PinDirectory, VethPair, mac_address};
 use crate::support::{self, Tcp, Udp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);

@@ -12,7 +12,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::vlan::Vlan;
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
-use crate::support::network::{VethPair, PinDirectory};
+use crate::support::network::{PinDirectory, VethPair};
 use crate::support::tunnel::{OWN_ADDRESSES, client, server_address, vip};
 use crate::support::{ACK, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 

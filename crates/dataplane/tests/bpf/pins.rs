@@ -6,7 +6,7 @@ use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
 use coreward_dataplane::pins::{PinLock, remove_if_empty};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 
-use crate::support::network::{VethPair, PinDirectory};
+use crate::support::network::{PinDirectory, VethPair};
 use crate::support::server_env::{TestEnv, attach};
 use crate::support::{missing_bpf_rights, skip_if};
 

@@ -69,7 +69,11 @@ pub fn jit(facts: &Facts) -> Vec<Finding> {
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
             let why = "every packet runs the programs, which take about ten times as long when interpreted";
-            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", why).with_sysctl(path.to_owned(), "1", true)]
+            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", why).with_sysctl(
+                path.to_owned(),
+                "1",
+                true,
+            )]
         }
         Some(value) => vec![Finding::ok(format!("net.core.bpf_jit_enable is {value}"))],
     }

@@ -33,7 +33,10 @@ pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok(format!("{found}; replies leave by {device}, too"))];
     }
     let why = "clients' packets arrive on this device, and replies leave by another: the kernel drops the packets";
-    vec![Finding::fault(format!("{found}, and no default route leads over {device}"), why).with_sysctl(loose, "2", false)]
+    vec![
+        Finding::fault(format!("{found}, and no default route leads over {device}"), why)
+            .with_sysctl(loose, "2", false),
+    ]
 }
 
 pub fn forwarding(facts: &Facts) -> Vec<Finding> {

@@ -42,7 +42,7 @@ use crate::cookie::{CookieKey, FleetKeys};
 use crate::placement::PlacementTable;
 use crate::vlan::Vlan;
 use crate::{ServerId, ServiceAddress};
-pub use encapsulation::{Outer, Tunnel};
+pub use encapsulation::{OuterHeader, Tunnel};
 pub use flow::FlowEntry;
 use flow::{Datagram, FlowTable};
 pub use lb_stamped::LbStamped;

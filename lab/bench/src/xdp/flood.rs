@@ -24,7 +24,7 @@ use super::workload::{Case, XDP_TX};
 use crate::cpus::THIS_THREAD;
 use crate::namespace;
 use crate::report::{Goal, Report, Table, goal_cells};
-use flooder::{Flooder, Command, FloodCounts};
+use flooder::{Command, FloodCounts, Flooder};
 use memory::Memory;
 
 const CONNECTION_COUNT: usize = 1 << 17;

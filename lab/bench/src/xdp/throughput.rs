@@ -68,16 +68,36 @@ impl ServiceTraffic {
     /// Returns all lanes, baselines first.
     fn all() -> Vec<ServiceTraffic> {
         let goal = |ratio| Some(Goal::AtLeast(ratio));
-        let established = ServiceTraffic { goal: goal(0.97), consistency: Consistency::Stateless, floor: None, ..Self::FLOOR };
+        let established =
+            ServiceTraffic { goal: goal(0.97), consistency: Consistency::Stateless, floor: None, ..Self::FLOOR };
         let new = ServiceTraffic { goal: goal(0.90), new_of_16: 16, ..established };
         vec![
             Self::FLOOR,
-            ServiceTraffic { name: "swap MACs, read the returned timestamp", floor: Some(Floor::ReadTsecr), ..Self::FLOOR },
+            ServiceTraffic {
+                name: "swap MACs, read the returned timestamp",
+                floor: Some(Floor::ReadTsecr),
+                ..Self::FLOOR
+            },
             ServiceTraffic { name: "established, stateless", ..established },
-            ServiceTraffic { name: "established, stateful", consistency: Consistency::Stateful, goal: None, ..established },
-            ServiceTraffic { name: "established, hash-table", consistency: Consistency::HashTable, goal: None, ..established },
+            ServiceTraffic {
+                name: "established, stateful",
+                consistency: Consistency::Stateful,
+                goal: None,
+                ..established
+            },
+            ServiceTraffic {
+                name: "established, hash-table",
+                consistency: Consistency::HashTable,
+                goal: None,
+                ..established
+            },
             ServiceTraffic { name: "new, stateless, hash or crossrss", ..new },
-            ServiceTraffic { name: "new, stateless, crossrss-plus", rule: Rule::LeastAssigned, goal: goal(0.87), ..new },
+            ServiceTraffic {
+                name: "new, stateless, crossrss-plus",
+                rule: Rule::LeastAssigned,
+                goal: goal(0.87),
+                ..new
+            },
             ServiceTraffic { name: "new, stateful", consistency: Consistency::Stateful, goal: goal(0.75), ..new },
             ServiceTraffic { name: "new, hash-table", consistency: Consistency::HashTable, goal: goal(0.6), ..new },
             ServiceTraffic { name: "mixed: 15 established, 1 new; stateless", new_of_16: 1, goal: None, ..established },
@@ -148,7 +168,12 @@ impl TestEnv {
         Self::set_up(wire, lane, balancer, cpus)
     }
 
-    fn set_up(wire: VethPair, lane: ServiceTraffic, balancer: Option<Balancer>, cpus: [usize; 2]) -> anyhow::Result<Self> {
+    fn set_up(
+        wire: VethPair,
+        lane: ServiceTraffic,
+        balancer: Option<Balancer>,
+        cpus: [usize; 2],
+    ) -> anyhow::Result<Self> {
         let case = lane.case();
         let packets = match &balancer {
             Some(balancer) => balancer.packets()?,

@@ -1,7 +1,7 @@
 //! Servers reached by forged TSecr values: ten million on the reference model, fewer on the BPF program.
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
-use coreward_fuzz::cookies::{Cookies, BitFlipCounts};
+use coreward_fuzz::cookies::{BitFlipCounts, Cookies};
 
 /// Five standard deviations: exceeded by one seed in a million.
 const FAR: f64 = 5.0;

@@ -66,7 +66,8 @@ const BUCKET_COUNT: u32 = 512;
 
 /// Simulates the configuration at `load`, in place of its own. Returns the number of dropped requests.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
-    let table = IndirectionTable::balanced(config.seed, BUCKET_COUNT as usize, config.cores).expect("512 is a power of two");
+    let table =
+        IndirectionTable::balanced(config.seed, BUCKET_COUNT as usize, config.cores).expect("512 is a power of two");
     let spec = ServerSpec {
         policy: &config.policy,
         cores: config.cores,

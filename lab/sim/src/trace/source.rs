@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::amplify::{TraceSlice, Overlay};
+use super::amplify::{Overlay, TraceSlice};
 use super::arrivals::ArrivalTrace;
 use super::burst::{Burst, BurstTrace};
 use super::campus::{Campus, CampusTrace};
@@ -92,7 +92,11 @@ impl Source {
             let start_ns = duration_ns * u64::from(copy) / u64::from(copies);
             parts.push((Box::new(TraceSlice::new(self.open(seed, options)?, start_ns, duration_ns)), 0, copy));
             if start_ns > 0 {
-                parts.push((Box::new(TraceSlice::new(self.open(seed, options)?, 0, start_ns)), duration_ns - start_ns, copy));
+                parts.push((
+                    Box::new(TraceSlice::new(self.open(seed, options)?, 0, start_ns)),
+                    duration_ns - start_ns,
+                    copy,
+                ));
             }
         }
         Ok(Box::new(Overlay::new(parts)))

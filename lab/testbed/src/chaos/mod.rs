@@ -320,7 +320,8 @@ impl<'a> Run<'a> {
         self.print_progress(&format!("an impostor reports idle cores of s{IMPOSTOR}"));
         self.env.start_false_reports(IMPOSTOR, FalseReportKind::Load)?;
         let service = self.testbed.service();
-        let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(service, IMPOSTOR, SERVER_COUNT))?;
+        let byzantine_share =
+            self.testbed.client().within(|| ByzantineShare::measure(service, IMPOSTOR, SERVER_COUNT))?;
         self.env.stop_false_reports(IMPOSTOR)?;
         if byzantine_share.is_over_limit() {
             self.violations.push(format!(

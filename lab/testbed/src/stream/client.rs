@@ -17,7 +17,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::pcc::{Arrivals, ConnectionSource, RequestMix, RateStep};
+use coreward_sim::pcc::{Arrivals, ConnectionSource, RateStep, RequestMix};
 use hdrhistogram::Histogram;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};

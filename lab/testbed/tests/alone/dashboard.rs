@@ -136,7 +136,8 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     let names = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
     let names = client.execute(&format!("return {names};"), Vec::new()).await?;
     ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
-    let reporting = format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
+    let reporting =
+        format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
     wait_until(&client, "reports of every server", &reporting).await?;
     // Loads are drawn: the newest column has a colour per core, and not all colours are equal.
     let colours = "(() => { const map = document.getElementById('heat'); \
@@ -188,8 +189,12 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
 #[test]
 fn browser_shows_every_core_and_changes() {
     skip_if!(missing_testbed_rights());
-    let options =
-        TestbedOptions { instance: "tdash".to_owned(), servers: SERVER_COUNT, cores: CORE_COUNT, ..TestbedOptions::default() };
+    let options = TestbedOptions {
+        instance: "tdash".to_owned(),
+        servers: SERVER_COUNT,
+        cores: CORE_COUNT,
+        ..TestbedOptions::default()
+    };
     let testbed = Testbed::create(options).unwrap();
     let _servers: Vec<_> = (1..=SERVER_COUNT).map(|number| testbed.start_paced_server(number).unwrap()).collect();
     let options = FleetOptions {

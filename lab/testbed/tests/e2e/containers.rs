@@ -76,7 +76,12 @@ fn container_connections_survive_a_bucket_change() {
         containers.set_client_timestamps(timestamps);
         containers.move_buckets();
         let broken = containers.broken();
-        assert!(broken.is_empty(), "tcp_timestamps {timestamps}: {} of {CONNECTION_COUNT}: {}", broken.len(), broken[0]);
+        assert!(
+            broken.is_empty(),
+            "tcp_timestamps {timestamps}: {} of {CONNECTION_COUNT}: {}",
+            broken.len(),
+            broken[0]
+        );
     }
     assert!(!containers.has_warning("another network namespace"), "all works");
 }

@@ -143,7 +143,9 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
         })
         .unwrap();
     assert!((1..=SERVER_COUNT).all(|number| streams.iter().any(|(_, server)| *server == number)));
-    eventually(*TIMEOUT, "every connection has a second subflow", || counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT);
+    eventually(*TIMEOUT, "every connection has a second subflow", || {
+        counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
+    });
     assert_eq!(counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
     assert_eq!(counter("MPTcpExtMPCapableFallbackSYNACK") + counter("MPTcpExtMPCapableFallbackACK"), 0);
 

@@ -81,7 +81,8 @@ struct TestEnv {
 impl TestEnv {
     /// `server_racks`: the racks that a server's agent uses, and the racks that the document names for the server.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
-        let testbed = TestbedOptions { instance: instance.to_owned(), cores: CORE_COUNT, racks: 2, ..Default::default() };
+        let testbed =
+            TestbedOptions { instance: instance.to_owned(), cores: CORE_COUNT, racks: 2, ..Default::default() };
         let servers = server_racks.len() as u16;
         let testbed = Testbed::create(TestbedOptions { servers, ..testbed }).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();

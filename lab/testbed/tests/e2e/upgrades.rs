@@ -19,8 +19,12 @@ use crate::support::{TestEnv, assert_unbroken, eventually, eventually_in_force, 
 const SERVER_COUNT: u16 = 3;
 
 fn start_env(instance: &str, load_balancers: u16, consistency: Consistency) -> TestEnv {
-    let testbed =
-        TestbedOptions { instance: instance.to_owned(), servers: SERVER_COUNT, load_balancers, ..TestbedOptions::default() };
+    let testbed = TestbedOptions {
+        instance: instance.to_owned(),
+        servers: SERVER_COUNT,
+        load_balancers,
+        ..TestbedOptions::default()
+    };
     TestEnv::start(testbed, FleetOptions { consistency, ..FleetOptions::default() })
 }
 

@@ -86,7 +86,13 @@ impl TestDirectory {
         let metrics = Box::new(move || state.metrics().text());
         let token = token_file(self.directory.path(), Role::Operator);
         let client = Client::new(api.into(), &token).unwrap();
-        RunningController { address, api, client, metrics, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
+        RunningController {
+            address,
+            api,
+            client,
+            metrics,
+            task: tokio::spawn(async move { server.serve().await.unwrap() }),
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use socket2::{Domain, Socket, Type};
 
-use super::network::{CLIENT, VethPair, PinDirectory, SERVER, VIP, on_one_cpu};
+use super::network::{CLIENT, PinDirectory, SERVER, VIP, VethPair, on_one_cpu};
 use super::{ACK, FIN, Family, RST, SYN, now_ms, timestamp_offset, word};
 
 pub const PORT: u16 = 80;

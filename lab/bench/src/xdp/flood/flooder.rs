@@ -77,7 +77,11 @@ impl Flooder {
     }
 
     /// Runs `work` while the other CPU executes the command, and returns the results of both.
-    pub fn run_during<T>(&self, command: Command, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, FloodCounts)> {
+    pub fn run_during<T>(
+        &self,
+        command: Command,
+        work: impl FnOnce() -> anyhow::Result<T>,
+    ) -> anyhow::Result<(T, FloodCounts)> {
         self.shared.stop.store(false, Ordering::SeqCst);
         self.shared.syns.store(0, Ordering::SeqCst);
         self.commands.as_ref().expect("until it is dropped").send(command).context("the flooding thread has ended")?;
